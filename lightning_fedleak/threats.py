@@ -68,10 +68,6 @@ class ThreatModel:
         return cls(frozenset(needs), summary)
 
 
-class ThreatModelError(ValueError):
-    """The adversary of an attack lacks a capability in this setting."""
-
-
 def missing(
     threat_model: ThreatModel, capabilities: Iterable[Capability]
 ) -> tuple[Capability, ...]:
@@ -84,11 +80,11 @@ def require(attack: str, threat_model: ThreatModel, capabilities: Iterable[Capab
     """Raise an error unless the adversary has all capabilities that it needs.
 
     Raises:
-        ThreatModelError: names the attack and every capability that is missing.
+        ValueError: names the attack and every capability that is missing.
     """
     lacking = missing(threat_model, capabilities)
     if lacking:
-        raise ThreatModelError(
+        raise ValueError(
             f"attack '{attack}' cannot run in this setting. Its adversary "
             f"({threat_model.summary}) must be one that: {'; '.join(c.value for c in lacking)}."
         )

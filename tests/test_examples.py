@@ -127,7 +127,7 @@ def test_defended_ddp(tmp_path: Path) -> None:
 
 
 def test_the_trained_weights_give_their_texts_away(run) -> None:
-    printed = run("memorization.py")
+    printed = run("memorization.py", words=12)
     last = [line for line in printed.splitlines() if line.startswith("combined")][-1]
     assert float(last.split("AUC ")[1].split()[0]) > 0.95
 

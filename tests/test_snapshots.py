@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from lightning_fedleak.model.snapshots import Stage, TokenSnapshot, whole_tensor
-from lightning_fedleak.model.taps.gradients import GradientTap
+from lightning_fedleak.model.taps.step_tap import _GradientTap
 
 
 def test_view_is_no_copy_and_leaves_out_what_has_no_gradient():
     a, b = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
     a.grad = torch.randn(3, 2)
-    view = GradientTap({"head.weight": a, "head.bias": b}).view(5, Stage.SHARED)
+    view = _GradientTap({"head.weight": a, "head.bias": b}).view(5, Stage.SHARED)
     assert view.tensors["head.weight"].data_ptr() == a.grad.data_ptr()
     assert set(view.tensors) == {"head.weight"}
     assert (view.step, view.stage, view.client) == (5, "shared", 0)
@@ -21,7 +21,7 @@ def test_view_is_no_copy_and_leaves_out_what_has_no_gradient():
 def test_kept_gradient_is_the_sum_over_micro_batches_and_survives_overwriting():
     torch.manual_seed(0)
     layer = nn.Linear(4, 6, bias=False)
-    tap = GradientTap({"head.weight": layer.weight})
+    tap = _GradientTap({"head.weight": layer.weight})
     tap.keep_local()
     inputs = [torch.randn(5, 4) for _ in range(3)]
     layer(inputs[0]).square().sum().backward()
@@ -45,7 +45,7 @@ def test_kept_gradient_is_the_sum_over_micro_batches_and_survives_overwriting():
 def test_sparse_gradients_are_made_dense():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
-    got = GradientTap({"embedding.weight": embedding.weight}).view(0, Stage.SHARED)
+    got = _GradientTap({"embedding.weight": embedding.weight}).view(0, Stage.SHARED)
     dense = got.tensors["embedding.weight"]
     assert dense.layout is torch.strided
     assert dense.sum(1).tolist() == [0.0, 4.0, 0.0, 2.0, 0.0]

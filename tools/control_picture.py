@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from lightning_fedleak.report.records import Judgement, judged
+from lightning_fedleak.report.records import Judgement, judge_value
 
 LIMIT = 0.5
 """The limit of the README's gate, which the dashed line shows."""
@@ -80,7 +80,7 @@ def picture() -> str:
     parts = []
     y = 12
     for value, control, part in ROWS:
-        counted = judged(value, control, part=part, at_most=LIMIT, chance=0.0)
+        counted = judge_value(value, control, part=part, at_most=LIMIT, chance=0.0)
         has_part = not math.isnan(part)
         height = ROW + 30 * has_part
         if y > 12:

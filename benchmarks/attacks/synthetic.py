@@ -40,7 +40,7 @@ from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
 from lightning_fedleak.cli.studies.synthetic import ask_auxiliary, compare_generated
 from lightning_fedleak.evaluation.canaries import sampled_canaries
-from lightning_fedleak.evaluation.metrics.copies import COPIES
+from lightning_fedleak.evaluation.metrics.copies import COPY_SCORES
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel
@@ -51,7 +51,7 @@ SMOKE = (
     "--model {model} --text {text} --rows 12 --length 16 --epochs 1 --generated 12 --auxiliary 1 "
     "--canaries 12 --times 1",
 )
-NAMES = "combined", *COPIES
+NAMES = "combined", *COPY_SCORES
 BEGIN = 8  # tokens of another text that a canary begins with; its kind shows, its words vary
 AT_ONCE = 100  # texts that are written together; more take memory and are no faster
 

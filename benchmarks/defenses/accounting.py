@@ -31,7 +31,7 @@ from benchmarks.defenses.planted import PlantedNeuron
 from benchmarks.shared import parser_of, quieten
 from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting.account import Accountant
-from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
+from lightning_fedleak.defenses.accounting.accounting import MAX_EPSILON, epsilon_of
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
@@ -76,7 +76,7 @@ def grid() -> None:
             result, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
             peer, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
             rows.append((peer, result / peer if peer else math.nan, t_ours / t_theirs))
-        for low, high in ((0.001, 0.1), (0.1, 10), (10, LARGEST_EPSILON)):
+        for low, high in ((0.001, 0.1), (0.1, 10), (10, MAX_EPSILON)):
             ratios = [ratio for peer, ratio, _ in rows if low <= peer < high]
             times = [time for peer, _, time in rows if low <= peer < high]
             close = sum(abs(ratio - 1) <= 0.01 for ratio in ratios)

@@ -32,7 +32,7 @@ from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses import mean_of_sample_means
 
 SMOKE = ("--runs 1",)
-FEWEST = 20  # runs that a share of 95 in 100 is judged by: one miss is allowed
+MIN_RUNS = 20  # runs that a share of 95 in 100 is judged by: one miss is allowed
 
 VOCABULARY, TEXTS, LENGTH, STEPS, AT_MOST = 512, 96, 12, 10, 0.5
 BATCH = 3
@@ -98,7 +98,7 @@ def main() -> int:
             print(f"run {seed}: {ended}, worst {worst:.3f}, controls {controls}", flush=True)
     print(f"{options.runs} runs, {time.monotonic() - start:.0f} s: {dict(ends)}")
     print(f"silent with a control above {AT_MOST}: {above}; highest worst at an end: {highest:.3f}")
-    judged = not options.without and options.runs >= FEWEST
+    judged = not options.without and options.runs >= MIN_RUNS
     return int(judged and above < 0.95 * options.runs)
 
 

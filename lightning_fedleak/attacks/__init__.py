@@ -1,4 +1,4 @@
-"""Attacks: what an adversary would see of a step in, a guess out.
+"""Attacks: each takes what an adversary observes of a step and returns a guess.
 
 The names below are loaded when they are first used.
 """
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.threats import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS
     from lightning_fedleak.threats import Capability as Capability
     from lightning_fedleak.threats import ThreatModel as ThreatModel
-    from lightning_fedleak.threats import ThreatModelError as ThreatModelError
     from lightning_fedleak.threats import require as require
 
 __getattr__ = lazy(__name__)

@@ -22,7 +22,6 @@ from lightning_fedleak.model.snapshots import UnusableObservation as UnusableObs
 from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.threats import Capability as Capability
 from lightning_fedleak.threats import ThreatModel as ThreatModel
-from lightning_fedleak.threats import ThreatModelError as ThreatModelError
 
 Stored = TypeVar("Stored")
 
@@ -117,8 +116,8 @@ class RunFacts:
         local_steps: optimizer steps whose weight change is shared; None if single gradients are.
         defended: the data that the run's defences change.
         step: optimizer step that the fit begins at; above 0 if it was resumed.
-        compression: of each tensor before it is shared; None without one, or where what it leaves
-            out is sent in later steps.
+        compression: The compression of each tensor before it is shared; None without one, or where
+            what it leaves out is sent in later steps.
     """
 
     precision: str | None = None
@@ -214,7 +213,7 @@ class Attack(ABC):
         """Raise an error for rounds of local steps whose updates cannot be read at all.
 
         Args:
-            facts: of the run, with its local steps and the optimizer's settings.
+            facts: The facts of the run, with its local steps and the optimizer's settings.
 
         Raises:
             UnusableObservation: says what to change; :class:`Inapplicable` if the method is not
@@ -292,7 +291,7 @@ def check_readable(largest: Tensor, name: str) -> None:
 
     Args:
         largest: () size of its largest number, or of a number that is NaN if one of them is.
-        name: of the gradient, which begins the message.
+        name: The name of the gradient, which begins the message.
 
     Raises:
         UnusableObservation: nothing can be read.
@@ -306,10 +305,10 @@ def refuse_tied(are_tied: bool, attack: str, matrix: str) -> None:
     """Raise an error if head and embedding, of which an attack reads one, are one matrix.
 
     Raises:
-        ThreatModelError: they are.
+        ValueError: they are.
     """
     if are_tied:
-        raise ThreatModelError(
+        raise ValueError(
             f"attack '{attack}' needs the {matrix}'s own gradient, and this model ties head and "
             "embedding: only the sum of both is shared. Remove it; FlatChat reads the tied sum."
         )

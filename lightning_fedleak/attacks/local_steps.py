@@ -71,7 +71,7 @@ def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
     """Raise an error for rounds that are compressed after anything but plain steps of SGD.
 
     Args:
-        facts: of the run, with its compression.
+        facts: The facts of the run, with its compression.
         compressed: whether an update says that it is.
 
     Raises:

@@ -90,10 +90,10 @@ class LogitMap:
         for error, candidate in tried:
             if error <= loose:
                 return candidate._in_single_precision()
-        least = min(error for error, _ in tried)
+        min_error = min(error for error, _ in tried)
         raise ValueError(
             f"{type(without_peft(model)).__name__} computes logits from its head by more than "
-            f"scale, shift and softcap (off by {least:.2g} of {size:.2g}), so that the "
+            f"scale, shift and softcap (off by {min_error:.2g} of {size:.2g}), so that the "
             "gradient of its head is unknown; FlatChat does not need it"
         )
 

@@ -186,7 +186,7 @@ class PublicText:
             n: number of texts.
             length: tokens of a text at most; a text also ends at the model's end token, and with
                 its context.
-            seed: of the random numbers.
+            seed: The seed of the random numbers.
 
         Raises:
             ValueError: the model is not a causal language model.
@@ -248,7 +248,7 @@ class PublicText:
         Args:
             public_text: result of :meth:`parse`.
             anatomy: the model.
-            seed: of the random numbers.
+            seed: The seed of the random numbers.
             n: number of texts.
             or_tokens: whether a model that writes no text gets random frequent tokens: an
                 encoder-decoder independent ones for source and target.
@@ -277,7 +277,7 @@ def frequent_tokens(
         rows: number of texts.
         length: tokens of each text.
         generator: CPU generator.
-        size: of the vocabulary; by default that of the model's input.
+        size: The size of the vocabulary; by default that of the model's input.
     """
     config = getattr(anatomy.model, "config", None)
     size = size or getattr(config, "vocab_size", None) or anatomy.vocab_size

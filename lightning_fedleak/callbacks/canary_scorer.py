@@ -153,7 +153,7 @@ class CanaryScorer(EitherCallback):
         """Load the scores of the run that is resumed.
 
         Raises:
-            InclusionMismatch: the scores are of other canaries.
+            ValueError: the scores are of other canaries.
         """
         self.canaries.load_state_dict(state_dict["canaries"])
         self._total, self._scored = state_dict["scores"].cpu().double(), bool(state_dict["seen"])

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
-"""The id of each Trainer's current fit, the same for all of its monitors."""
+"""The id of each Trainer's current fit, shared by its monitors."""
 
 
 class LeakageMonitor(EitherCallback, Reported):
     """Attacks what a client would share, during training, and logs how much it leaks.
 
     Training is not disturbed: parameters, optimizer state, logged losses and random numbers are
-    bit-identical to the run without the monitor. An attack that fails is counted in
-    ``monitor/failures`` and its metrics read NaN (*unknown*), never 0. One whose method is not made
-    for what was shared, or for as many words, is unknown too, and no failure.
+    bit-identical to the run without the monitor. If an attack fails, it is counted in
+    ``monitor/failures`` and its metrics are NaN (*unknown*), never 0. If an attack does not apply
+    to what was shared, or to so many words, it is unknown too, but not counted as a failure.
 
     Examples:
         >>> import lightning as L
@@ -56,51 +56,50 @@ class LeakageMonitor(EitherCallback, Reported):
         >>> trainer.callback_metrics["leakage/bag_of_words/f1"]
         tensor(1.)
 
-    A step that shares nothing (an AMP step that was skipped, a batch without a single target) is
-    not looked at; the look moves to the next step, at most 20 times in a row, after which it
-    counts as a failure. So does a fit that ends before a look that was due could end.
+    If a step shares nothing (an AMP step that was skipped, a batch without targets), the look moves
+    to the next step. After 20 such steps in a row it counts as a failure. So does a look that is
+    due but not finished when the fit ends.
 
-    An attack that can read nothing *yet* (LoRA's A has no gradient before B has moved, at rate 0
-    say) is tried again in the next steps, by itself and whatever ``every_n_steps`` or
-    ``max_overhead``, until it has a result: 1000 steps at most. Then, and where the fit ends
-    before, it is *unknown*. A try costs a glance at its gradients.
+    Some attacks have no input *yet*: LoRA's A has no gradient before B has changed, for example
+    during a warm-up from rate 0. They are retried at each of the next 1000 steps until they have a
+    result, even if no look is due. If they get none, or the fit ends before, they are *unknown*. A
+    retry only checks whether their gradients are still zero.
 
-    The first step of each fit is looked at, also where it resumes another, but with
-    ``max_overhead``, where the first look waits until the run pays for it. Layers that are frozen
-    or unfrozen on the way are followed at the next look.
+    The first step of each fit is a look, in a resumed fit too. Only with ``max_overhead`` does the
+    first look wait until the run pays for it. If layers are frozen or unfrozen during training, the
+    next look takes that into account.
 
-    Under FSDP2 (``ModelParallelStrategy``) attacks get whole gradients, and for as long as they
-    calibrate, refresh or invert texts the whole model, gathered on every process. Membership games
+    Under FSDP2 (``ModelParallelStrategy``) attacks get full gradients, gathered on every process.
+    While they calibrate, refresh or invert texts, the full model is gathered too. Membership games
     are refused there.
 
-    What membership games ask, and which texts count:
+    For the questions of membership games, and the texts that count, see
     :class:`~lightning_fedleak.engine.channels.MembershipChannel` and
     :class:`~lightning_fedleak.engine.channels.TextsChannel`.
 
-    **Attacks that choose themselves.** With ``attacks="auto"``, the default, every attack of the
-    assumed adversary is played that can read what this run shares. What is played, what is not and
-    why, and what is shared and not tested is printed before the first step. Attacks that are not
-    played are *not tested*: they log nothing. One whose layer is unfrozen later is played from then
-    on.
+    **Automatic attacks.** With ``attacks="auto"``, the default, every attack of the assumed
+    adversary runs that can read what this run shares. The plan is printed before the first step:
+    the attacks that run, those that do not and why, and what is shared but not tested. Attacks that
+    do not run log nothing. If an attack's layer is unfrozen later, it runs from then on.
 
     ``leakage/worst/<family>`` is the highest headline of a family's attacks at a look (F1 of words,
-    AUC of membership, token accuracy of texts), and unknown where one that applies is unknown.
+    AUC of membership, token accuracy of texts). It is unknown if one that applies is unknown.
 
     Args:
-        attacks: the attacks, each with a name of its own; or ``"auto"``. One monitor plays all
-            attacks of a run, at all stages. A second one with the same is refused.
-        every_n_steps: look at optimizer steps 0, n, 2n, ...
-        max_overhead: look so seldom that looks cost at most this share of the training time.
-            Either this or ``every_n_steps``. Default: neither, but ten looks if they cost little,
-            see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
-        folder: where ``leakage.jsonl`` goes; default the logger's folder.
-        games: how membership games are played: how many texts are asked for, which are not in the
-            batch, over how many looks rates are pooled, canaries of the user's own; see
+        attacks: The attacks, with different names; or ``"auto"``. One monitor runs all attacks of
+            a run, at all stages. A second one that logs the same names is refused.
+        every_n_steps: The interval n: looks are at optimizer steps 0, n, 2n, ...
+        max_overhead: The largest share of the training time that looks may cost; not together with
+            ``every_n_steps``. Default: neither, but ten looks if they cost little, see
+            :class:`~lightning_fedleak.engine.scheduler.Cadence`.
+        folder: The folder for ``leakage.jsonl``; by default the logger's folder.
+        games: The settings of membership games: the number of candidate texts, the source of
+            non-members, the looks over which rates are pooled, and the user's canaries; see
             :class:`~lightning_fedleak.callbacks.Games`.
-        settings: what is rarely changed: :class:`WatchSettings`.
+        settings: Settings that are rarely changed, see :class:`WatchSettings`.
 
     Raises:
-        ValueError: contradictory or unknown arguments.
+        ValueError: The arguments are contradictory or unknown.
     """
 
     engine: core.Engine
@@ -128,13 +127,13 @@ class LeakageMonitor(EitherCallback, Reported):
 
     @property
     def state_key(self) -> str:
-        """Distinguishes several monitors of one run in a checkpoint."""
+        """The key of this monitor's state in a checkpoint, which may hold several monitors."""
         stages = ",".join(self.engine.options.stages)
         return f"LeakageMonitor[{stages}: {','.join(a.name for a in self.attacks)}]"
 
     @property
     def attacks(self) -> list[Attack]:
-        """The attacks; with ``"auto"`` all that an adversary may have."""
+        """The attacks; with ``"auto"`` all of the assumed adversary."""
         return list(self.engine.selection.attacks)
 
     def metric_names(self) -> list[str]:
@@ -143,23 +142,24 @@ class LeakageMonitor(EitherCallback, Reported):
 
     @property
     def looks(self) -> int:
-        """Looks finished."""
+        """The number of finished looks."""
         return self.engine.results.looks
 
     @property
     def failures(self) -> int:
-        """Results that are unknown, but for those of methods that are not made for them."""
+        """The number of unknown results, without those of attacks that do not apply."""
         return self.engine.results.failures
 
     @property
     def last_step(self) -> int:
-        """Optimizer step of the newest values."""
+        """The optimizer step of the newest values."""
         return self.engine.results.last_step
 
     def to_dataframe(self) -> pd.DataFrame:
-        """What the newest fit has measured so far, one row for each look, attack and metric.
+        """Return the results of the newest fit, one row for each look, attack and metric.
 
-        It is read from ``leakage.jsonl``, which the first process writes: on others it is empty.
+        They are read from ``leakage.jsonl``, which the first process writes: on others the table is
+        empty.
 
         Returns:
             A table of pandas with the columns ``step``, ``stage``, ``client``, ``attack``, ``n``,
@@ -167,8 +167,8 @@ class LeakageMonitor(EitherCallback, Reported):
 
         Raises:
             ImportError: pandas is not installed.
-            RuntimeError: no fit has begun.
-            OSError: its ``leakage.jsonl`` is gone.
+            RuntimeError: No fit has begun.
+            OSError: The fit's ``leakage.jsonl`` does not exist any more.
         """
         return core.to_dataframe(self.engine.jsonl)
 
@@ -187,13 +187,13 @@ class LeakageMonitor(EitherCallback, Reported):
     def setup(
         self, trainer: L.Trainer, pl_module: L.LightningModule | None = None, stage: str = "fit"
     ) -> None:
-        """Checks what can be checked before the model is on its device.
+        """Check what can be checked before the model is on its device.
 
         Raises:
-            TypeError: the class was given in place of an object.
-            ValueError: another monitor logs the same, or it is not known what is shared.
+            TypeError: The class was passed instead of an object.
+            ValueError: Another monitor logs the same names, or it is unknown what is shared.
         """
-        if pl_module is None:  # Lightning has called it on the class: self is the Trainer
+        if pl_module is None:  # Lightning called setup on the class, so that self is the Trainer
             raise TypeError("LeakageMonitor is a class: write callbacks=[LeakageMonitor()]")
         if stage != "fit":
             return
@@ -202,23 +202,23 @@ class LeakageMonitor(EitherCallback, Reported):
         self.client = trainer_facts.resolve_client(self._settings.client, trainer.strategy)
 
     def _check_names(self, trainer: L.Trainer) -> None:
-        """Refuses two monitors of one run that log under the same names."""
+        """Refuse two monitors of one run that log under the same names."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for monitor in callbacks:
             if isinstance(monitor, LeakageMonitor) and monitor is not self:
-                # Neither monitor knows the worst of a family whose attacks they share.
+                # If both have attacks of a family, neither knows its worst value.
                 for channel in monitor.engine.series.values():
                     self.engine.results.families.pop(channel.family, None)
-                both = {s.log_name for s in self.engine.series}
-                both &= {s.log_name for s in monitor.engine.series}
-                if both:
+                names = {series.log_name for series in self.engine.series}
+                names &= {series.log_name for series in monitor.engine.series}
+                if names:
                     raise ValueError(
-                        f"another LeakageMonitor of this run logs {first_of(sorted(both), 1)} too: "
-                        "use one for all attacks of a run, or other names: BagOfWords(name='other')"
+                        f"another LeakageMonitor of this run logs {first_of(sorted(names), 1)} "
+                        "too: use one for all attacks, or other names: BagOfWords(name='other')"
                     )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
+        """Find the model's parts, check and calibrate the attacks, and install the taps."""
         anatomy = find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
         if why := explain_shards(anatomy.root, run.processes):
@@ -239,10 +239,10 @@ class LeakageMonitor(EitherCallback, Reported):
         self._report_begins()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remembers how many looks came before this fit, and where it starts."""
+        """Store the number of earlier looks and the first step of this fit."""
         self.engine.training_begins()
         for optimizer in map(real_optimizer, trainer.optimizers):
-            if optimizer not in trainer.optimizers:  # a DP optimizer wraps it, and decides on steps
+            if optimizer not in trainer.optimizers:  # a DP optimizer wraps it, and may skip steps
                 steps = partial(self.engine.optimizer_steps, optimizer)
                 self._removers.append(before_real_step(optimizer, steps))
 
@@ -258,13 +258,13 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts a look where one is due, and takes the truth before any defence does."""
+        """Start a look if one is due, and store the batch before a defence changes it."""
         self.engine.batch_begins(batch)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Distinguishes a step from a batch that only adds to it."""
+        """Read the step that begins; batches that only accumulate gradients have none."""
         if real_optimizer(optimizer) is optimizer:
             self.engine.optimizer_steps(optimizer)
 
@@ -276,7 +276,7 @@ class LeakageMonitor(EitherCallback, Reported):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Logs a look once its optimizer step is over."""
+        """Log a look after its optimizer step."""
         manual = not pl_module.automatic_optimization
         self.engine.batch_ends(trained=batch is not None and (manual or bool(outputs)))
         if (every := trainer.log_every_n_steps) and trainer.global_step % every == 0:  # type: ignore[attr-defined]
@@ -285,28 +285,28 @@ class LeakageMonitor(EitherCallback, Reported):
     # ---- between looks ----------------------------------------------------------------------
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keeps the metrics that were computed before the validation."""
+        """Store the metrics from before the validation."""
         self._earlier_metrics = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the metrics that a validation has computed, also where they are what they were."""
+        """Log the metrics that a validation has computed, even if their values did not change."""
         earlier, metrics = self._earlier_metrics, trainer.callback_metrics
         if not trainer.sanity_checking:
             measured = [name for name in metrics if metrics[name] is not earlier.get(name)]
             self.engine.metrics_changed(measured=measured)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the metrics of an epoch, and what defences have spent until its end."""
+        """Log the metrics of an epoch, and the privacy budget that defences have spent."""
         self.engine.metrics_changed(epoch_ended=True)
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A fit in which looks were due and none could end is unknown, not safe."""
+        """Look at the final weights, and log results that never came as *unknown*."""
         self.engine.training_ends()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Looks at weights that another callback has put in place, and ends the run's record."""
+        """Look at weights that another callback may have replaced, and end the record."""
         self.engine.look_at_end()
         self._end("finished")
 
@@ -316,17 +316,17 @@ class LeakageMonitor(EitherCallback, Reported):
         pl_module: L.LightningModule,
         exception: BaseException | None = None,
     ) -> None:
-        """Ends the run's record and removes every tap: Lightning calls no teardown after this.
+        """End the run's record and remove every tap: Lightning calls no teardown after this.
 
         Raises:
-            ValueError: the Trainer's folder cannot be written to.
+            ValueError: The Trainer's folder cannot be written to.
         """
-        if exception is None:  # called on the class, which setup refuses
+        if exception is None:  # called on the class, which `setup` refuses
             return
         has_begun = self.engine.fit is not None
         try:
             self._end(type(exception).__name__)
-        finally:  # also where a second Ctrl-C ends the report
+        finally:  # a second Ctrl-C may end the report
             _FITS.pop(trainer, None)
             self._close()
         folders = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
@@ -342,7 +342,7 @@ class LeakageMonitor(EitherCallback, Reported):
             self._write_report(record)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Removes every tap."""
+        """Remove every tap."""
         _FITS.pop(trainer, None)
         self._close()
 
@@ -351,19 +351,19 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Saves what a resumed run goes on with: plain numbers, strings and tensors."""
+        """Save the state for a resumed run: plain numbers, strings and tensors."""
         checkpoint["callbacks"][self.state_key] = self.engine.state_dict()
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Takes back what :meth:`on_save_checkpoint` saved."""
+        """Restore the state that :meth:`on_save_checkpoint` saved."""
         self.engine.load_state_dict(deepcopy(checkpoint["callbacks"].get(self.state_key, {})))
 
 
 def _is_closed(folder: str | Path | None) -> bool:
-    """Return whether nothing can be written to a folder, or where it would be made."""
-    place = Path(folder or ".").absolute()
-    while not place.exists():
-        place = place.parent
-    return not (place.is_dir() and os.access(place, os.W_OK))
+    """Return whether a folder, or its first existing parent, cannot be written to."""
+    path = Path(folder or ".").absolute()
+    while not path.exists():
+        path = path.parent
+    return not (path.is_dir() and os.access(path, os.W_OK))

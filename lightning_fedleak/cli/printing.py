@@ -1,4 +1,4 @@
-"""What commands share: tables, errors, folders of results, names of the embedded model and text."""
+"""What commands share: tables, numbers, folders of results, names of models and texts."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _LABEL_WIDTH = 22  # characters of the first column of a comparison, with its bo
 
 
 def model_name(model: str | None) -> str:
-    """Return how a sentence names a model."""
+    """Return the name of a model in a sentence."""
     return "the embedded model" if model is None else model
 
 
 def text_name(text: str | None) -> str:
-    """Return how a sentence names a text."""
+    """Return the name of a text in a sentence."""
     return "the embedded messages of a bank's customers" if text is None else text
 
 
-def three_digits(value: float) -> str:
-    """Return a number in a table; NaN is unknown."""
+def format_number(value: float) -> str:
+    """Return a number with three decimals; NaN is ``unknown``."""
     return "unknown" if math.isnan(value) else f"{value:.3f}"
 
 
-def short(value: float, digits: int = 3) -> str:
-    """Return a share; an exact 0 or 1 has no digits, unlike 0.0004 or 0.9996."""
+def format_share(value: float, digits: int = 3) -> str:
+    """Return a share with decimals, unless it is exactly 0 or 1: 0.0004 is ``0.000``."""
     return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}"
 
 
 def make_folder(folder: Path, out: Path) -> None:
-    """Make a folder of results, which is below ``--out``.
+    """Make a folder of results below ``--out``.
 
     Raises:
-        SourceError: it cannot be made.
+        SourceError: The folder cannot be made.
     """
     hint = "Name another folder with --out"
     with refuse_errors(f"'{out}' cannot be written to", OSError, hint=hint):
@@ -56,10 +56,10 @@ def make_folder(folder: Path, out: Path) -> None:
 
 
 def explain_run(folder: Path) -> str:
-    """Return the report's sentences about a run: the recovered text, and at which looks.
+    """Return the report's sentences about a run.
 
     Raises:
-        ReportError: the folder holds no run.
+        ReportError: The folder holds no run.
     """
     [overview] = findings(read([folder])).overviews
     return explain(overview)
@@ -70,25 +70,23 @@ def print_comparison(console: Console, content: Findings) -> None:
     for name, overview in zip(names_of(content.runs), content.overviews, strict=True):
         for warning in overview.warnings:
             console.print(f"{name}: {warning}", markup=False, soft_wrap=True)
-    compared = content.comparison
-    if compared is None:
+    comparison = content.comparison
+    if comparison is None:
         console.print(plain(content.overviews[0].sentence), markup=False, soft_wrap=True)
         return
     claims = ["\n".join(account.claim for account in fit.privacy) for fit in content.runs]
-    titles = [
-        title.replace(compared.metric, title_of(compared.metric)) for title in compared.columns
-    ]
+    titles = [x.replace(comparison.metric, title_of(comparison.metric)) for x in comparison.columns]
     table = Table(show_lines=True)
     width = max(20, (console.width - _LABEL_WIDTH) // len(content.runs) - 3)
     table.add_column("run")
-    for name, *_ in compared.rows:
+    for name, *_ in comparison.rows:
         table.add_column(escape(name), overflow="fold", max_width=width)
-    for title, *values in [*zip(titles, *compared.rows, strict=True)][1:]:
+    for title, *values in [*zip(titles, *comparison.rows, strict=True)][1:]:
         table.add_row(escape(title), *map(escape, values))
     table.add_row("epsilon", *(claim or "none accounted" for claim in claims))
     print_table(console, table)
     console.print(
-        f"{plain(compared.sentence)}\nEach value is of the attack that recovered most, with its "
+        f"{plain(comparison.sentence)}\nEach value is of the attack that recovered most, with its "
         "95% interval. Where intervals overlap, the difference may be chance.",
         markup=False,
         soft_wrap=True,

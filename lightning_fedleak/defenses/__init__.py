@@ -3,9 +3,7 @@
 from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
-from lightning_fedleak.defenses.activation_compression import (
-    ActivationCompression as ActivationCompression,
-)
+from lightning_fedleak.defenses.activations import ActivationCompression as ActivationCompression
 from lightning_fedleak.defenses.activations import ActivationNoise as ActivationNoise
 from lightning_fedleak.defenses.base import CanaryGradient as CanaryGradient
 from lightning_fedleak.defenses.base import Defense as Defense

@@ -60,8 +60,8 @@ class GradientCompression(Defense):
 
     Args:
         method: one of those above.
-        share: of a tensor's entries that ``"topk"`` keeps.
-        rank: of ``"low_rank"``.
+        share: The share of a tensor's entries that ``"topk"`` keeps.
+        rank: The rank of ``"low_rank"``.
         error_feedback: add to each update what was left out of earlier ones.
 
     Attributes:

@@ -18,8 +18,8 @@ from lightning_fedleak.defenses.base import Defense, DefenseError, State
 from lightning_fedleak.validate import check_integer, check_number
 
 GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured: precise within 2%
-FEWEST_GAUGED = 50  # coordinates; with fewer, the tail of chi-square often looks like wrong noise
-LEAST_GAUGED = 1e-4  # noise over the largest number of a sum; float32 rounds smaller noise away
+MIN_GAUGED = 50  # coordinates; with fewer, the tail of chi-square often looks like wrong noise
+MIN_RELATIVE_NOISE = 1e-4  # noise over a sum's largest number; float32 rounds less away
 HARDEN_FACTOR = 2.0  # factor by which a gate multiplies the noise each time
 _BLOCK = 1 << 16  # numbers drawn at once, few enough to stay in a CPU's cache
 XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon; both are added to the result
@@ -102,7 +102,7 @@ class NoiseGauge:
             return None
         exact = total.flatten()[:GAUGED].clone()
         largest = float(exact.abs().max()) if exact.numel() else 0.0
-        return exact if self.std > LEAST_GAUGED * largest else None
+        return exact if self.std > MIN_RELATIVE_NOISE * largest else None
 
     def after(self, exact: Tensor, released: Tensor) -> None:
         """Measure the noise of the same coordinates in the gradient that leaves."""
@@ -119,7 +119,7 @@ class NoiseGauge:
             DefenseError: The measured variance differs from the accounted one by more than six of
                 its standard errors and 2%, which is 1% of the standard deviation.
         """
-        if self._count < FEWEST_GAUGED:
+        if self._count < MIN_GAUGED:
             return None
         variance_ratio = self._square / self._count / self.std**2
         if abs(variance_ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:

@@ -285,7 +285,7 @@ class GateEvent:
         metric: The watched log name.
         step: The optimizer step of the look; in a federation the round.
         value: The value that counted: what the attack read if its control is high enough
-            (:func:`~lightning_fedleak.report.records.judged`); NaN if it is unknown.
+            (:func:`~lightning_fedleak.report.records.judge_value`); NaN if it is unknown.
         low, high: The ends of the 95% interval of the value; NaN if it has none.
         at_most: The threshold.
         checkpoint: The path of the saved run; None if it was not saved.

@@ -165,10 +165,10 @@ class Engine(StepEngine):
         if after_training is not None:
             self._after_training.append(after_training)
 
-    def record_decision(self, decision: records.GateDecision) -> None:
+    def record_decision(self, decision: records.GateLine) -> None:
         """Write the decision of a gate to ``run.jsonl``, on the first process."""
         if self.record is not None:
-            self.record.append(records.GateLine(run="", **vars(decision)))
+            self.record.append(decision)
 
     def reset(self) -> None:
         """Forget the looks of an earlier run."""

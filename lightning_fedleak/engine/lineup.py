@@ -37,7 +37,7 @@ _HELD = "it is played from the first look at which labels weigh unevenly in the 
 SLOW = 2.0
 """An attack that ran for this multiple of ``look_seconds`` is not played any more. With a larger
 value slow attacks go on; with a smaller one, a busy machine ends attacks that are fast enough."""
-_FEW_TEXTS = 8
+_MAX_ESTIMATE_TEXTS = 8
 """Largest number of texts in the batch for which the seconds of a look are estimated."""
 _NOT_SHARED = "what it reads is not trained, and so not shared"
 
@@ -255,7 +255,7 @@ class Lineup:
     @property
     def texts(self) -> int:
         """Return the number of texts that a membership attack scores at a look of a small batch."""
-        return 2 * min(self._options.games.targets, _FEW_TEXTS)
+        return 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
 
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
         """Leave out attacks that failed or take too long, as the first process decides for all."""

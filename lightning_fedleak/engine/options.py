@@ -339,7 +339,7 @@ def parts_of(
         games: how membership games are played.
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        local_steps: of a round of a federation.
+        local_steps: The number of local steps of a round of a federation.
 
     Raises:
         ValueError: contradictory or unknown arguments.

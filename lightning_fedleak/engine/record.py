@@ -330,7 +330,7 @@ def facts_of(
     played = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
         run="",
-        resumed=_ended_fit(resumed) if resumed else None,
+        resumed=resumed or None,
         versions=versions(),
         machine=_machine(run.device),
         model=_model(run, lineup.trained),
@@ -384,18 +384,6 @@ def _machine(device: torch.device) -> records.JsonObject:
         **gpu,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-def _ended_fit(state: records.JsonObject) -> records.EndedFit:
-    """Return the facts in a checkpoint about the fit that wrote it."""
-    privacy = tuple(
-        records.ReleasesBefore(
-            defense=entry["defense"],
-            history=tuple(records.Releases(*row) for row in entry["history"]),
-        )
-        for entry in state["privacy"]
-    )
-    return records.EndedFit(run=state["run"], privacy=privacy)
 
 
 def defense_facts(defense: Defense) -> records.DefenseFacts:

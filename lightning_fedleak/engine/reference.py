@@ -31,7 +31,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
 
-LEAST_STRENGTH = 0.9
+MIN_STRENGTH = 0.9
 """Share of the model's gain on texts that neither was trained on, below which a reference is weak.
 
 Behind LoRA (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and .79 of
@@ -47,7 +47,7 @@ def ask_reference(
     Args:
         reference: a model, or the folder of one or of PEFT's adapters.
         rows: how many it was trained on; None: not known.
-        run: of the model that trains, on its device.
+        run: The run of the model that trains, on its device.
         ask: asks the model of a run about the texts.
 
     Raises:
@@ -77,7 +77,7 @@ def describe_reference(reference: Any, rows: int | None, anatomy: Anatomy) -> Re
     Args:
         reference: a model, or a folder.
         rows: how many it was trained on; None: not known.
-        anatomy: of its model.
+        anatomy: The anatomy of its model.
     """
     kind = "module"
     if not isinstance(reference, nn.Module):
@@ -146,7 +146,7 @@ def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> N
     """Say at setup which references are trained, and what that takes.
 
     Args:
-        run: of the model that trains.
+        run: The run of the model that trains.
         sizes: rows of each of them.
         row_seconds: that training on a row is estimated to take.
     """
@@ -181,9 +181,9 @@ def train_references(
             set and returns a model.
         data: what each is trained on.
         seen: (N,) bool, the texts that the first is trained on, so that the last answers.
-        run: of the model that trains, before its first step.
+        run: The run of the model that trains, before its first step.
         ask: asks the model of a run about the N texts.
-        seed: of the order of the rows, and of dropout.
+        seed: The seed of the order of the rows, and of dropout.
 
     Raises:
         ValueError: the recipe is not known, the training fails, or what the function returns cannot
@@ -203,7 +203,7 @@ def train_references(
     unseen = TokenSnapshot(*(torch.where(seen[:, None], last, first) for first, last in pairs))
     weights = facts[0].weights
     if len(facts) > 1:
-        weights = hashlib.sha256("".join(one.weights for one in facts).encode()).hexdigest()
+        weights = hashlib.sha256("".join(x.weights for x in facts).encode()).hexdigest()
     kind = "auto" if source == "auto" else "function"
     return unseen, replace(facts[0], kind=kind, weights=weights, models=len(facts))
 
@@ -239,7 +239,7 @@ class _Strength(NamedTuple):
     """How far a reference was trained, beside the model that it is compared with.
 
     Attributes:
-        share: of the model's gain, what the reference has gained; NaN where that is not known.
+        share: The share of the model's gain that the reference has; NaN if it is unknown.
         weak: why the reference is weak, in words; empty where it is not.
     """
 
@@ -254,7 +254,7 @@ def measure_strength(
 
     A reference must have gained what texts of the kind gain in general. That shows on the
     non-members, which neither model was trained on: there the mean gain of a token over the base is
-    compared. A reference with less than :data:`LEAST_STRENGTH` of the model's gain is weak. So is
+    compared. A reference with less than :data:`MIN_STRENGTH` of the model's gain is weak. So is
     one that was trained on fewer rows than the model, whatever it gained, since such ones were
     measured to show less behind LoRA. Where the model itself has not gained there (by two standard
     errors) nothing is measured, and a reference of an unstated number of rows counts as weak. A
@@ -273,7 +273,7 @@ def measure_strength(
     share = float(its.mean() / own.mean()) if is_measured else math.nan
     if rows is not None and rows < trained:
         return _Strength(share, f"it was trained on {rows} rows, and the model on {trained}")
-    if share < LEAST_STRENGTH:
+    if share < MIN_STRENGTH:
         gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model"
         return _Strength(share, f"{gained} has")
     if math.isnan(share) and rows is None:

@@ -138,7 +138,7 @@ class Results:
     def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
         """Return how a gate interprets a logged value at its threshold.
 
-        See :func:`~lightning_fedleak.report.records.judged`.
+        See :func:`~lightning_fedleak.report.records.judge_value`.
 
         Args:
             name: The log name of the value.
@@ -152,7 +152,7 @@ class Results:
         if series is None or control is None:
             return records.Judgement(value)
         channel = self._channels[series]
-        return records.judged(
+        return records.judge_value(
             value,
             control.rates.get(metric),
             part=control.part.get(metric, math.nan),

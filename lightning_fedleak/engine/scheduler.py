@@ -18,7 +18,7 @@ CURVE_SHARE = 0.05
 """Share of the training time that these looks may take, unless :data:`CURVE_SECONDS` is more."""
 CURVE_SECONDS = 30.0
 """Seconds that these looks may take in a short run: a wait that people accept."""
-MOST_SHARE = 0.25
+MAX_CURVE_SHARE = 0.25
 """Largest share of the training time for these looks, except for the first look; not tuned."""
 TIMED_STEPS = 3
 """Number of steps timed before the first look if ``max_overhead`` is given; not tuned."""
@@ -157,7 +157,7 @@ class Cadence:
         assert self.steps is not None
         step, look_seconds = self.last_look
         training = (self.steps - self.first_step) * step_seconds
-        seconds = min(max(CURVE_SHARE * training, CURVE_SECONDS), MOST_SHARE * training)
+        seconds = min(max(CURVE_SHARE * training, CURVE_SECONDS), MAX_CURVE_SHARE * training)
         looks = (seconds - self.spent) // max(look_seconds, 1e-9)
         return self.steps if looks < 1 else step + math.ceil((self.steps - 1 - step) / looks)
 
@@ -224,7 +224,7 @@ class Cadence:
                 f"looks at up to {looks} of {run_steps}, the last among them, and at more as "
                 f"{share} "
                 f"pays for them; with the set-up they take at most {limit}, and never more than "
-                f"{MOST_SHARE:.0%} of it, but one is always made",
+                f"{MAX_CURVE_SHARE:.0%} of it, but one is always made",
                 *costs,
             )
         )

@@ -30,8 +30,8 @@ from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.report.records import (
     WEAK,
     WEAK_REFERENCE,
-    GateDecision,
     GateFacts,
+    GateLine,
     Judgement,
 )
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
@@ -482,9 +482,10 @@ class Threshold:
             )
 
 
-def decision_of(event: GateEvent, did: str, hardened: Sequence[str] = ()) -> GateDecision:
+def decision_of(event: GateEvent, did: str, hardened: Sequence[str] = ()) -> GateLine:
     """Return the entry of the run's record for an action of a gate."""
-    return GateDecision(
+    return GateLine(
+        run="",
         gate=event.gate,
         did=did,
         step=event.step,

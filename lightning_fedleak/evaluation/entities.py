@@ -1,4 +1,4 @@
-"""Personal data by kind: values that patterns and word lists find in texts, and their tokens."""
+"""Personal data by kind: values in texts that match patterns or word lists, and their tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-_Find = Callable[[str], Iterator[tuple[int, int]]]
-"""Returns where values begin and end in a text."""
+_Finder = Callable[[str], Iterator[tuple[int, int]]]
+"""Yields the start and the end of each value in a text."""
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DATE = (
@@ -22,9 +22,9 @@ _DATE = (
     rf"\d{{1,2}}\.? {_MONTH},? \d{{4}}",
     rf"{_MONTH} \d{{1,2}},? \d{{4}}",
 )
-_GROUPS = 9  # of digits and letters in an IBAN of 34, which is the longest
-_PROBE = "Mail jo@ex-1.de, +49 30 12/34, (AB1234): DE89."
-_MOST_HELD = 4  # tokens that one character is split over: the bytes of UTF-8
+_MAX_GROUPS = 9  # groups of characters in the longest IBAN, which has 34 of them
+_PROBE = "Mail jo@ex-1.de, +49 30 12/34, (AB1234): DE89."  # a tokenizer must decode it unchanged
+_MAX_CHARACTER_TOKENS = 4  # tokens of one character: the bytes of UTF-8
 
 
 def is_card_number(value: str) -> bool:
@@ -51,11 +51,11 @@ def is_iban(value: str) -> bool:
     plain = value.replace(" ", "")
     if not re.fullmatch(r"[A-Z]{2}\d\d[A-Z0-9]{11,30}", plain):
         return False
-    return int("".join(str(int(one, 36)) for one in plain[4:] + plain[:4])) % 97 == 1
+    return int("".join(str(int(x, 36)) for x in plain[4:] + plain[:4])) % 97 == 1
 
 
-def _matches(pattern: str, is_valid: Callable[[str], bool] = bool) -> _Find:
-    """Return what finds whole words that match a pattern, and that a test lets pass."""
+def _pattern_finder(pattern: str, is_valid: Callable[[str], bool] = bool) -> _Finder:
+    """Return a finder of whole words that match a pattern and are valid."""
     compiled = re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")
 
     def find(text: str) -> Iterator[tuple[int, int]]:
@@ -64,16 +64,19 @@ def _matches(pattern: str, is_valid: Callable[[str], bool] = bool) -> _Find:
     return find
 
 
-def _checked(pattern: str, is_valid: Callable[[str], bool]) -> _Find:
-    """Return what finds the longest runs of groups of characters that have a right check digit."""
-    runs = _matches(pattern)
+def _check_digit_finder(pattern: str, is_valid: Callable[[str], bool]) -> _Finder:
+    """Return a finder of valid values in matches, whose groups may belong to different values.
+
+    From each group on, the longest valid run of groups is a value.
+    """
+    runs = _pattern_finder(pattern)
 
     def find(text: str) -> Iterator[tuple[int, int]]:
         for begin, end in runs(text):
             groups = [match.span() for match in re.compile(r"\w+").finditer(text, begin, end)]
             while groups:
-                start, ends = groups[0][0], [last for _, last in groups[:_GROUPS]]
-                valid = (n for n, last in enumerate(ends, 1) if is_valid(text[start:last]))
+                start, ends = groups[0][0], [end for _, end in groups[:_MAX_GROUPS]]
+                valid = (n for n, end in enumerate(ends, 1) if is_valid(text[start:end]))
                 if n := max(valid, default=0):
                     yield start, ends[n - 1]
                 groups = groups[max(n, 1) :]
@@ -82,41 +85,42 @@ def _checked(pattern: str, is_valid: Callable[[str], bool]) -> _Find:
 
 
 def _is_phone_number(value: str) -> bool:
-    """Return whether a value has 7 to 15 digits, and a mark, a gap or a 0 before them."""
+    """Return whether a value has 7 to 15 digits, and begins with 0 or has another character."""
     n = sum(map(str.isdigit, value))
     return 7 <= n <= 15 and (n < len(value) or value[0] == "0")
 
 
 def _is_code(value: str) -> bool:
-    """Return whether a value has three digits or more, and a letter."""
+    """Return whether a value has at least three digits and a letter."""
     return sum(map(str.isdigit, value)) >= 3 and any(map(str.isalpha, value))
 
 
-KINDS: Mapping[str, _Find] = {
-    "email": _matches(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
-    "iban": _checked(r"[A-Z]{2}\d\d[A-Z0-9]*(?: [A-Z0-9]{1,4})*", is_iban),
-    "card": _checked(r"\d{4,19}(?:[ -]\d{2,7})*", is_card_number),
-    "date": _matches("|".join(_DATE)),
-    "phone": _matches(
+KINDS: Mapping[str, _Finder] = {
+    "email": _pattern_finder(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
+    "iban": _check_digit_finder(r"[A-Z]{2}\d\d[A-Z0-9]*(?: [A-Z0-9]{1,4})*", is_iban),
+    "card": _check_digit_finder(r"\d{4,19}(?:[ -]\d{2,7})*", is_card_number),
+    "date": _pattern_finder("|".join(_DATE)),
+    "phone": _pattern_finder(
         r"(?:\+?\d{1,3}[ .-]?)?(?:\(\d{1,5}\)[ .-]?)?\d{2,8}(?:[ ./-]\d{2,8}){0,5}",
         _is_phone_number,
     ),
-    "code": _matches(r"[A-Za-z0-9][A-Za-z0-9_-]{4,}[A-Za-z0-9]", _is_code),
+    "code": _pattern_finder(r"[A-Za-z0-9][A-Za-z0-9_-]{4,}[A-Za-z0-9]", _is_code),
 }
-"""Kinds that patterns find; of values that overlap the kind that comes first has them."""
+"""The kinds with a pattern; where values overlap, the earlier kind has precedence."""
 
 
-def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Find]:
-    """Return what finds each kind by its name.
+def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Finder]:
+    """Return the finder of each kind, by the kind's name.
 
     Args:
-        kinds: of :data:`KINDS`, or files of values, one a line, whose name without its ending is
-            the kind's. Of two kinds in a list the values of the first come first.
+        kinds: Names in :data:`KINDS`, or files with one value a line; the name of such a file
+            without its ending is the name of its kind. Earlier files have precedence over later.
 
     Raises:
-        ValueError: no kind or file of this name, a kind twice, or a file with nothing to find.
+        ValueError: There is no kind or file of this name, a kind is named twice, or a file has no
+            values.
     """
-    finders: dict[str, _Find] = {}
+    finders: dict[str, _Finder] = {}
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         is_pattern, name = str(kind) in KINDS, Path(kind).stem
         is_new = name not in finders and (is_pattern or name not in KINDS)
@@ -129,12 +133,12 @@ def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Find]:
                 f"entities holds '{kind}', which is none of {', '.join(KINDS)} and no file with a "
                 "name of its own of letters, digits, '_', '-' and '.'"
             )
-        finders[name] = KINDS[name] if is_pattern else _listed(Path(kind))
+        finders[name] = KINDS[name] if is_pattern else _list_finder(Path(kind))
     return finders
 
 
-def _listed(path: Path) -> _Find:
-    """Return what finds the values of a file, as the same words in a row."""
+def _list_finder(path: Path) -> _Finder:
+    """Return a finder of the values in a file, whatever stands between their words."""
     word = re.compile(r"\w+")
     lines = path.read_text(encoding="utf-8").splitlines()
     values = {tuple(word.findall(line)) for line in lines if line.strip()}
@@ -153,11 +157,11 @@ def _listed(path: Path) -> _Find:
     return find
 
 
-def spans_of(text: str, finders: Mapping[str, _Find]) -> list[tuple[str, int, int]]:
-    """Return the kind of each value in a text, and where it begins and ends; none overlap.
+def spans_of(text: str, finders: Mapping[str, _Finder]) -> list[tuple[str, int, int]]:
+    """Return the kind, the start and the end of each value in a text; none overlap.
 
-    Values of files come before those of patterns, and all patterns are asked, so that an account
-    number is no telephone number where only these are wanted.
+    Files have precedence over patterns. The patterns of all kinds are searched, so that an account
+    number does not count as a telephone number if only those are wanted.
 
     Examples:
         >>> from lightning_fedleak.evaluation.entities import KINDS, spans_of
@@ -169,17 +173,17 @@ def spans_of(text: str, finders: Mapping[str, _Find]) -> list[tuple[str, int, in
         for start, end in {**KINDS, **finders}[kind](text):
             if all(end <= first or last <= start for _, first, last in taken):
                 taken.append((kind, start, end))
-    return sorted((one for one in taken if one[0] in finders), key=lambda one: one[1])
+    return sorted((span for span in taken if span[0] in finders), key=lambda span: span[1])
 
 
 class _Value(NamedTuple):
     """A value in a text.
 
     Attributes:
-        kind: its kind.
-        key: the same for the same value however it is written; it is private.
-        start: its first token.
-        end: the token behind its last one.
+        kind: The kind.
+        key: The letters and digits, equal for all ways to write the value; it is private.
+        start: The index of the first token.
+        end: The index after the last token.
     """
 
     kind: str
@@ -192,18 +196,19 @@ class EntityFinder:
     """Find values in rows of token ids.
 
     Args:
-        kinds: as :func:`finders_of` takes them.
-        tokenizers: of which the first that decodes is taken; some may be None.
+        kinds: The kinds, see :func:`finders_of`.
+        tokenizers: The first that decodes is used; some may be None.
 
     Raises:
-        ValueError: an unknown kind, no tokenizer, or one that does not write a text back.
+        ValueError: A kind is unknown, there is no tokenizer, or it does not decode a text to what
+            it encoded.
 
     Examples:
         >>> from transformers import ByT5Tokenizer
         >>> from lightning_fedleak.evaluation.entities import EntityFinder
         >>> tokenizer = ByT5Tokenizer()
         >>> finder = EntityFinder(["phone"], [tokenizer])
-        >>> [(one.start, one.end) for one in finder.find(tokenizer("Call 555-0123.").input_ids)]
+        >>> [(x.start, x.end) for x in finder.find(tokenizer("Call 555-0123.").input_ids)]
         [(5, 13)]
     """
 
@@ -211,48 +216,48 @@ class EntityFinder:
         self._finders = finders_of(kinds)
         self.kinds = tuple(self._finders)
         self._pieces: dict[tuple[int, ...], str] = {}
-        decoding: list[Any] = [one for one in tokenizers if hasattr(one, "decode")]
-        self._tokenizer = cast("Any", decoding[0] if decoding else None)
-        self._anchor: list[int] = []
-        returned = None
+        self._tokenizer = cast("Any", next((x for x in tokenizers if hasattr(x, "decode")), None))
+        self._preceding: list[int] = []  # the ids of a letter, after which pieces are decoded
+        decoded = None
         with suppress(Exception):  # whatever a user's tokenizer raises
-            ids, self._anchor = (
+            assert self._tokenizer is not None
+            ids, self._preceding = (
                 self._tokenizer(text, add_special_tokens=False)["input_ids"]
                 for text in (_PROBE, "a")
             )
-            returned = "".join(text for text, _ in self._parts(ids)).strip()
-        if self.kinds and returned != _PROBE:
+            decoded = "".join(text for text, _ in self._parts(ids)).strip()
+        if self.kinds and decoded != _PROBE:
             is_absent = self._tokenizer is None
-            mend = "it by settings=WatchSettings(tokenizer=...)" if is_absent else "another one"
+            advice = "it by settings=WatchSettings(tokenizer=...)" if is_absent else "another one"
             raise ValueError(
-                "entities= finds values by a tokenizer whose tokens write a text back as it was, "
-                f"and {type(self._tokenizer).__name__} does not: pass {mend}, or leave entities out"
+                "entities= needs a tokenizer that decodes a text to what it encoded, and "
+                f"{type(self._tokenizer).__name__} does not: pass {advice}, or omit entities"
             )
 
     def _piece(self, ids: tuple[int, ...]) -> str:
-        """Return what tokens write behind another one, so that a space before them is kept."""
+        """Return the text of tokens that follow a letter, so that a space before them is kept."""
         if ids not in self._pieces:
             before, after = (
                 self._tokenizer.decode(part, clean_up_tokenization_spaces=False)
-                for part in (self._anchor, [*self._anchor, *ids])
+                for part in (self._preceding, [*self._preceding, *ids])
             )
             self._pieces[ids] = after[len(before) :]
         return self._pieces[ids]
 
     def _parts(self, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
         """Yield the text of each token, or of those that share a character, and their number."""
-        held: tuple[int, ...] = ()
+        group: tuple[int, ...] = ()
         for token in ids:
-            held = (*held, token)
-            piece = self._piece(held)
-            if len(held) == _MOST_HELD or (piece and not piece.endswith("\ufffd")):
-                yield piece, len(held)
-                held = ()
-        if held:
-            yield self._piece(held), len(held)
+            group = (*group, token)
+            piece = self._piece(group)
+            if len(group) == _MAX_CHARACTER_TOKENS or (piece and not piece.endswith("\ufffd")):
+                yield piece, len(group)
+                group = ()
+        if group:
+            yield self._piece(group), len(group)
 
     def find(self, ids: Sequence[int]) -> list[_Value]:
-        """Return the values in a text without padding, in their order."""
+        """Return the values in a text without padding, in the order of the text."""
         if not self.kinds:
             return []
         text, starts, ends = "", list[int](), list[int]()
@@ -272,12 +277,12 @@ class EntityFinder:
         ]
 
     def marks(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return by kind (L,) bool, which tokens of a text (L,) lie in a value."""
+        """Return for each kind (L,) bool, whether a token of a text (L,) is part of a value."""
         marks = {kind: torch.zeros(len(ids), dtype=torch.bool) for kind in self.kinds}
         for value in self.find(ids.tolist()):
             marks[value.kind][value.start : value.end] = True
         return marks
 
     def has_letter(self, token: int) -> bool:
-        """Return whether a token writes a letter; digits and marks are in every text."""
+        """Return whether a token has a letter; digits and punctuation are in every text."""
         return any(map(str.isalpha, self._piece((token,))))

@@ -21,11 +21,19 @@ class Verdict:
         contradictions: what cannot be so in the logs of an honest run.
         open: what cannot be decided.
         notes: what a reader should know.
+        lines: number of lines by file.
+        heads: hash of the last line by file; a run's end can be held against it later.
+        checked: what was checked, each in a few words.
+        not_checked: what was not, and what would check it.
     """
 
     contradictions: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, str] = field(default_factory=dict)
+    checked: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
 
     def contradict(self, text: str) -> None:
         """Add what cannot be so."""
@@ -46,7 +54,7 @@ class Verdict:
 
 
 @dataclass
-class ChainedFile:
+class _ChainedFile:
     """A log as it is on the disk.
 
     Attributes:
@@ -65,7 +73,7 @@ class ChainedFile:
         return self.hashes[-1] if self.hashes else records.hash_line(b"")
 
 
-def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
+def read_chain(path: Path, verdict: Verdict) -> _ChainedFile:
     """Return the lines of a log, and find where its chain breaks.
 
     Args:
@@ -75,7 +83,7 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
     Raises:
         ReportError: The file cannot be read.
     """
-    log = ChainedFile(path.name)
+    log = _ChainedFile(path.name)
     hint = f"Name the folder that holds {records.RESULTS} and {records.RECORD}"
     with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
         data = path.read_bytes() if path.exists() or path.name != records.RESULTS else b""
@@ -111,7 +119,7 @@ def _object_of(line: bytes) -> records.JsonObject | None:
     return content if isinstance(content, dict) else None
 
 
-def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) -> None:
+def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict) -> None:
     """Check that each run begins once, is closed, and wrote nothing later.
 
     Args:
@@ -137,7 +145,7 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
         if run in ends:
             verdict.contradict(f"{place}: run {run} had ended before")
         if kind == "end":
-            ends[run] = count_of(line, "results")
+            ends[run] = _count_of(line, "results")
             _check_closing(line, results, place, verdict)
         now = str(line.get("time", time))
         if now < time:
@@ -155,7 +163,7 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
 
 
 def _check_results(
-    results: ChainedFile, begins: Collection[str], ends: Mapping[str, int | None], verdict: Verdict
+    results: _ChainedFile, begins: Collection[str], ends: Mapping[str, int | None], verdict: Verdict
 ) -> None:
     """Check that the run of each result had begun, and had not ended."""
     for number, line in enumerate(results.contents, 1):
@@ -171,17 +179,17 @@ def _check_results(
             verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
 
 
-def count_of(line: records.JsonObject, key: str) -> int | None:
+def _count_of(line: records.JsonObject, key: str) -> int | None:
     """Return a number of steps or lines; None if the line does not hold a valid one."""
     count = line.get(key)
     return count if type(count) is int and count >= 0 else None
 
 
 def _check_closing(
-    line: records.JsonObject, results: ChainedFile, place: str, verdict: Verdict
+    line: records.JsonObject, results: _ChainedFile, place: str, verdict: Verdict
 ) -> None:
     """Compare the length and last hash of ``leakage.jsonl`` in a line with that file."""
-    count, head = count_of(line, "results"), line.get("results_head")
+    count, head = _count_of(line, "results"), line.get("results_head")
     if count is None:
         verdict.leave_open(f"{place}: it does not say how far {records.RESULTS} goes")
     elif count > len(results.hashes):
@@ -193,6 +201,65 @@ def _check_closing(
         verdict.contradict(
             f"{results.name}, line {count}: it is not the one that was the last at {place}"
         )
+
+
+def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
+    """Check that each look at a step is where the line before it had planned it.
+
+    A run's first line says when its first look is, and each look when the next one is. A look that
+    was at another step, or failed, has a line that says so; the first one of a run that was resumed
+    as well, since it learns its step later. Of a run that was cut off, what comes after its last
+    line is not missed. The verdict gets what is wrong.
+
+    Returns:
+        Whether a run says what it plans.
+    """
+    planned: dict[str, int | None] = {}
+    intervals: dict[str, int | None] = {}
+    resumed: set[str] = set()
+    for number, line in enumerate(record.contents, 1):
+        if line is None:
+            continue
+        run, kind, plan = str(line.get("run", "")), line.get("kind"), _count_of(line, "next_look")
+        place, step = f"{record.name}, line {number}", _count_of(line, "step") or 0
+        if kind == "begin" and plan is not None:
+            planned[run], intervals[run] = plan, _steps_between_looks(line)
+            resumed |= {run} if line.get("resumed") else set()
+        due = planned.get(run)
+        if due is None:
+            continue
+        if kind == "look" and plan is not None:
+            if step > due:
+                verdict.contradict(
+                    f"{place}: the look of run {run} that was planned at step {due} is missing; "
+                    f"the next one is at step {step}"
+                )
+            latest = (step // n + 1) * n if (n := intervals[run]) else plan
+            if plan > latest:
+                verdict.contradict(
+                    f"{place}: the look of run {run} after step {step} is planned at step {plan}, "
+                    f"and its settings ask for one at step {latest}"
+                )
+            planned[run], resumed = plan, resumed - {run}
+        elif kind == "plan":
+            if run not in resumed:
+                instead = "was not made" if plan is None else f"was at step {plan}"
+                verdict.note(f"{place}: the look of run {run} planned at step {due} {instead}")
+            planned[run] = plan
+        elif kind == "end" and due < step:
+            verdict.contradict(
+                f"{place}: the look of run {run} that was planned at step {due} is missing; the "
+                f"run ended at step {step}"
+            )
+    return bool(planned)
+
+
+def _steps_between_looks(line: records.JsonObject) -> int | None:
+    """Return n of the setting ``every_n_steps=n``; None where looks are set by their cost."""
+    monitor = line.get("monitor")
+    looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
+    name, _, number = looks.partition("=")
+    return int(number) if name == "every_n_steps" and number.isdecimal() else None
 
 
 def runs_below(run: Path) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,14 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_fedleak.evidence.chain import (
-    ChainedFile,
     Verdict,
     check_closings,
-    count_of,
+    check_plans,
     read_chain,
     runs_below,
 )
-from lightning_fedleak.evidence.repetition import check_repetition, last_fit
 from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
 from lightning_fedleak.report.files import LEAKAGE
@@ -33,38 +32,19 @@ _OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
 
-@dataclass(frozen=True)
-class Verification:
-    """Hold what a check found.
-
-    Attributes:
-        verdict: contradictions, what is open, notes.
-        lines: number of lines by file.
-        heads: hash of the last line by file; a run's end can be held against it later.
-        checked: what was checked, each in a few words.
-        not_checked: what was not, and what would check it.
-    """
-
-    verdict: Verdict
-    lines: Mapping[str, int]
-    heads: Mapping[str, str]
-    checked: Sequence[str]
-    not_checked: Sequence[str]
-
-
 def verify_run(
     run: Path,
     weights: Path | None = None,
     heads: Sequence[str] = (),
     repetition: Path | None = None,
-) -> Verification:
+) -> Verdict:
     """Return whether the files of a run fit together.
 
     Examples:
         >>> from pathlib import Path
         >>> from lightning_fedleak.evidence import verify_run
         >>> check = verify_run(Path("lightning_logs/version_0"))  # doctest: +SKIP
-        >>> check.verdict.status  # doctest: +SKIP
+        >>> check.status  # doctest: +SKIP
         0
 
     Args:
@@ -72,15 +52,18 @@ def verify_run(
         weights: folder or file of saved weights, which should be those that the last run of the
             folder ended with, or of a checkpoint that was noted.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
-        repetition: folder of the same training, run again; see :func:`check_repetition`.
+        repetition: folder of the same training, run again; see :func:`_check_repetition`.
 
     Raises:
         ReportError: a file is missing or cannot be read.
     """
     verdict = Verdict()
-    checked = ["order and completeness of the logs", "gates on attacks on what is shared"]
-    not_checked = ["gates on trained weights and of rounds, or that had to act on an unknown"]
+    checked, not_checked = verdict.checked, verdict.not_checked
+    checked += ["order and completeness of the logs", "gates on attacks on what is shared"]
+    not_checked.append("gates on trained weights and of rounds, or that had to act on an unknown")
     logs = {name: read_chain(run / name, verdict) for name in (records.RECORD, records.RESULTS)}
+    verdict.lines |= {name: len(log.hashes) for name, log in logs.items()}
+    verdict.heads |= {name: log.head for name, log in logs.items()}
     check_closings(logs[records.RECORD], logs[records.RESULTS], verdict)
     if others := runs_below(run):
         verdict.leave_open(f"{others}: they are not checked; verify each")
@@ -114,81 +97,13 @@ def verify_run(
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
+    elif (last := _last_fit(fits)) is None or verify_run(repetition).contradictions:
         verdict.leave_open(
             f"'{repetition}' was not compared: its logs or the run's contradict themselves"
         )
     else:
-        checked += check_repetition(last, repetition, verdict)
-    return Verification(
-        verdict,
-        {name: len(log.hashes) for name, log in logs.items()},
-        {name: log.head for name, log in logs.items()},
-        checked,
-        not_checked,
-    )
-
-
-# ---- looks --------------------------------------------------------------------------------------
-
-
-def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
-    """Check that each look at a step is where the line before it had planned it.
-
-    A run's first line says when its first look is, and each look when the next one is. A look that
-    was at another step, or failed, has a line that says so; the first one of a run that was resumed
-    as well, since it learns its step later. Of a run that was cut off, what comes after its last
-    line is not missed. The verdict gets what is wrong.
-
-    Returns:
-        Whether a run says what it plans.
-    """
-    planned: dict[str, int | None] = {}
-    intervals: dict[str, int | None] = {}
-    resumed: set[str] = set()
-    for number, line in enumerate(record.contents, 1):
-        if line is None:
-            continue
-        run, kind, plan = str(line.get("run", "")), line.get("kind"), count_of(line, "next_look")
-        place, step = f"{record.name}, line {number}", count_of(line, "step") or 0
-        if kind == "begin" and plan is not None:
-            planned[run], intervals[run] = plan, _steps_between_looks(line)
-            resumed |= {run} if line.get("resumed") else set()
-        due = planned.get(run)
-        if due is None:
-            continue
-        if kind == "look" and plan is not None:
-            if step > due:
-                verdict.contradict(
-                    f"{place}: the look of run {run} that was planned at step {due} is missing; "
-                    f"the next one is at step {step}"
-                )
-            latest = (step // n + 1) * n if (n := intervals[run]) else plan
-            if plan > latest:
-                verdict.contradict(
-                    f"{place}: the look of run {run} after step {step} is planned at step {plan}, "
-                    f"and its settings ask for one at step {latest}"
-                )
-            planned[run], resumed = plan, resumed - {run}
-        elif kind == "plan":
-            if run not in resumed:
-                instead = "was not made" if plan is None else f"was at step {plan}"
-                verdict.note(f"{place}: the look of run {run} planned at step {due} {instead}")
-            planned[run] = plan
-        elif kind == "end" and due < step:
-            verdict.contradict(
-                f"{place}: the look of run {run} that was planned at step {due} is missing; the "
-                f"run ended at step {step}"
-            )
-    return bool(planned)
-
-
-def _steps_between_looks(line: records.JsonObject) -> int | None:
-    """Return n of the setting ``every_n_steps=n``; None where looks are set by their cost."""
-    monitor = line.get("monitor")
-    looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
-    name, _, number = looks.partition("=")
-    return int(number) if name == "every_n_steps" and number.isdecimal() else None
+        checked += _check_repetition(last, repetition, verdict)
+    return verdict
 
 
 # ---- gates --------------------------------------------------------------------------------------
@@ -312,7 +227,7 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
     """Check that saved weights are those of a checkpoint, or that the last run ended with."""
     saved = hash_weights(_saved_tensors(place))
     checkpoints, is_unclear = _checkpoints_of(fits, saved)
-    last = last_fit(fits)
+    last = _last_fit(fits)
     trained = dict((last.end.weights if last is not None and last.end is not None else None) or {})
     if checkpoints and not (trained and trained.items() <= saved.items()):
         verdict.note(f"'{place}' holds the trained tensors of {checkpoints[0]}")
@@ -345,7 +260,7 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:
     """Return in words whose checkpoints these tensors are, and whether one was not compared."""
     checkpoints, is_unclear = [], False
-    for line in [one for fit in fits for one in fit.checkpoints]:
+    for line in [checkpoint for fit in fits for checkpoint in fit.checkpoints]:
         names = line.trained or ()
         if not names or line.weights is None or not saved.keys() >= {*names}:
             is_unclear = True
@@ -371,3 +286,196 @@ def _saved_tensors(place: Path) -> dict[str, Tensor]:
     if not tensors:
         raise ReportError(f"no weights are in '{place}': name a folder of .safetensors files")
     return tensors
+
+
+# ---- the same training again --------------------------------------------------------------------
+
+# A training is the same with and without a monitor. So anyone who doubts a run can run the same
+# script on the same data again.
+
+_Values = dict[tuple[int, tuple[str, ...]], object]
+"""A value of a run: the step, and what it is."""
+
+_TRAINING = "model", "training", "defenses"
+"""Facts of a run's first line that determine its weights."""
+_PLATFORM = "versions", "machine"
+"""Facts that determine the order of the sums in a tensor, and so its last bits."""
+_SAVED = "weights of a checkpoint"
+_INTERVAL = "between looks"
+_KINDS = "trained", "frozen"
+"""Groups of the tensors before the first step; each group has one hash."""
+_DETERMINISTIC = "Freeze", "GradientCompression"
+"""Classes of defences without random numbers."""
+
+
+def _check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
+    """Compare a run with the last one of another folder: weights, losses and leakage.
+
+    They need the same settings, first weights, order of rows and platform, and no noise that is
+    drawn afresh; otherwise the answer is open. Leakage is compared up to the first step at which
+    only one of the runs looked, because later results of games depend on the earlier looks. Results
+    of attacks with a budget of time are not compared.
+
+    Args:
+        fit: The run.
+        place: The folder of the repetition.
+        verdict: The verdict to which findings are added.
+
+    Returns:
+        The comparison in words; empty if the answer is open.
+
+    Raises:
+        ReportError: The folder has no logs, or no run begins in them.
+    """
+    again = _last_fit(read([place / records.RECORD]).fits)
+    if fit.begin is None or again is None or again.begin is None:
+        raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
+    begin, other = fit.begin, again.begin
+    if reason := _obstacle(begin, other) or _other_start(fit, again):
+        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {reason}")
+        return []
+    looks, other_looks = ({line.step for line in run.looks} for run in (fit, again))
+    first_apart = min(looks ^ other_looks, default=math.inf)
+    values, repeated = ({**_losses(run), **_weights(run)} for run in (fit, again))
+    if _attacks_of(begin) == _attacks_of(other):
+        values |= _results_before(fit, first_apart)
+        repeated |= _results_before(again, first_apart)
+        if first_apart < math.inf:
+            verdict.note(
+                f"leakage from step {first_apart} on is not compared: one run alone looked there"
+            )
+        if timed := [attack.name for attack in begin.attacks if _has_budget(attack.config)]:
+            verdict.note(f"not compared, because of a budget of seconds: {', '.join(timed)}")
+    else:
+        verdict.note("leakage is not compared: other attacks, or other settings of them")
+    weights = len(_weights(fit).keys() & _weights(again).keys())
+    if not weights:
+        verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
+    _compare_values(values, repeated, verdict, first_apart)
+    common = len(values.keys() & repeated.keys())
+    values_of = f"{weights} hashes of weights, {common - weights} values of losses and leakage"
+    return [f"repetition: {values_of}"]
+
+
+def _compare_values(
+    values: _Values, repeated: _Values, verdict: Verdict, first_apart: float
+) -> None:
+    """Name the first value that differs, and the first that only one run has.
+
+    Args:
+        values: The values of the run.
+        repeated: The values of its repetition.
+        verdict: The verdict to which findings are added.
+        first_apart: The first step at which only one run looked: from there on only one may have
+            leakage and losses.
+    """
+    common = sorted(values.keys() & repeated.keys())
+    different = [key for key in common if values[key] != repeated[key]]
+    for step, names in different[:1]:
+        verdict.contradict(
+            f"step {step}: {', '.join(names)} is not what the repetition gives; {len(different)} "
+            f"of {len(common)} values differ"
+        )
+    alone = [
+        (step, names)
+        for step, names in sorted(values.keys() ^ repeated.keys())
+        if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
+    ]
+    for step, names in alone[:1]:
+        verdict.leave_open(
+            f"step {step}: only one run logged {', '.join(names)}, and {len(alone)} such values "
+            "in all"
+        )
+
+
+def _last_fit(fits: Sequence[FitLog]) -> FitLog | None:
+    """Return the run that began last; None where none has begun."""
+    return next((fit for fit in reversed(fits) if fit.begin is not None), None)
+
+
+def _obstacle(begin: records.BeginLine, other: records.BeginLine) -> str:
+    """Return why two runs may differ, by facts of their first lines; empty if they may not."""
+    if begin.run == other.run:
+        return "it is the same run"
+    if any(defense.class_name not in _DETERMINISTIC for defense in begin.defenses):
+        return "a defence may draw noise, which a repetition draws afresh"
+    for facts in (_TRAINING, _PLATFORM):
+        pairs = [[_without_rates(getattr(run, name)) for run in (begin, other)] for name in facts]
+        if names := [name for name, (a, b) in zip(facts, pairs, strict=True) if a != b]:
+            return f"different {' and '.join(names)}, see the first lines of {records.RECORD}"
+    machine = begin.machine or {}
+    if machine.get("device") != "cpu" and not machine.get("deterministic"):
+        return "a GPU repeats itself only with torch.use_deterministic_algorithms(True)"
+    if (begin.training or {}).get("processes", 1) != 1:
+        return "the order of rows is known of the first process alone"
+    return ""
+
+
+def _without_rates(fact: object) -> object:
+    """Return a fact of a first line without the learning rates that a schedule has reached."""
+    if isinstance(fact, Mapping):
+        scheduled = "initial_lr" in fact
+        return {n: _without_rates(v) for n, v in fact.items() if n != "lr" or not scheduled}
+    return [_without_rates(entry) for entry in fact] if isinstance(fact, list) else fact
+
+
+def _other_start(fit: FitLog, again: FitLog) -> str:
+    """Return why two runs may have begun with different weights or rows; empty if they did not."""
+    assert fit.begin is not None
+    assert again.begin is not None
+    weights, others = fit.begin.weights or {}, again.begin.weights or {}
+    if set(weights) != {*_KINDS} or weights != others:
+        return "different weights before the first step, or not all were hashed"
+    if fit.begin.resumed is not None or again.begin.resumed is not None:
+        return "one of them went on from a checkpoint: repeat the training from its first step"
+    if fit.end is None or again.end is None:
+        return "one of them has no last line"
+    if fit.end.row_order is not None and fit.end.row_order == again.end.row_order:
+        return ""
+    return (
+        "another order of rows, or another row_order.key: copy that of the run into the folder of "
+        "the repetition before it begins, and draw the rows by the same seed"
+    )
+
+
+def _attacks_of(begin: records.BeginLine) -> object:
+    """Return the attacks and their settings, without the schedule of looks."""
+    monitor = begin.monitor
+    if monitor is not None:
+        monitor = replace(monitor, more={n: v for n, v in monitor.more.items() if n != "looks"})
+    return monitor, begin.attacks
+
+
+def _has_budget(config: records.JsonObject | None) -> bool:
+    """Return whether an attack stops after some seconds, so that its results may differ."""
+    return any("seconds" in key and value is not None for key, value in (config or {}).items())
+
+
+def _losses(fit: FitLog) -> _Values:
+    """Return the losses of a run; those between looks are logged at other moments of a step."""
+    lines: list[records.LookLine | records.MetricsLine] = [*fit.looks, *fit.metrics]
+    return {
+        (line.step, ("look" if isinstance(line, records.LookLine) else _INTERVAL, name)): value
+        for line in lines
+        for name, value in (line.utility or {}).items()
+        if "loss" in name
+    }
+
+
+def _weights(fit: FitLog) -> _Values:
+    """Return the hash of each checkpoint, and of each trained tensor that a run ended with."""
+    hashes = fit.end.weights if fit.end is not None else None
+    step = fit.end.step if fit.end is not None else 0
+    saved = [line for line in fit.checkpoints if line.weights is not None]
+    values: _Values = {(line.step, (_SAVED,)): line.weights for line in saved}
+    return values | {(step, ("weights", name)): digest for name, digest in (hashes or {}).items()}
+
+
+def _results_before(fit: FitLog, before: float) -> _Values:
+    """Return what attacks without a budget of time read before a step."""
+    return {
+        (line.step, ("leakage", line.stage, line.attack, name)): value
+        for line in fit.results
+        if line.step < before and not _has_budget(line.config)
+        for name, value in line.metrics.items()
+    }

@@ -383,7 +383,8 @@ class OutgoingUpdates:
         """Record why an update that cannot be read or looked at is withheld."""
         round_ = self.observer.round_
         self.observer.engine.record_decision(
-            engine.GateDecision(
+            engine.GateLine(
+                run="",
                 gate="",
                 did="withheld",
                 step=round_,

@@ -52,7 +52,7 @@ class _Neuron:
         offset: () bias of the output: it fires above 0.
         on_target: () output on the target.
         on_public: () largest output on public samples.
-        steps: of training.
+        steps: The number of steps of training.
     """
 
     weight: Tensor
@@ -185,11 +185,11 @@ class TrainedMembership(MembershipAttack):
         granularity: ``"token"`` or ``"full"``.
         tokenizer: for strings.
         hidden_units: d_h, the width of the hidden layer.
-        steps: of Adam at most, for each target.
+        steps: The number of steps of Adam at most, for each target.
         public_rows: public samples at most.
-        seed: of the choice of samples and of every training.
+        seed: The seed of the choice of samples and of every training.
         tokens: as in the base class.
-        name: in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: a setting outside of its range.

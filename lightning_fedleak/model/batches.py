@@ -265,7 +265,7 @@ class TokenBatch:
         """Return what each document holds of values (B, L, ...), as rows of :meth:`by_document`.
 
         Args:
-            values: of each token of the batch.
+            values: The values of each token of the batch.
             fill: value behind the end of a document.
         """
         if not self.is_packed:

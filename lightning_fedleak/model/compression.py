@@ -45,8 +45,8 @@ class Compression:
 
     Attributes:
         method: one of :data:`COMPRESSIONS`.
-        share: of a tensor's entries that ``"topk"`` keeps.
-        rank: of the factors of ``"low_rank"``.
+        share: The share of a tensor's entries that ``"topk"`` keeps.
+        rank: The rank of the factors of ``"low_rank"``.
     """
 
     method: Method

@@ -247,8 +247,8 @@ def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
     Not those of ZeRO-3: a checkpoint stops its recomputation, whose layer the backward needs.
     """
-    with_hooks = [one for one in holders if one["_forward_hooks"]]
-    always = [(one["_forward_hooks_always_called"], one["_forward_hooks"]) for one in with_hooks]
+    with_hooks = [x for x in holders if x["_forward_hooks"]]
+    always = [(x["_forward_hooks_always_called"], x["_forward_hooks"]) for x in with_hooks]
     old_flags = [dict(flags) for flags, _ in always]
     for flags, store in always:
         flags |= {key: True for key, hook in store.items() if not _comes_from(hook, _ZERO)}
@@ -360,16 +360,16 @@ def context_length(anatomy: Anatomy) -> int | None:
     """
     core = without_peft(anatomy.model)
     config = getattr(core, "config", None)
-    most = getattr(config, "max_position_embeddings", None)
-    most = most or getattr(config, "max_target_positions", None)  # of Whisper
-    most = most or getattr(core, "max_seq_length", None)  # of litgpt
-    if not isinstance(most, int) or most < 1:
+    max_length = getattr(config, "max_position_embeddings", None)
+    max_length = max_length or getattr(config, "max_target_positions", None)  # of Whisper
+    max_length = max_length or getattr(core, "max_seq_length", None)  # of litgpt
+    if not isinstance(max_length, int) or max_length < 1:
         return None
     for name, module in walk(core):
         table = name.rsplit(".", 1)[-1] == "position_embeddings"
         if table and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            most = min(most, module.num_embeddings - module.padding_idx - 1)
-    return int(most) - virtual_tokens(anatomy)
+            max_length = min(max_length, module.num_embeddings - module.padding_idx - 1)
+    return int(max_length) - virtual_tokens(anatomy)
 
 
 def virtual_tokens(anatomy: Anatomy) -> int:
@@ -460,7 +460,7 @@ def _reshard(root: nn.Module) -> Iterator[None]:
         for module in sharded:
             module.reshard()  # type: ignore[operator]
         registries = (getattr(m, "ds_inflight_param_registry", None) for m in root.modules())
-        coming: Any = next((one for one in registries if one is not None), {}) if absent else {}
+        coming: Any = next((x for x in registries if x is not None), {}) if absent else {}
         for p in absent:
             if p in coming:
                 coming.pop(p).wait()

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 LARGE = 1 << 22
 """Bytes of a tensor or array above which it is not copied before the run; not tuned."""
-MOST = 1 << 14
+MAX_ENTRIES = 1 << 14
 """Entries of a container above which they are not visited; not tuned."""
 
 _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
@@ -100,7 +100,7 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
     Restored are the values and the identity of parameters, buffers, tensors, NumPy arrays and
     random generators that modules hold, their ``requires_grad`` and ``.grad``, the attributes of
     modules, and the entries of dicts, lists, sets, deques, tuples, dataclasses and namespaces at
-    any depth. The entries of a container of more than :data:`MOST` entries, and of other objects,
+    any depth. The entries of a container of more than :data:`MAX_ENTRIES`, and of other objects,
     are not restored. Version counters of tensors are, so that a graph that was built before the run
     still has its backward.
 
@@ -290,7 +290,7 @@ class _State:
 
     def _visit_entries(self, container: Any, name: str) -> None:
         """Save the entries of a dict, list, set, deque or tuple."""
-        if len(container) > MOST:
+        if len(container) > MAX_ENTRIES:
             return
         self._visited.add(id(container))
         old = dict(container) if isinstance(container, dict) else list(container)

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fedleak.model.anatomy import mixed_precision
-from lightning_fedleak.model.model_runs import (
-    WHOLE_MODEL_PACKAGES,
-    only_needed_hooks,
-)
+from lightning_fedleak.model.model_runs import WHOLE_MODEL_PACKAGES, only_needed_hooks
 from lightning_fedleak.model.snapshots import is_shard, whole_rows, whole_tensor
 
 Parameters = Mapping[str, nn.Parameter | None]

@@ -25,7 +25,7 @@ class Comparison:
         step, unit: the last step at which all have it; None without one. What is counted.
         lengths: how many steps or rounds each had, where a gate stopped one; else empty.
         columns, rows: a table of them.
-        readings: of the family, by the runs' names.
+        readings: The readings of the family, by the runs' names.
         utilities: at the step, by the runs' names.
     """
 
@@ -52,22 +52,17 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     names = names_of(fits)
     metric, step, utilities = _utilities(fits, names)
     readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
-    clauses = _clauses(readings, dict(zip(names, fits, strict=True)))
+    by_name = dict(zip(names, fits, strict=True))
+    several = (one for one in readings.values() if len(one) > 1)
+    clauses = sorted((_clause(one, by_name) for one in several), reverse=True)  # what fell first
     family = clauses[0].family if clauses else WORDS.name
     lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
     rows = [
-        [
-            name,
-            f"{lengths[name]:,}",
-            ", ".join(one.name for one in fit.defenses or ()) or "none",
-            f"{utilities[name]:.3f}" if name in utilities else _last_utility(fit),
-            *(_cell(one, key.name) for key in STANDARD_FAMILIES),
-            next(fact.value for fact in one.facts if fact.name == "Gate"),
-        ]
-        for name, fit, one in zip(names, fits, overviews, strict=True)
+        [name, f"{lengths[name]:,}", *_cells(fit, overview, utilities.get(name))]
+        for name, fit, overview in zip(names, fits, overviews, strict=True)
     ]
     decisions = zip(names, fits, strict=True)
-    stopped = [n for n, fit in decisions if any(one.did == "stopped" for one in fit.decisions)]
+    stopped = [n for n, fit in decisions if any(x.did == "stopped" for x in fit.decisions)]
     if 0 < len(stopped) < len(fits):
         pairs = dict(zip(names, zip(fits, overviews, strict=True), strict=True))
         sentence = _stop(stopped, lengths, readings.values(), pairs)
@@ -75,7 +70,7 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
         price = "" if is_training(metric) else metric
         sentence = _differences(clauses, price, f"{fits[0].unit} {step}", utilities)
         lengths = {}
-    titles = [one.short_title for one in STANDARD_FAMILIES]
+    titles = [family.short_title for family in STANDARD_FAMILIES]
     at = f"{metric} at {step}" if utilities else "utility"
     return Comparison(
         sentence=sentence,
@@ -96,8 +91,8 @@ def _utilities(
 ) -> tuple[str, int | None, dict[str, float]]:
     """Return a metric that all runs have, the last step at which they do, and its values there."""
     curves = [utility(fit) for fit in fits]
-    metric = next((name for name in curves[0] if all(name in one for one in curves)), "")
-    values = [dict(one.get(metric, [])) for one in curves]
+    metric = next((name for name in curves[0] if all(name in curve for curve in curves)), "")
+    values = [dict(curve.get(metric, [])) for curve in curves]
     step = max(set.intersection(*map(set, values)), default=None)
     if step is None:
         return metric, None, {}
@@ -110,8 +105,8 @@ def _readings(
     """Return the readings of a family that have a value, by the runs' names."""
     return {
         name: reading
-        for name, one in zip(names, overviews, strict=True)
-        for reading in one.readings
+        for name, overview in zip(names, overviews, strict=True)
+        for reading in overview.readings
         if reading.family == family.name and reading.rate and reading.verdict != "unknown"
     }
 
@@ -123,8 +118,18 @@ def _updates_that_left(fit: FitSummary) -> int:
     return fit.length or fit.steps or 0
 
 
-def _cell(one: Overview, family: str) -> str:
-    reading = next(reading for reading in one.readings if reading.family == family)
+def _cells(fit: FitSummary, overview: Overview, utility_at_step: float | None) -> list[str]:
+    """Return a run's defences, its utility, its readings and what its gate did."""
+    return [
+        ", ".join(defense.name for defense in fit.defenses or ()) or "none",
+        _last_utility(fit) if utility_at_step is None else f"{utility_at_step:.3f}",
+        *(_cell(overview, family.name) for family in STANDARD_FAMILIES),
+        next(fact.value for fact in overview.facts if fact.name == "Gate"),
+    ]
+
+
+def _cell(overview: Overview, family: str) -> str:
+    reading = next(reading for reading in overview.readings if reading.family == family)
     interval = brief_interval(reading.rate) if reading.rate else ""
     silent = f"; no result of {', '.join(reading.silent)}" if reading.silent else ""
     if not interval or reading.verdict == "unknown":
@@ -158,10 +163,10 @@ def _stop(
         kept_back = Part(f" after {lengths[name]} of {lengths[longest]} updates.")
         return (*comparison(*of_ran).sentence, Part(" "), *parts[:2], kept_back)
     mark = ":"
-    for one in (each[longest] for each in readings if longest in each):
-        if one.verdict == "read":
-            words = f"{mark} {one.title.lower()}, {one.measure} "
-            parts, mark = [*parts, Part(words), Part(one.answer, "read")], ";"
+    for reading in (each[longest] for each in readings if longest in each):
+        if reading.verdict == "read":
+            words = f"{mark} {reading.title.lower()}, {reading.measure} "
+            parts, mark = [*parts, Part(words), Part(reading.answer, "read")], ";"
     return (*parts, Part("."))
 
 
@@ -183,13 +188,6 @@ class _Clause(NamedTuple):
     family: str
     runs: tuple[str, str]
     parts: Sentence
-
-
-def _clauses(
-    readings: Mapping[str, Mapping[str, Reading]], fits: Mapping[str, FitSummary]
-) -> list[_Clause]:
-    """Return a clause about each kind that two runs measured, what fell to chance first."""
-    return sorted((_clause(r, fits) for r in readings.values() if len(r) > 1), reverse=True)
 
 
 def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:
@@ -228,11 +226,11 @@ def _differences(
         return (Part("These runs have no kind of leak in common that was measured."),)
     parts: list[Part] = []
     priced = False
-    for one in clauses:
-        high, low = one.runs
+    for clause in clauses:
+        high, low = clause.runs
         price = ""
-        if one.differs and metric and not priced and utilities.keys() >= {high, low}:
+        if clause.differs and metric and not priced and utilities.keys() >= {high, low}:
             price, priced = f", for {utilities[low] - utilities[high]:+.2f} {metric} by {at}", True
-        parts += [*one.parts, Part(f"{price}. ")]
-    end = "" if any(one.differs for one in clauses) else "No difference is shown."
+        parts += [*clause.parts, Part(f"{price}. ")]
+    end = "" if any(clause.differs for clause in clauses) else "No difference is shown."
     return (*parts[:-1], Part((parts[-1].text + end).rstrip()))

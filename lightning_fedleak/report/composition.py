@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lightning_fedleak.defenses.accounting import AccountantKind, SamplingScheme
 
 FPR = 0.01  # the low false positive rate at which membership attacks are compared (LiRA, 2022)
-LARGEST_SHOWN_EPSILON = 50.0  # a larger epsilon limits nothing, and its exponential overflows
-LEAST_EXPLAINED = 0.9  # share of a recorded epsilon that its releases must cost to be all of it:
+MAX_SHOWN_EPSILON = 50.0  # a larger epsilon limits nothing, and its exponential overflows
+MIN_EXPLAINED = 0.9  # share of a recorded epsilon that its releases must cost to be all of it:
 # logs round up to 2% more releases; at 1 nothing would be, at 0 a history with gaps would count
 Curve = tuple[tuple[float, float], ...]
 """Pairs (epsilon, delta) that all hold."""
@@ -25,16 +25,16 @@ def composed_epsilon(
     history: Sequence[records.Releases], delta: float | None, accountant: str, sampling: str | None
 ) -> float | str | None:
     """Return the epsilon of releases, or in words why it is no number; None without noise."""
-    if not history or not delta or any(not one.noise_multiplier for one in history):
+    if not history or not delta or any(not releases.noise_multiplier for releases in history):
         return None
     try:
-        from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
+        from lightning_fedleak.defenses.accounting.accounting import MAX_EPSILON, epsilon_of
 
         kind: AccountantKind = "prv" if accountant == "prv" else "rdp"
         epsilon = epsilon_of(history, delta, kind, cast("SamplingScheme", sampling))
     except (ImportError, ValueError) as error:
         return f"not computed: {error}"
-    return f"more than {LARGEST_EPSILON:g}" if math.isinf(epsilon) else rounded_up(epsilon)
+    return f"more than {MAX_EPSILON:g}" if math.isinf(epsilon) else rounded_up(epsilon)
 
 
 def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tuple[float, float]:
@@ -50,10 +50,10 @@ def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tupl
     """
     from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr, dp_auc, dp_tpr
 
-    pair = min(epsilon, LARGEST_SHOWN_EPSILON), delta
+    pair = min(epsilon, MAX_SHOWN_EPSILON), delta
     tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]
-    least = LEAST_EXPLAINED * epsilon
-    if any(all(one[0] >= least for one in curve if one[1] <= delta) for curve in curves):
+    min_epsilon = MIN_EXPLAINED * epsilon
+    if any(all(pair[0] >= min_epsilon for pair in curve if pair[1] <= delta) for curve in curves):
         tprs.append(max(curve_tpr(FPR, curve) for curve in curves))
         aucs.append(max(curve_auc(curve) for curve in curves))
     return min(tprs), min(aucs)
@@ -90,14 +90,14 @@ def _largest_histories(
 
 
 def _is_part(history: Iterable[records.Releases], other: Iterable[records.Releases]) -> bool:
-    counts = {one[:2]: one.number for one in other}
-    return all(one.number <= counts.get(one[:2], 0) for one in history)
+    counts = {releases[:2]: releases.number for releases in other}
+    return all(releases.number <= counts.get(releases[:2], 0) for releases in history)
 
 
 @functools.lru_cache(maxsize=64)
 def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str) -> Curve:
     """Return the pairs of releases; none where an accountant cannot compose them."""
-    if any(not one.noise_multiplier for one in history):
+    if any(not releases.noise_multiplier for releases in history):
         return ()
     try:
         from lightning_fedleak.defenses.accounting.accounting import curve_of

@@ -73,7 +73,7 @@ def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
     """Return everything that a report says.
 
     Args:
-        logs: of the runs.
+        logs: The logs of the runs.
         people: what only people know, by the names of ``report.toml``.
     """
     problems = list(logs.problems)
@@ -99,22 +99,22 @@ def _verdict(
     sentences = overviews[0].sentences
     if compared is not None:
         parts = zip(names_of(fits), overviews, strict=True)
-        sentences = [f"{name}: {' '.join(one.sentences)}" for name, one in parts]
+        sentences = [f"{name}: {' '.join(overview.sentences)}" for name, overview in parts]
         sentences = [plain(compared.sentence), *sentences]
     sentences += [account.statement for fit in fits for account in fit.privacy]
     if sum(bool(fit.privacy) for fit in fits) > 1:
         sentences.append(TOGETHER)
-    readings = [reading for one in overviews for reading in one.readings if reading.rate]
+    readings = [reading for overview in overviews for reading in overview.readings if reading.rate]
     worst: dict[str, float] = {}
-    for one in readings:
-        value = one.rate.value if one.rate and one.rate.value is not None else one.chance
-        worst[one.family] = max(value, worst.get(one.family, value))
+    for x in readings:
+        value = x.rate.value if x.rate and x.rate.value is not None else x.chance
+        worst[x.family] = max(value, worst.get(x.family, value))
     return _ReportVerdict(sentences[0], sentences, _level(fits, readings), worst)
 
 
 def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
     """Return the level: ``"high"`` if a value is above ``HIGH`` or a claim is refuted."""
-    above_chance = [one.height for one in readings if one.verdict == "read"]
+    above_chance = [reading.height for reading in readings if reading.verdict == "read"]
     # Where guessing has no level of its own, a number counts by its distance above its control.
     above_chance += [
         attack.above_chance
@@ -127,7 +127,7 @@ def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
         or max(above_chance, default=0.0) > HIGH
     ):
         return "high"
-    return "some" if any(one.verdict != "unknown" for one in readings) else "unknown"
+    return "some" if any(reading.verdict != "unknown" for reading in readings) else "unknown"
 
 
 _TPRS = {"tpr_at_fpr_0.01": "TPR at 1% FPR", "tpr_at_fpr_0.001": "TPR at 0.1% FPR"}

@@ -30,7 +30,7 @@ class NamedAttack:
     Attributes:
         name: as in the Opinion.
         tried: what it was tried on; or that it was not, or is unknown.
-        results: of each attack of the run.
+        results: The results of each attack of the run.
         visible: the smallest rate that each could have seen.
     """
 
@@ -68,7 +68,7 @@ def _named_attack(
 def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
     """Return the attacks on canaries, the least repeated first."""
     canaries = [attack for attack in attacks if attack.family.name == CANARIES.name]
-    return sorted(canaries, key=lambda one: (len(one.name), one.name))  # as x4 before x16
+    return sorted(canaries, key=lambda attack: (len(attack.name), attack.name))  # as x4 before x16
 
 
 def _is_on_texts(attack: AttackSummary) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary, Points
-from lightning_fedleak.report.composition import FPR, LARGEST_SHOWN_EPSILON
+from lightning_fedleak.report.composition import FPR, MAX_SHOWN_EPSILON
 from lightning_fedleak.report.edpb import NamedAttack, named_attacks
 from lightning_fedleak.report.logs import FitLog, grouped, merge_monitors
 from lightning_fedleak.report.privacy import (
@@ -95,6 +95,12 @@ def _recorded(begin: records.BeginLine) -> records.JsonObject:
     return {name: records.as_json(getattr(begin, name)) for name in names}
 
 
+def _decisions(lines: Sequence[records.GateLine]) -> list[records.JsonObject]:
+    """Return what a report's JSON contains of the decisions of gates."""
+    shared = {attribute.name for attribute in fields(records.RunLine)}
+    return [{n: v for n, v in records.as_json(one).items() if n not in shared} for one in lines]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
     """The content of a report on one fit, or on one federation.
@@ -151,10 +157,10 @@ class FitSummary:
     withheld: int
     utility: Mapping[str, Points]
     privacy: Sequence[Account]
-    implied: Sequence[Allowance]
+    implied: Sequence[_Allowance]
     defenses: Sequence[records.DefenseFacts] | None
     gates: Sequence[_GateRule] | None
-    decisions: Sequence[records.GateDecision]
+    decisions: Sequence[records.GateLine] = field(metadata={"write": _decisions})
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
@@ -221,14 +227,14 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         settings_hash=begin.settings_hash or NOT_RECORDED,
         shared=shared,
         attacks=attacks,
-        updates=len({(line.client, line.step) for line in results.of_clients}),
+        updates=len({(line.client, line.step) for line in results.client_lines}),
         withheld=len(results.withheld),
         utility=_utility(log),
         privacy=spendings,
         implied=allowances(spendings, attacks, shared.clients or 1),
         defenses=_defenses(begin.defenses) if log.begin else None,
         gates=None if begin.gates is None else [_rule(g) for g in begin.gates],
-        decisions=[line.decision for line in log.decisions],
+        decisions=log.decisions,
         not_played=not_played,
         not_tested=_not_tested(log, attacks, not_played),
         named_attacks=named_attacks(attacks),
@@ -438,20 +444,20 @@ def _not_tested(
     return sentences
 
 
-# ---- what epsilons allow beside what was measured ----------------------------------------------
+# ---- the bounds of epsilons, and the measured rates ----------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allowance:
+class _Allowance:
     """The most that an epsilon allows a test of membership, beside what was measured.
 
     Attributes:
-        defense: whose epsilon it is.
-        stage: where membership was measured for the comparison.
-        epsilon, delta: the bound.
-        largest_tpr, largest_auc: of any test of who was in the training data.
-        largest_tpr_in_a_batch, largest_auc_in_a_batch: of any test of who was in one batch.
-        measured_tpr, measured_auc: the highest that attacks reached; None where none measured it.
+        defense: The name of the defence with this epsilon.
+        stage: The stage at which membership was measured for the comparison.
+        epsilon, delta: The bound.
+        largest_tpr, largest_auc: The bounds for tests of who was in the training data.
+        largest_tpr_in_a_batch, largest_auc_in_a_batch: The bounds for tests of who is in one batch.
+        measured_tpr, measured_auc: The highest rates of attacks; None if none measured them.
     """
 
     defense: str
@@ -468,12 +474,12 @@ class Allowance:
 
 def allowances(
     accounts: Sequence[Account], attacks: Sequence[AttackSummary], clients: int
-) -> list[Allowance]:
+) -> list[_Allowance]:
     """Return the most that each epsilon that holds allows a test of membership.
 
-    Epsilon bounds a test of whether an example was in the training data. What is measured is
-    whether it is in one batch, to which sampling adds nothing: the noise of one release bounds it.
-    Where epsilon covers the sum over several clients, that is measured at stage aggregate.
+    Epsilon bounds tests of whether an example was in the training data. Attacks test whether it is
+    in one batch. The noise of one release bounds that, and sampling does not help. If epsilon
+    covers the sum over several clients, membership is measured at stage aggregate.
     """
     limits = []
     for account in (account for account in accounts if account.holds):
@@ -488,7 +494,7 @@ def allowances(
         epsilon, delta = account.bound
         tpr_in_a_batch, auc_in_a_batch = _in_a_batch(account)
         limits.append(
-            Allowance(
+            _Allowance(
                 defense=account.defense,
                 stage=stage,
                 epsilon=epsilon,
@@ -507,20 +513,20 @@ def allowances(
 def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     """Return the largest TPR at 1% FPR and the largest AUC of a test of who is in one batch.
 
-    For independent Gaussian noise this is exact, by its least multiplier. Else it follows from the
-    epsilon of all releases without sampling.
+    For independent Gaussian noise it is exact, from the smallest noise multiplier. Otherwise it
+    follows from the epsilon of all releases without sampling.
     """
     from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 
-    least = min((one.noise_multiplier for one in account.history), default=0.0)
-    if least > 0:
-        return gaussian_tpr(FPR, least), gaussian_auc(least)
+    noise = min((x.noise_multiplier for x in account.history), default=0.0)
+    if noise > 0:
+        return gaussian_tpr(FPR, noise), gaussian_auc(noise)
     sampled = not account.is_of_tokens and account.poisson is not False
     epsilon, delta = account.bound
     unsampled = account.without_sampling if sampled else epsilon
     if not isinstance(unsampled, int | float):
         return None, None
-    largest = min(unsampled, LARGEST_SHOWN_EPSILON)
+    largest = min(unsampled, MAX_SHOWN_EPSILON)
     return dp_tpr(FPR, largest, delta), dp_auc(largest, delta)
 
 

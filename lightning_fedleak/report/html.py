@@ -153,9 +153,9 @@ def _attack_facts(attack: AttackSummary, row: JsonObject) -> JsonObject:
 
 def _fit_lines(fit: FitSummary) -> list[str]:
     rows = [
-        (one.name, one.tried, "; ".join(one.results), "; ".join(one.visible))
-        for one in fit.named_attacks
-        if one.tried != NOT_TRIED
+        (attack.name, attack.tried, "; ".join(attack.results), "; ".join(attack.visible))
+        for attack in fit.named_attacks
+        if attack.tried != NOT_TRIED
     ]
     lines = [
         "| attack (EDPB Opinion 28/2024, paragraph 55) | tried on | latest results, 95% interval | "
@@ -166,7 +166,7 @@ def _fit_lines(fit: FitSummary) -> list[str]:
     if counted := memorized_rows(fit):
         lines += ["", "| which records, what in them | latest counts |", "|---|---|"]
         lines += [f"| {_plain(what)} | {_plain(counts)} |" for what, counts in counted]
-    missing = [one.name for one in fit.named_attacks if one.tried == NOT_TRIED]
+    missing = [attack.name for attack in fit.named_attacks if attack.tried == NOT_TRIED]
     lines += ["", f"Not tried: {', '.join(missing) or 'none of the six'}.", ""]
     if fit.not_tested:
         lines += ["Not tested:", "", *(f"- {_plain(sentence)}" for sentence in fit.not_tested), ""]

@@ -33,7 +33,7 @@ class FitLog:
         looks: one for each look.
         metrics: one for each change of the user's metrics or of an account between looks.
         results: one for each look, stage and attack.
-        decisions: of gates.
+        decisions: The decisions of gates.
         checkpoints: in the order in which they were written.
         end: how it ended; None where it was cut off, or that was not recorded.
         reference: the model that the trained one was compared with; None without one.
@@ -170,7 +170,7 @@ def _without_copies(fits: Sequence[FitLog], problems: list[str]) -> list[FitLog]
     repeated = [(fit, _texts(fit)) for fit in fits if runs[fit.run] > 1]
     originals: list[tuple[FitLog, set[str]]] = []
     copies: list[FitLog] = []
-    for fit, texts in sorted(repeated, key=lambda one: -len(one[1])):
+    for fit, texts in sorted(repeated, key=lambda pair: -len(pair[1])):
         original = next((f for f, lines in originals if f.run == fit.run and texts <= lines), None)
         if original is None:
             originals.append((fit, texts))
@@ -233,7 +233,7 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
         first,
         attacks=attacks,
         families=_each_once([begin.families for begin in begins]),
-        not_played=tuple(one for one in not_played if one.name not in played),
+        not_played=tuple(attack for attack in not_played if attack.name not in played),
         gates=_each_once([begin.gates or () for begin in begins]),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
         unread=_unread_by_all(begins),
@@ -249,8 +249,8 @@ def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
 
 
 def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:
-    adversary = [capability for one in monitors for capability in one.adversary or ()]
-    stages = [stage for one in monitors for stage in one.stages or ()]
+    adversary = [capability for monitor in monitors for capability in monitor.adversary or ()]
+    stages = [stage for monitor in monitors for stage in monitor.stages or ()]
     return replace(
         monitors[0], adversary=tuple(dict.fromkeys(adversary)), stages=tuple(dict.fromkeys(stages))
     )
@@ -259,4 +259,4 @@ def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.Monitor
 def _each_once(lists: Sequence[Sequence[V]]) -> tuple[V, ...]:
     """Return the entries of all lists, of several with one name the last."""
     name_of = attrgetter("name")
-    return tuple({name_of(one): one for each in lists for one in each}.values())
+    return tuple({name_of(entry): entry for each in lists for entry in each}.values())

@@ -388,17 +388,17 @@ def _bought(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
     same: list[str] = []
     pairs = before_and_after(fit) if fit.defenses else []
     family_of = {attack.name: attack.family.name for attack in fit.attacks}
-    for one in sorted(readings, key=lambda reading: reading.verdict != "little"):
-        of_family = [pair for pair in pairs if family_of[pair.attack] == one.family]
-        if not of_family or one.verdict == "unknown":
+    for reading in sorted(readings, key=lambda x: x.verdict != "little"):
+        of_family = [pair for pair in pairs if family_of[pair.attack] == reading.family]
+        if not of_family or reading.verdict == "unknown":
             continue
-        pair, kind = max(of_family, key=lambda p: p.before.value or 0.0), one.title.lower()
-        if one.silent or not all(are_apart(pair.before, rate) for rate in (pair.after, one.rate)):
+        pair, kind = max(of_family, key=lambda p: p.before.value or 0.0), reading.title.lower()
+        if reading.silent or not all(are_apart(pair.before, x) for x in (pair.after, reading.rate)):
             same.append(kind)
             continue
         start = " and" if fell else "The defence brought"
-        words = f"{start} {kind} from {one.measure} {brief(pair.before.value)} down to "
-        fell += [Part(words), Part(one.answer, "strong")]
+        words = f"{start} {kind} from {reading.measure} {brief(pair.before.value)} down to "
+        fell += [Part(words), Part(reading.answer, "strong")]
     if same:
         start = ". It" if fell else "The defence"
         fell.append(Part(f"{start} shows no difference for {' and '.join(same)}"))

@@ -33,7 +33,7 @@ class Account:
         defense: its name.
         series: epsilon over the steps.
         delta, epsilon, noise_multiplier, sample_rate, releases, history: the latest.
-        settings: of the defence, without its ledger, which names a place.
+        settings: The settings of the defence, without its ledger, which names a place.
         guarantee: what it promises, in its own words.
         accountant: which composed the releases.
         target_epsilon: what was asked for.
@@ -43,11 +43,11 @@ class Account:
         poisson: whether sampling by chance counts; None where that was not recorded.
         unit: whose data one unit of privacy is.
         clients: how many there are.
-        class_name: of the defence.
+        class_name: The class name of the defence.
         holds: whether there is a guarantee: a finite epsilon at a known delta.
         ledger: SHA-256 of each ledger by its name; None where no settings were recorded.
         ledger_releases: releases that each ledger counts.
-        last_step: of what was recorded.
+        last_step: The last step of what was recorded.
         whole: whether no release came after it.
         without_sampling: epsilon of the same releases if every unit were in all of them.
         largest_tpr, largest_auc: the most that it allows any test of one unit, by all pairs
@@ -162,11 +162,11 @@ class Account:
     @property
     def noise(self) -> str:
         """The noise multiplier, or the least and the last where it was turned up on the way."""
-        least = min((one.noise_multiplier for one in self.history), default=self.noise_multiplier)
+        min_noise = min((x.noise_multiplier for x in self.history), default=self.noise_multiplier)
         last = wording.digits(self.noise_multiplier)
-        if wording.digits(least) == last:
+        if wording.digits(min_noise) == last:
             return last
-        return f"{wording.digits(least)} at the least, {last} at the end"
+        return f"{wording.digits(min_noise)} at the least, {last} at the end"
 
 
 def clip_in_words(settings: records.JsonObject) -> object:
@@ -184,7 +184,7 @@ def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
     between: list[records.LookLine | records.MetricsLine] = [*log.looks, *log.metrics]
     lines = [*sorted(between, key=attrgetter("step")), *([log.end] if log.end else [])]
     spent_at = [(line.step, spending) for line in lines for spending in line.privacy or ()]
-    spendings = grouped(spent_at, lambda one: one[1].defense)
+    spendings = grouped(spent_at, lambda pair: pair[1].defense)
     problems: list[str] = []
     every = [
         _account(log, steps, facts.get(name, [records.DefenseFacts(name=name)]), problems)
@@ -204,21 +204,21 @@ def _account(
     settings = defense.settings or {}
     kind = defense.class_name or wording.NOT_RECORDED
     guarantee = defense.guarantee or wording.NOT_RECORDED
-    series, delta, most = _largest(spendings)
-    ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
+    series, delta, largest = _largest(spendings)
+    ledgers = [(facts.settings or {}).get("ledger") for facts in defenses] if settings else []
     hashes, counts = _read_ledgers(ledgers, problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
-    epsilon = _bound(most.epsilon)
+    epsilon = _bound(largest.epsilon)
     is_finite = epsilon is not None and epsilon < math.inf and delta is not None
     account = Account(
-        defense=most.defense,
+        defense=largest.defense,
         series=list(series.items()),
         delta=delta,
         epsilon=epsilon,
-        noise_multiplier=None if most.noise_multiplier == math.inf else most.noise_multiplier,
-        sample_rate=most.sample_rate,
-        releases=most.releases,
-        history=list(most.history or ()),
+        noise_multiplier=None if largest.noise_multiplier == math.inf else largest.noise_multiplier,
+        sample_rate=largest.sample_rate,
+        releases=largest.releases,
+        history=list(largest.history or ()),
         settings=without_ledger(settings),
         guarantee=guarantee,
         accountant=settings.get(
@@ -227,7 +227,7 @@ def _account(
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
         trust=settings.get("trust", "local" if kind == TOKENS else wording.NOT_RECORDED),
         trusted=wording.TRUST[trusted_party(defense)],
-        sampling=most.sampling,
+        sampling=largest.sampling,
         poisson=_poisson(kind, settings),
         unit=settings.get("unit", _UNITS.get(kind, wording.NOT_RECORDED)),
         clients=settings.get("clients", clients) if kind == CLIENT else clients,
@@ -237,12 +237,12 @@ def _account(
         ledger_releases=counts,
         last_step=max(series),
         whole=False,
-        check=_verdict_of(log, most.defense, settings),
+        check=_verdict_of(log, largest.defense, settings),
     )
     account = replace(account, whole=_is_whole(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
     if account.holds:
-        histories = [one.history or () for _, one in spendings if not account.is_of_tokens]
+        histories = [x.history or () for _, x in spendings if not account.is_of_tokens]
         curves = curves_of(histories, account.accountant, account.sampling)
         tpr, auc = largest_rates(account.epsilon_over_clients, account.bound[1], curves)
         account = replace(account, largest_tpr=tpr, largest_auc=auc)
@@ -253,10 +253,10 @@ def _account(
 def _verdict_of(log: FitLog, defense: str, settings: records.JsonObject) -> str | None:
     """Return what planted gradients showed, the worst of several clients; None without any."""
     end = log.end.privacy or () if log.end else ()
-    found = {one.check for one in end if one.defense == defense and one.check}
+    found = {x.check for x in end if x.defense == defense and x.check}
     if found:
         order = ("refuted", "unknown", "not refuted")
-        return min(found, key=lambda one: next(i for i, w in enumerate(order) if one.startswith(w)))
+        return min(found, key=lambda x: next(i for i, w in enumerate(order) if x.startswith(w)))
     return "unknown: no verdict was recorded" if settings.get("check") else None
 
 
@@ -273,15 +273,16 @@ def _largest(
     Delta is None where one of them is unknown.
     """
     series: dict[int, float | None] = {}
-    most = spendings[0][1]
+    largest = spendings[0][1]
     deltas = [spending.delta for _, spending in spendings if spending.delta is not None]
     for step, spending in spendings:
         epsilon = _bound(spending.epsilon)
         if step not in series or _order(series[step]) <= _order(epsilon):
             series[step] = None if epsilon == math.inf else epsilon
-        if _order(_bound(most.epsilon)) <= _order(epsilon):
-            most = spending
-    return series, wording.rounded_up(max(deltas)) if len(deltas) == len(spendings) else None, most
+        if _order(_bound(largest.epsilon)) <= _order(epsilon):
+            largest = spending
+    delta = wording.rounded_up(max(deltas)) if len(deltas) == len(spendings) else None
+    return series, delta, largest
 
 
 def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
@@ -329,7 +330,7 @@ def _without_sampling(account: Account) -> float | str | None:
     """Return epsilon of the same releases if every example were in every batch."""
     if account.accountant == "filter" or not account.poisson or not account.holds:
         return None
-    history = [one._replace(sample_rate=1.0) for one in account.history]
+    history = [releases._replace(sample_rate=1.0) for releases in account.history]
     return composed_epsilon(history, account.delta, account.accountant, account.sampling)
 
 
@@ -338,12 +339,12 @@ def _limit(account: Account) -> str | None:
     if not (account.holds and account.whole) or account.largest_tpr is None:
         return None
     tpr = account.largest_tpr
-    most = math.ceil(1e3 * tpr - 1e-9) / 10
-    share = f"at most {most:g} in 100" if most < 100 else "up to all"
+    percent = math.ceil(1e3 * tpr - 1e-9) / 10
+    share = f"at most {percent:g} in 100" if percent < 100 else "up to all"
     if account.is_of_tokens:
         text = (
             "a test of which of two texts of one length was trained on. If it is wrong about the "
-            f"second 1 time in 100, it is right about the first at most {most:g} times in 100 "
+            f"second 1 time in 100, it is right about the first at most {percent:g} times in 100 "
             "(guessing: 1)."
         )
     else:
@@ -428,7 +429,8 @@ def _read_ledgers(
     """Return SHA-256 and releases of ledgers, by their names.
 
     Args:
-        paths: of one defence, of which each client may have a ledger of its own; None has none.
+        paths: The paths of one defence, of which each client may have a ledger of its own; None has
+            none.
         problems: gets a sentence for each ledger with lines that are no releases.
     """
     hashes: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What whoever watches a run writes and shows of it: its report, live or at its end."""
+"""The report of a watched run: written live or at its end, and displayed in notebooks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_fedleak import report
 from lightning_fedleak.messages import rank_zero_warn
 
 SECONDS = 0.02
-"""Seconds of processor that a live page may take a look, on average.
+"""Mean processor seconds per look for the live page.
 
 More: pages of long runs are newer. Less: they wait for more looks.
 """
 
 
 class _Latest(dict[str, float]):
-    """Values by log name, with an error that says why there is none."""
+    """Values by log name, with an error that explains a missing one."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
@@ -29,7 +29,7 @@ class _Latest(dict[str, float]):
 
 
 class Reported:
-    """What is watched by an engine: it writes a report, and a notebook displays it."""
+    """A base class of what watches a run: it writes the report, and displays it in notebooks."""
 
     engine: Any
 
@@ -48,51 +48,51 @@ class Reported:
         return f"{type(self).__name__}({attacks}, {options.cadence.argument}{shown}{looks})"
 
     def _report_begins(self) -> None:
-        """Write a live page after each look from now on, where it is asked for.
+        """Write a live page after each look from now on, if the user asked for one.
 
-        One that takes more than :data:`SECONDS` is written at so few looks that it takes as much
-        on average; one that cannot be written warns, and ends.
+        A page that takes longer than :data:`SECONDS` is written after fewer looks, so that the mean
+        stays below. If one cannot be written, it warns and stops.
         """
-        record, wait = self.engine.record, 1
+        record, looks_left = self.engine.record, 1  # looks until the next page
         if record is None or self.engine.options.report != "live":
             return
 
         def write() -> None:
-            nonlocal wait
-            wait -= 1
-            if wait:
+            nonlocal looks_left
+            looks_left -= 1
+            if looks_left:
                 return
             start = time.thread_time()
             try:
                 report.write_live(record.path, record.run)
             except Exception as error:
-                wait = -1
+                looks_left = -1  # never 0 again
                 rank_zero_warn(f"{self.engine.run.watcher}: no live report: {error}")
                 return
-            wait = max(1, math.ceil((time.thread_time() - start) / SECONDS))
+            looks_left = max(1, math.ceil((time.thread_time() - start) / SECONDS))
 
         self.engine.subscribe(write)
 
     def _write_report(self, record: Any) -> None:
-        """Write the report of a run whose record has ended, and upload its page if asked to."""
+        """Write the report of a finished run, and upload its page if the user asked for that."""
         page = report.write_at_end(record.path, record.run, self.engine.run.watcher)
         log = self.engine.report
         if page is not None and self.engine.options.upload_report and log is not None:
             log.upload(page)
 
     def show(self, height: int = 900) -> None:
-        """Display the report of the newest run in a notebook, while it goes on too.
+        """Display the report of the newest run in a notebook, even before it ends.
 
         Args:
-            height: of the frame, in pixels.
+            height: The height of the frame, in pixels.
 
         Raises:
             ImportError: IPython is not installed.
-            RuntimeError: no run has begun.
-            ReportError: its logs cannot be read.
+            RuntimeError: No run has begun.
+            ReportError: The logs of the run cannot be read.
         """
         if (jsonl := self.engine.jsonl) is None:
-            raise RuntimeError("show() is about a run: train first")
+            raise RuntimeError("show() displays a run, and none has begun: train first")
         logs = report.read([jsonl.path.parent / "run.jsonl"], run=jsonl.run)
         document = escape(report.page(report.findings(logs)))
         style = f"width:100%;height:{height}px;border:0"

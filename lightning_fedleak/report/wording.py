@@ -143,7 +143,7 @@ def visible(value: T) -> T:
     if isinstance(value, Mapping):
         return {visible(name): visible(part) for name, part in value.items()}  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {one.name: visible(getattr(value, one.name)) for one in fields(value) if one.init}
+        parts = {x.name: visible(getattr(value, x.name)) for x in fields(value) if x.init}
         return replace(value, **parts)
     if isinstance(value, list):
         return [visible(part) for part in value]  # type: ignore[return-value]

@@ -1,4 +1,3 @@
 """Strategies in which defences act where data leaves the client."""
 
-from lightning_fedleak.model.taps import StepError as StepError
 from lightning_fedleak.strategies.defended import DefendedStrategy as DefendedStrategy

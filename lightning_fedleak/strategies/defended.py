@@ -11,7 +11,7 @@ from lightning_fedleak import lightning_packages
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.release import CanaryHook, Client, Tap, UpdateRelease
 from lightning_fedleak.lightning_packages import EitherStrategy, both, package_of, twin
-from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam, combined
+from lightning_fedleak.strategies.seams import combined, seam_of
 
 _RESOLVED_HERE = ("auto", "single_device")
 _SUPPORTED = (
@@ -83,7 +83,7 @@ class DefendedStrategy(EitherStrategy):
         DefenseError: the strategy is not supported, is not from the Trainer's package, or does not
             fit the defences. Some errors are raised only when a Trainer takes the strategy, or at
             ``trainer.fit``.
-        StepError: at ``trainer.fit`` an optimizer has no moment between its gradients and its
+        RuntimeError: at ``trainer.fit`` an optimizer has no moment between its gradients and its
             update (LBFGS, or a fused optimizer under a GradScaler).
     """
 
@@ -164,9 +164,8 @@ class DefendedStrategy(EitherStrategy):
         vars(self).clear()
         vars(self).update(state)
         cls = type(inner)
-        self.__class__ = combined(f"Defended{cls.__name__}", _seam_of(cls), cls, DefendedStrategy)
-        assert isinstance(self, Seam)
-        self._check_combination()
+        self.__class__ = combined(f"Defended{cls.__name__}", seam_of(cls), cls, DefendedStrategy)
+        self._check_combination()  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
         """Build the inner strategy: when the Trainer calls this, devices and nodes are known."""
@@ -228,13 +227,6 @@ class DefendedStrategy(EitherStrategy):
         _not_attached()
 
     reduce = barrier = broadcast = all_gather = model_to_device
-
-
-def _seam_of(inner: type) -> type:
-    if issubclass(inner, both("strategies.DDPStrategy")):
-        return DDPSeam
-    sharded = issubclass(inner, both("strategies.ModelParallelStrategy"))
-    return ModelParallelSeam if sharded else Seam
 
 
 def _not_attached() -> NoReturn:

@@ -47,7 +47,7 @@ _READERS = (
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")  # none of its own hooks reads one
 
 
-class LightningHost(Host):
+class _LightningHost(Host):
     """A Lightning Trainer with a defended strategy; see :class:`Host`.
 
     Args:
@@ -315,7 +315,7 @@ class _StateReturningLauncher(_MultiProcessingLauncher):
                 defense.load_state_dict(states[defense.name])
 
 
-class Seam(Strategy):
+class _Seam(Strategy):
     """The base of a defended strategy before the wrapped one in the method resolution order."""
 
     _fedleak: UpdateRelease
@@ -350,7 +350,7 @@ class Seam(Strategy):
             return
         assert self.lightning_module is not None
         root, precision = self.lightning_module, str(self.precision_plugin.precision)
-        host, share = LightningHost(trainer), self._data_share()
+        host, share = _LightningHost(trainer), self._data_share()
         self._fedleak.open(host, root, self.root_device, precision, share)
 
     def _data_share(self) -> int | None:
@@ -414,7 +414,7 @@ class Seam(Strategy):
         super().teardown()
 
 
-class DDPSeam(Seam, DDPStrategy):
+class _DDPSeam(_Seam, DDPStrategy):
     """The seam of a DDPStrategy, whose stages depend on who is a client."""
 
     _fedleak_buffers_differ = False
@@ -496,7 +496,7 @@ class DDPSeam(Seam, DDPStrategy):
                 dist.broadcast(buffer.detach(), src=0)
 
 
-class ModelParallelSeam(Seam, ModelParallelStrategy):
+class _ModelParallelSeam(_Seam, ModelParallelStrategy):
     """The seam of FSDP2: all processes are one client, and gradients are sharded."""
 
     def _check_combination(self) -> None:
@@ -555,7 +555,15 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         return int(self.device_mesh["data_parallel"].get_local_rank())
 
 
-def inner_of(strategy: Seam) -> type:
+def seam_of(inner: type) -> type:
+    """Return the seam of a class of strategies."""
+    if issubclass(inner, both("strategies.DDPStrategy")):
+        return _DDPSeam
+    sharded = issubclass(inner, both("strategies.ModelParallelStrategy"))
+    return _ModelParallelSeam if sharded else _Seam
+
+
+def inner_of(strategy: _Seam) -> type:
     """Return the class of the strategy that a seam wraps."""
     return type(strategy).__bases__[1]
 

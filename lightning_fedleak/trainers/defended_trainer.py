@@ -43,18 +43,18 @@ _PLAIN_STEPS = ("transformers.", "trl.")
 """Packages of trainers whose ``training_step`` adds nothing to a loss."""
 _METRIC_SCHEDULERS = {"ReduceLROnPlateau", "GreedyLR"}  # not every transformers has GreedyLR
 _PAIRWISE = {"KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
-"""TRL's trainers, beside DPOTrainer, whose examples hold several texts."""
+"""TRL's trainers, other than DPOTrainer, whose examples hold several texts."""
 _PAIR_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust"} | {
     *("sppo_hard", "apo_zero", "apo_down", "discopop")
 }
-"""Losses of DPOTrainer that are of one pair each. Others sort pairs, or divide by all tokens."""
+"""Losses of DPOTrainer that are means over pairs. Others sort pairs, or divide by all tokens."""
 
 
 class _TrainerHost(Host):
     """transformers' Trainer as a :class:`Host` of defences.
 
     Args:
-        trainer: the Trainer in which defences act.
+        trainer: The Trainer in which the defences act.
     """
 
     name = "the Trainer"
@@ -147,13 +147,13 @@ class _TrainerHost(Host):
         self._trainer.control.should_training_stop = True
 
     def to_device(self, batch: Any) -> Any:
-        """Return a batch as the Trainer moves it, of pairs as the defences get it."""
+        """Return a batch on the Trainer's device; pairs in the defences' form, (B, 2, ...)."""
         batch = self._trainer._prepare_inputs(batch)
-        return _changed(_by_pair, batch) if self._trainer._of_pairs else batch
+        return _map_rows(_to_pairs, batch) if self._trainer._has_pairs else batch
 
     @contextmanager
     def without_logs(self) -> Iterator[None]:
-        """Restore, at the end, the averages that TRL's trainers log."""
+        """At the end, restore the averages that TRL's trainers log."""
         names = ("_metrics", "_total_train_tokens")
         values = {n: copy.deepcopy(v) for n, v in vars(self._trainer).items() if n in names}
         try:
@@ -176,16 +176,16 @@ class DefendedMixin(Trainer):
     ``defenses.safetensors``. A run that is resumed goes on with it and draws new samples.
 
     Args:
-        args: the Trainer's positional arguments.
-        defenses: the defences, in the order in which they act.
-        outside_epsilon: whether settings that select or stop by evaluations are allowed under an
-            account: ``load_best_model_at_end``, early stopping, a scheduler on a metric. Epsilon
-            does not cover them, unless the evaluation data are public.
-        kwargs: the Trainer's keyword arguments.
+        args: The Trainer's positional arguments.
+        defenses: The defences, in the order in which they act.
+        outside_epsilon: Whether an account allows settings that select or stop by evaluations:
+            ``load_best_model_at_end``, early stopping, a scheduler on a metric. Epsilon does not
+            cover them, unless the evaluation data are public.
+        kwargs: The Trainer's keyword arguments.
 
     Raises:
-        DefenseError: the defences do not fit each other or this class of Trainer. When training
-            begins also: no guarantee can hold under a setting. The message says what to change.
+        DefenseError: The defences do not fit each other or this class of Trainer. When training
+            begins, also: no guarantee can hold under a setting. The message says what to change.
     """
 
     _batches = 0
@@ -194,19 +194,19 @@ class DefendedMixin(Trainer):
     def __init__(
         self, *args: Any, defenses: Sequence[Defense], outside_epsilon: bool = False, **kwargs: Any
     ) -> None:
-        several = defenses if isinstance(defenses, Sequence) else ()  # else refused below
-        self._per_sample = any(getattr(defense, "per_sample", False) for defense in several)
+        valid = defenses if isinstance(defenses, Sequence) else ()  # UpdateRelease refuses others
+        self._per_sample = any(getattr(defense, "per_sample", False) for defense in valid)
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        given: Any = bound.get("train_dataset", kwargs.get("train_dataset"))
+        dataset: Any = bound.get("train_dataset", kwargs.get("train_dataset"))
         super().__init__(*args, **kwargs)
         names = {cls.__name__ for cls in type(self).__mro__}
-        self._of_pairs = self._per_sample and "DPOTrainer" in names
+        self._has_pairs = self._per_sample and "DPOTrainer" in names
         self.outside_epsilon = outside_epsilon
         client: Client = "rank" if self.args.world_size == 1 else "world"
         self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
         if self._per_sample:
             self._join_batches()
-            self._count_examples(given)
+            self._count_examples(dataset)
         self.add_callback(_DefenseEvents(self))
 
     @property
@@ -215,9 +215,9 @@ class DefendedMixin(Trainer):
         return self._fedleak.defenses
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the rows that TRL makes of a dataset; of training's none is left out.
+        """Return the rows that TRL makes of a dataset, with all of the training rows.
 
-        A text whose answer was cut off stays in its place, without a label.
+        TRL drops texts whose answer was cut off. Here they stay, without a label.
         """
         kind, name = type(dataset), kwargs.get("dataset_name", args[-1] if args else None)
         original: Any = getattr(kind, "filter", None)
@@ -230,20 +230,20 @@ class DefendedMixin(Trainer):
             if keeps:
                 kind.filter = original
 
-    def _count_examples(self, given: Any) -> None:
-        """Let N be the number of the user's examples, also where the Trainer has left some out."""
+    def _count_examples(self, dataset: Any) -> None:
+        """Set N to the number of the user's examples, even if the Trainer has dropped some."""
         rows: Any = self.train_dataset
-        if not (hasattr(given, "__len__") and hasattr(rows, "__len__")):
+        if not (hasattr(dataset, "__len__") and hasattr(rows, "__len__")):
             return
-        public = getattr(given, "public_length", len(given))
+        public = getattr(dataset, "public_length", len(dataset))
         by_user = any(getattr(defense, "users", None) for defense in self.defenses)
         self._counts_rows = len(rows) != getattr(rows, "public_length", public)
         if self._counts_rows and len(rows) < public and hasattr(rows, "__dict__") and not by_user:
             rows.public_length, self._counts_rows = public, False
 
     def _join_batches(self) -> None:
-        """Join accumulated batches, and replace what the Trainer does to gradients of a batch."""
-        self.args = args = copy.copy(self.args)  # the user's may serve other runs
+        """Join accumulated batches, and switch off the Trainer's clipping of a batch's gradient."""
+        self.args = args = copy.copy(self.args)  # the user may pass theirs to other runs
         steps = args.gradient_accumulation_steps
         is_nll = getattr(args, "loss_type", "") == "nll" and not getattr(
             self, "aux_loss_enabled", 0
@@ -288,7 +288,7 @@ class DefendedMixin(Trainer):
             self._fedleak.end()
 
     def _check(self, trial: Any) -> None:
-        """Raise an error for a setting under which defences cannot act."""
+        """Refuse settings under which defences cannot act."""
         args, classes = self.args, type(self).__mro__
         root: nn.Module = self.model  # type: ignore[assignment]
         position = classes.index(DefendedMixin)
@@ -318,14 +318,14 @@ class DefendedMixin(Trainer):
             "afterwards, which sends the weights": args.push_to_hub and self._per_sample,
         }
         refuse(f"{self._fedleak.owner}: ", refusals)
-        if self._of_pairs:
+        if self._has_pairs:
             self._check_pairs(root)
 
     def _check_pairs(self, root: nn.Module) -> None:
-        """Raise an error for a setting of DPOTrainer under which a pair has no gradient of its own.
+        """Refuse settings of DPOTrainer under which a pair has no gradient of its own.
 
-        The loss that is left is known to be a mean over pairs, and TRL's function for the log
-        probabilities has no second derivative by which DPSGD could check that.
+        The remaining losses are means over pairs. DPSGD has to trust that: TRL's function for the
+        log probabilities has no second derivative, which its check would need.
         """
         losses = getattr(self, "loss_types", None) or [self.args.loss_type]  # type: ignore[attr-defined]
         joint = [name for name in losses if name not in _PAIR_LOSSES]
@@ -359,7 +359,7 @@ class DefendedMixin(Trainer):
                 defense.clip = dataclasses.replace(defense.clip, loss="trusted")
 
     def get_train_dataloader(self) -> data.DataLoader[Any]:
-        """Return the loader that the defences make, if training is being set up."""
+        """Return the Trainer's loader, or the defences' loader while training is being set up."""
         if not self._setting_up:
             return super().get_train_dataloader()
         accelerator: Any = self.accelerator
@@ -370,7 +370,7 @@ class DefendedMixin(Trainer):
             del accelerator.prepare
         self._open()
         self._setting_up = False
-        if self._of_pairs:
+        if self._has_pairs:
             plain.collate_fn = functools.partial(plain.collate_fn)
             plain.collate_fn.rows_per_example = 2  # type: ignore[attr-defined]
         is_splittable = type(plain.sampler) in (data.RandomSampler, data.SequentialSampler)
@@ -382,7 +382,7 @@ class DefendedMixin(Trainer):
         return loader
 
     def _open(self) -> None:
-        """Let the defences prepare the model, before optimizer and DDP see it."""
+        """Let the defences prepare the model, before the optimizer and DDP get it."""
         self._fedleak.end()
         root: nn.Module = self.model  # type: ignore[assignment]
         root.train()
@@ -391,14 +391,14 @@ class DefendedMixin(Trainer):
         self._fedleak.begin()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the Trainer's optimizer, with the release before its update."""
+        """Return the Trainer's optimizer, before whose update the defences act."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._fedleak.is_open:
             self._fedleak.guard(unwrapped(self.optimizer))
         return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the next batches; none if the budget was spent before the first."""
+        """Return the next batches; none if the budget is spent."""
         if self._fedleak.is_open and self.control.should_training_stop:
             return [], None
         return super().get_batch_samples(*args, **kwargs)
@@ -406,12 +406,12 @@ class DefendedMixin(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Tensor:
-        """Run the Trainer's step, whose loss is computed within the defences."""
+        """Run the Trainer's step; its loss is computed within the defences."""
         self._batches += 1
         if self._per_sample:
-            num_items_in_batch = None  # it counts the tokens of the other examples too
+            num_items_in_batch = None  # it depends on the other examples
         self._in_step = True
-        if self._of_pairs and self.args.world_size > 1:  # TRL gathers each pair's rewards
+        if self._has_pairs and self.args.world_size > 1:  # TRL gathers each pair's rewards
             self.accelerator.gather = _gather_rows
         try:
             return super().training_step(model, inputs, num_items_in_batch, **kwargs)
@@ -431,17 +431,17 @@ class DefendedMixin(Trainer):
 
         def run(rows: Any) -> Any:
             called: Any = model
-            if self._of_pairs:
-                rows, called = _changed(_by_side, rows), functools.partial(_run_by_pair, model)
+            if self._has_pairs:
+                rows, called = _map_rows(_to_sides, rows), functools.partial(_run_pairs, model)
             with super(DefendedMixin, self).compute_loss_context_manager():
                 return super(DefendedMixin, self).compute_loss(called, rows, *args, **kwargs)
 
         return self._fedleak.training_step(
-            run, _changed(_by_pair, inputs) if self._of_pairs else inputs
+            run, _map_rows(_to_pairs, inputs) if self._has_pairs else inputs
         )
 
     def _begin(self) -> None:
-        """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
+        """Start the defences once optimizers exist; skip the past batches of a resumed epoch."""
         if self._per_sample:  # again: `create_scheduler` may have made a scheduler on a metric
             refuse(self._fedleak.owner, _TrainerHost(self).refusals())
         self._fedleak.train_starts()
@@ -461,33 +461,33 @@ def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = No
     return mean_of_sample_means(outputs.logits, labels, causal=True)
 
 
-def _by_pair(rows: Tensor) -> Tensor:
+def _to_pairs(rows: Tensor) -> Tensor:
     """Return (2 B, ...) rows, the chosen ones first, as (B, 2, ...)."""
     return rows.reshape(2, len(rows) // 2, *rows.shape[1:]).transpose(0, 1)
 
 
-def _by_side(pairs: Tensor) -> Tensor:
+def _to_sides(pairs: Tensor) -> Tensor:
     """Return (B, 2, ...) rows as (2 B, ...), the chosen ones first."""
     return pairs.transpose(0, 1).flatten(0, 1)
 
 
-def _run_by_pair(model: nn.Module, **batch: Any) -> Any:
-    """Run a model with the rows of each pair side by side, as DPSGD takes those of a sample."""
+def _run_pairs(model: nn.Module, **batch: Any) -> Any:
+    """Run a model with the rows of each pair next to each other, as DPSGD expects them."""
     rows = len(batch["input_ids"])
-    output = model(**_changed(lambda sides: _by_pair(sides).flatten(0, 1), batch))
-    parted = _changed(lambda r: _by_side(r.reshape(rows // 2, 2, *r.shape[1:])), output, rows)
+    output = model(**_map_rows(lambda sides: _to_pairs(sides).flatten(0, 1), batch))
+    parted = _map_rows(lambda r: _to_sides(r.reshape(rows // 2, 2, *r.shape[1:])), output, rows)
     for name, value in parted.items():
         output[name] = value
     return output
 
 
-def _changed(change: Callable[[Tensor], Tensor], batch: Any, rows: int | None = None) -> Any:
-    """Return a mapping with its tensors of rows changed; numbers of a pair stay.
+def _map_rows(change: Callable[[Tensor], Tensor], batch: Any, rows: int | None = None) -> Any:
+    """Return a mapping whose tensors of rows are changed by a function; other values stay.
 
     Args:
-        change: of the rows.
-        batch: the mapping.
-        rows: how many there are; None: as many as there are ids.
+        change: The function.
+        batch: The mapping.
+        rows: The number of rows; None for the number of rows of ``input_ids``.
     """
     rows = len(batch["input_ids"]) if rows is None else rows
     return {
@@ -497,13 +497,13 @@ def _changed(change: Callable[[Tensor], Tensor], batch: Any, rows: int | None = 
 
 
 def _overriding(classes: Sequence[type], *methods: str) -> list[str]:
-    """Return the names of the classes, but for :data:`_PLAIN_STEPS`, that have such a method."""
+    """Return the names of the classes with such a method, without :data:`_PLAIN_STEPS`."""
     others = [cls for cls in classes if not cls.__module__.startswith(_PLAIN_STEPS)]
     return [cls.__name__ for cls in others if any(name in vars(cls) for name in methods)]
 
 
 class _DefenseEvents(transformers.TrainerCallback):
-    """The events of a training that the Trainer reports only to callbacks."""
+    """Receives the events that the Trainer reports only to callbacks."""
 
     def __init__(self, trainer: DefendedMixin) -> None:
         self._trainer = trainer
@@ -538,7 +538,7 @@ def defended(kind: type[transformers.Trainer]) -> Any:
         (True, True)
 
     Args:
-        kind: transformers' Trainer, or a class of its own such as TRL's SFTTrainer.
+        kind: The class: transformers' Trainer, or a subclass such as TRL's SFTTrainer.
     """
     if issubclass(kind, DefendedMixin):
         return kind

@@ -13,7 +13,7 @@ from transformers import BertForMaskedLM
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.finetuning.assets import SourceError
-from lightning_fedleak.cli.printing import short
+from lightning_fedleak.cli.printing import format_share
 from tests.helpers.commands import printed_by
 from tests.helpers.folders import TEXTS, save_tiny_bert
 
@@ -49,7 +49,7 @@ def test_a_causal_model_is_read_exactly(model: str, text: str, tmp_path: Path) -
     for cell in cells:
         accuracy = cell["rates"]["token_accuracy"]["value"]
         assert (accuracy == 1) == (cell["sigma"] == 0)
-        assert f" {short(accuracy)} [" in output
+        assert f" {format_share(accuracy)} [" in output
         assert cell["budget_seconds"] == 60.0
     assert "3/3" in output
     assert "budget: 60 s" in output

@@ -21,7 +21,8 @@ from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import used_up_mark
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList
+from lightning_fedleak.evaluation.canaries.repeats import PoolRows
+from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.taps import Text
 from tests.helpers.commands import run_command
 
@@ -379,7 +380,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     for name, texts in (("other", words[2 * TEXTS : 3 * TEXTS]), ("held_out", words[1::2][:TEXTS])):
         model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
         tokenizer, rows = rows_of(texts)
-        train(model, rows, 1e-3, 8)
+        train(model, rows, 1e-3, 4)
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     output = tmp_path / "result.json"

@@ -15,7 +15,7 @@ from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.memorization import used_up_mark
-from lightning_fedleak.evaluation.metrics.copies import COPIES, copy_values, find_copies
+from lightning_fedleak.evaluation.metrics.copies import COPY_SCORES, copy_values, find_copies
 from lightning_fedleak.model.taps import Text
 from tests.engine.channels.test_heads import WORDS, words
 from tests.helpers.commands import run_command
@@ -81,7 +81,7 @@ def test_texts_of_a_trained_model_give_its_rows_away(folder: Path, tmp_path: Pat
     status, text = run(folder, at_most=0.6, out=out, summary=summary)
     assert status == BREACH
     assert "An auxiliary model is fitted on 200 generated texts: 25 steps" in text
-    for name in ("combined", *COPIES):
+    for name in ("combined", *COPY_SCORES):
         assert f"BREACH: {name}/auc is shown to be at least" in text
     content = json.loads(out.read_text(), parse_constant=pytest.fail)
     assert content["kind"] == "synthetic"
@@ -106,7 +106,7 @@ def test_texts_of_a_model_that_was_trained_on_no_row_show_nothing(
     assert status == 0
     assert "BREACH" not in text
     content = json.loads((tmp_path / "out.json").read_text())
-    for name in ("combined", *COPIES):
+    for name in ("combined", *COPY_SCORES):
         rates = content["attacks"][name]
         assert rates["auc_low"] <= 0.5 <= rates["auc_high"]
         assert rates["p_value"] > 0.05 / 3

@@ -34,6 +34,7 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum
 from lightning_fedleak.federation import ClientDP, ClientReleaseSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.dpsgd.test_dpsgd import Run
+from tests.defenses.dpsgd.test_experts import ExpertBlock
 from tests.helpers.inputs import context
 from tests.helpers.models import VOCAB, own_rng, tiny_bert_mlm, tiny_gpt2, tiny_t5
 from tests.helpers.settings import QUIET
@@ -215,6 +216,24 @@ def test_an_example_of_a_batch(content: str, form: Any, looking: Any) -> None:
     def sent(given: Tensor) -> tuple[Tensor, dict[str, Any]]:
         run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=3, clip=ClipSettings(form=form)))
         run.loss = lambda b: run.root(b[0]).square().mean(1).mean()  # type: ignore[method-assign]
+        updates = [run.step([given, torch.zeros(len(given))], lr=0.0) for _ in range(3)]
+        return torch.stack(updates), run.defense.state_dict()
+
+    first, second = looking(sent, rows[others], spoilt(rows, CONTENTS[content]))
+    within(CLIP / 8, first[0], second[0])
+    alike(first[1], second[1])
+
+
+@pytest.mark.parametrize("kind", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_an_example_that_meets_experts(content: str, kind: str, looking: Any) -> None:
+    """Its numbers choose experts, and may be NaN where they do."""
+    rows = torch.randn(5, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    others = torch.arange(5) != ROW
+
+    def sent(given: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=3), ExpertBlock(kind))
+        run.loss = lambda b: run.root(b[0]).square().mean((1, 2)).mean()  # type: ignore[method-assign]
         updates = [run.step([given, torch.zeros(len(given))], lr=0.0) for _ in range(3)]
         return torch.stack(updates), run.defense.state_dict()
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightning_fedleak.attacks import BagOfWords, SubspaceMembership, SubspaceWords
 from lightning_fedleak.model.anatomy import AnatomyError, find_anatomy
-from lightning_fedleak.model.taps.encoders import EncoderTap
+from lightning_fedleak.model.taps.step_tap import _EncoderTap
 from lightning_fedleak.trainers import LeakageCallback
 from tests.attacks.row_space.models import SIZES, VOCABULARY
 from tests.helpers.loops import check_undisturbed
@@ -89,7 +89,7 @@ def test_both_texts_of_a_pair_are_read(lora: bool, tmp_path: Path) -> None:
 
 def test_the_truth_is_what_was_trained_on() -> None:
     model, [batch] = encoder(), pairs(1)
-    tap = EncoderTap(find_anatomy(model))
+    tap = _EncoderTap(find_anatomy(model))
     tap.arm()
     contrastive_loss(model, batch).backward()
     calls = tap.take()
@@ -106,7 +106,7 @@ def test_the_truth_is_what_was_trained_on() -> None:
 def test_torch_compile_is_why_a_compiled_encoder_cannot_be_read() -> None:
     model = encoder()
     model.compile()
-    why_not = EncoderTap(find_anatomy(model)).why_not
+    why_not = _EncoderTap(find_anatomy(model)).why_not
     assert why_not is not None
     assert "torch.compile" in why_not
 

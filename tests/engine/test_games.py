@@ -15,7 +15,7 @@ from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.engine import Games
 from lightning_fedleak.evaluation.canaries import with_canaries
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
+from lightning_fedleak.threats import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.games.crafted import craft
@@ -347,7 +347,7 @@ WITHOUT_BLOCKS = nn.Sequential(nn.Embedding(97, 16), nn.Linear(16, 97))
 @pytest.mark.parametrize(
     ("attack", "settings", "error", "words"),
     [
-        (RecordingAttack, {"assume": HONEST_BUT_CURIOUS}, ThreatModelError, "chooses the modules"),
+        (RecordingAttack, {"assume": HONEST_BUT_CURIOUS}, ValueError, "chooses the modules"),
         (
             lambda: RecordingAttack(layer=3),
             {},

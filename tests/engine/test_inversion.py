@@ -25,7 +25,6 @@ from lightning_fedleak.evaluation.metrics.texts import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import place_of, states_out
 from lightning_fedleak.model.snapshots import Stage
-from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import model_loss, still_gpt2, train, watched
@@ -313,7 +312,7 @@ def test_a_batch_without_a_row_is_passed_over(tmp_path, attack):
             ValueError,
             r"layer must be .* 0 to 2, got 9: the model has 2 blocks",
         ),
-        (Recording, {"assume": ()}, ThreatModelError, "below the split"),
+        (Recording, {"assume": ()}, ValueError, "below the split"),
     ],
 )
 def test_attacks_on_texts_that_cannot_be_run_are_refused(tmp_path, attack, options, error, words):

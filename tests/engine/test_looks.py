@@ -31,7 +31,6 @@ from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet, Stage
 from lightning_fedleak.report import findings, read
-from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import (
@@ -304,7 +303,7 @@ class HeadAndBias(Probe):
         (Probe(name="worst"), {}, ValueError, "the name 'worst' cannot be"),
         (Probe(), {"public_text": ["a"]}, ValueError, "give it to the attacks"),
         ("auto", {"public_text": ["a"]}, ValueError, "there is no tokenizer"),
-        (BiasSign(), {}, ThreatModelError, "bias_sign.*output head's bias"),
+        (BiasSign(), {}, ValueError, "bias_sign.*output head's bias"),
         (Activations(), {}, ValueError, "probe.*asks for nothing"),
         (BagOfWords(), {}, ValueError, "tied"),
         (Probe(), {"gates": [Threshold(F1, 0.5, action="harden")]}, ValueError, "nothing to turn"),

@@ -26,13 +26,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.pool import collect
-from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.evaluation.canaries import (
-    LeftOutRecord,
     TrainingRows,
     leave_out,
     with_entities,
 )
+from lightning_fedleak.evaluation.canaries.left_out import _LeftOutRecord
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from tests.canaries.test_with_entities import PHONE, TOKENIZER
 
@@ -65,7 +65,7 @@ def test_rows_to_come_are_compared_with_those_that_have_come() -> None:
     pool = collect(loader(data), ALL, read)
     assert pool.way == "not yet seen"
     assert len(pool.texts) == 400
-    with pytest.raises(NoNonMembers, match="recognised"):
+    with pytest.raises(UnplayableGame, match="recognised"):
         pool.compared(0, 0)
     for row in data[:100]:
         pool.remember(batch([row]))
@@ -74,7 +74,7 @@ def test_rows_to_come_are_compared_with_those_that_have_come() -> None:
     assert int(members.sum()) == 100
     first = {tuple(row["input_ids"].tolist()) for row in data[:100]}
     assert {tuple(pool.texts[i].ids.tolist()) for i in index[members].tolist()} == first
-    with pytest.raises(NoNonMembers, match="after epoch 1: add leave_out"):
+    with pytest.raises(UnplayableGame, match="after epoch 1: add leave_out"):
         pool.compared(1, 400)
 
 
@@ -113,7 +113,7 @@ def test_an_order_that_chance_alone_did_not_choose_needs_left_out_rows(
     sampler: Any, name: str
 ) -> None:
     data = rows()
-    with pytest.raises(NoNonMembers, match=f"a {name} does not take the rows"):
+    with pytest.raises(UnplayableGame, match=f"a {name} does not take the rows"):
         collect(loader(data, sampler=sampler(data)), ALL, read)
     train, _ = leave_out(data, 150, seed=0)
     assert collect(loader(train, sampler=SequentialSampler(train)), ALL, read).way == "left out"
@@ -134,7 +134,7 @@ def test_a_loader_that_accelerate_prepared_says_how_it_shuffles(
         )
 
     assert collect(prepared(True), ALL, read).way == "not yet seen"
-    with pytest.raises(NoNonMembers, match="a SequentialSampler does not take the rows"):
+    with pytest.raises(UnplayableGame, match="a SequentialSampler does not take the rows"):
         collect(prepared(False), ALL, read)
 
 
@@ -143,7 +143,7 @@ def test_values_planted_in_the_rows_that_stay_make_membership_unknown() -> None:
     plant = partial(with_entities, kinds=PHONE, places=["label"], tokenizer=TOKENIZER, seed=1)
     settings = {"times": (1,), "count": 30}
     train, _ = leave_out(data, 150, seed=0)
-    with pytest.raises(NoNonMembers, match=r"plant before leave_out, times=\(1,\)"):
+    with pytest.raises(UnplayableGame, match=r"plant before leave_out, times=\(1,\)"):
         collect(loader(Subset(plant(train, **settings), range(200))), ALL, read)
     train, _ = leave_out(plant(data, **settings), 150, seed=0)
     assert collect(loader(train), ALL, read).way == "left out"
@@ -169,7 +169,7 @@ PACKED = [row | {"position_ids": torch.arange(16) % 8} for row in rows()]
     ],
 )
 def test_loaders_without_rows_to_compare_are_refused(data: Any, settings: Any, words: str) -> None:
-    with pytest.raises(NoNonMembers, match=words):
+    with pytest.raises(UnplayableGame, match=words):
         collect(data, ALL, read, **settings)
 
 
@@ -188,7 +188,7 @@ def test_rows_that_change_are_refused_and_random_states_are_put_back() -> None:
 
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     collect(loader(Noisy(False)), ALL, read)
-    with pytest.raises(NoNonMembers, match="do not read the same twice"):
+    with pytest.raises(UnplayableGame, match="do not read the same twice"):
         collect(loader(Noisy(True)), ALL, read)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (np.random.get_state()[1] == states[1]).all()
@@ -238,7 +238,7 @@ def test_recognised_rows_may_fall_short_by_chance_alone(way: str) -> None:
     pool.seen[inside[:fewest]] = True
     assert int(pool.compared(0, passed)[1].sum()) == fewest
     pool.seen[inside[0]] = False
-    with pytest.raises(NoNonMembers, match=f"only {fewest - 1} of {n} rows were recognised"):
+    with pytest.raises(UnplayableGame, match=f"only {fewest - 1} of {n} rows were recognised"):
         pool.compared(0, passed)
 
 
@@ -247,11 +247,11 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
     pool = collect(loader(data), Memorization(max_overhead=0.2), read)
     assert len(pool.texts) == int(0.2 * 2000 / (0.4 * 3))
     with pytest.raises(
-        NoNonMembers, match=r"2000 rows pay for 33 of 200 .*=Memorization\(max_overhead=0.12\)"
+        UnplayableGame, match=r"2000 rows pay for 33 of 200 .*=Memorization\(max_overhead=0.12\)"
     ):
         collect(loader(data), Memorization(), read)
     with pytest.raises(
-        NoNonMembers, match=r"40 rows pay for 0 of 200 .*=Memorization\(max_overhead=6\)"
+        UnplayableGame, match=r"40 rows pay for 0 of 200 .*=Memorization\(max_overhead=6\)"
     ):
         collect(loader(rows(40)), Memorization(), read)
 
@@ -259,7 +259,7 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
 def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     """Two worlds in which one coin fell otherwise: the same texts in the same order."""
 
-    class OtherCoin(LeftOutRecord):
+    class OtherCoin(_LeftOutRecord):
         @property
         def out(self) -> list[int]:
             return sorted({*super().out} ^ {self.candidates[5]})
@@ -277,7 +277,7 @@ def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
         assert (tuple(text.ids.tolist()) in inside) == member
     for i in range(20):
         pool.remember(batch([train[i]]))
-    with pytest.raises(NoNonMembers):
+    with pytest.raises(UnplayableGame):
         pool.compared(0, 0)  # fewer than ten of them were asked about
     index, members = pool.compared(0, 0, everyone=True)
     assert torch.equal(members, pool.trains)

@@ -112,7 +112,7 @@ def test_no_drawn_edit_of_a_run_with_noted_hashes_holds(
     [folder] = {path.parent for path in place.rglob(RECORD)}
     write([folder])
     check = verify_run(folder)
-    heads, status = [*check.heads.values()], check.verdict.status
+    heads, status = [*check.heads.values()], check.status
     assert status == (OPEN if kind is killed else HOLDS)
     originals = {name: (folder / name).read_bytes() for name in (RECORD, RESULTS)}
     draw = random.Random(kind.__name__)
@@ -125,7 +125,7 @@ def test_no_drawn_edit_of_a_run_with_noted_hashes_holds(
         again = draw.random() < 0.5
         content = b"\n".join(edits.chained_again(lines) if again else lines) + b"\n"
         (folder / name).write_bytes(content)
-        verdict = verify_run(folder, heads=heads).verdict
+        verdict = verify_run(folder, heads=heads)
         # Lines that are added to a run which is open, with hashes that fit: it may go on.
         goes_on = kind is killed and again and content.startswith(originals[name])
         expected = OPEN if goes_on else CONTRADICTED
@@ -143,10 +143,10 @@ def check_other_weights(folder: Path, state: State, heads: list[str]) -> None:
     saved = folder / "model.safetensors"
     state = {name: tensor.clone() for name, tensor in state.items()}
     save_file(state, saved)
-    assert verify_run(folder, weights=saved, heads=heads).verdict.status == HOLDS
+    assert verify_run(folder, weights=saved, heads=heads).status == HOLDS
     for name in random.Random(0).sample(sorted(state), 5):
         save_file({**state, name: state[name] + 1e-3}, saved)
-        verdict = verify_run(folder, weights=saved, heads=heads).verdict
+        verdict = verify_run(folder, weights=saved, heads=heads)
         assert verdict.status == CONTRADICTED, name
         assert name in verdict.contradictions[0]
 
@@ -156,8 +156,8 @@ def check_other_files(folder: Path, other: Path, heads: list[str]) -> None:
     edits.honest(other, random.Random(1))
     write([other])
     shutil.copy(other / "report.json", folder)
-    assert verify_run(folder, heads=heads).verdict.status != HOLDS
+    assert verify_run(folder, heads=heads).status != HOLDS
     for name in (RECORD, RESULTS):
         shutil.copy(other / name, folder)
-    texts = verify_run(folder, heads=heads).verdict.contradictions
+    texts = verify_run(folder, heads=heads).contradictions
     assert all(any(head in text for text in texts) for head in heads)

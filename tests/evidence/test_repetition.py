@@ -84,7 +84,7 @@ def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
 def compared(folder: Path, again: Path) -> str:
     """Return what a check compared, which must hold."""
     check = verify_run(folder, repetition=again)
-    assert check.verdict.status == HOLDS, check.verdict
+    assert check.status == HOLDS, check
     return next(one for one in check.checked if one.startswith("repetition"))
 
 
@@ -103,14 +103,14 @@ def test_looks_at_other_steps_leave_weights_and_losses(run: Path, tmp_path: Path
     metrics = len(read_lines(run, RESULTS)[0]["metrics"])
     again = train(tmp_path / "again", run, every_n_steps=3)
     assert int(compared(run, again).split(", ")[1].split()[0]) >= metrics
-    [note] = verify_run(run, repetition=again).verdict.notes
+    [note] = verify_run(run, repetition=again).notes
     assert note == "leakage from step 2 on is not compared: one run alone looked there"
 
 
 def test_another_training_is_a_contradiction(run: Path, tmp_path: Path) -> None:
     check = verify_run(run, repetition=train(tmp_path / "again", run, extra=1e-3))
-    assert check.verdict.status == CONTRADICTED
-    [text] = check.verdict.contradictions
+    assert check.status == CONTRADICTED
+    [text] = check.contradictions
     assert "look, train_loss is not what" in text
     differing = int(text.split("; ")[1].split()[0])
     assert differing > len(read_lines(run, RECORD)[-1]["weights"]) // 2
@@ -126,7 +126,7 @@ def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
     )
     value = {"value": 0.0, "low": None, "high": None} if name == "metrics" else 0.0
     change(first, file, number, lambda line: line[name].update(invented_loss=value))
-    verdict = verify_run(first, repetition=train(tmp_path / "again", first)).verdict
+    verdict = verify_run(first, repetition=train(tmp_path / "again", first))
     assert verdict.status == OPEN
     assert "only one run logged" in verdict.open[0]
     assert "invented_loss, and " in verdict.open[0]
@@ -143,7 +143,7 @@ def test_results_are_not_compared_if_a_budget_of_seconds_is_set(
         )
         for number in range(len(read_lines(folder, RESULTS))):
             change(folder, RESULTS, number, lambda line: line.update(config={"s_seconds": seconds}))
-    notes = verify_run(first, repetition=again).verdict.notes
+    notes = verify_run(first, repetition=again).notes
     assert any("because of a budget of seconds" in note for note in notes) == is_timed
 
 
@@ -151,8 +151,8 @@ def test_other_settings_of_attacks_leave_their_results(run: Path, tmp_path: Path
     again = train(tmp_path / "again", run)
     change(again, RECORD, 0, lambda line: line["attacks"][0].update(config={"other": 1}))
     check = verify_run(run, repetition=again)
-    assert check.verdict.status == HOLDS
-    assert "leakage is not compared" in check.verdict.notes[0]
+    assert check.status == HOLDS
+    assert "leakage is not compared" in check.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_an_invented_number_is_found_although_all_hashes_fit(
     first, field = train(tmp_path / "first"), "metrics" if file == RESULTS else "utility"
     number = next(n for n, one in enumerate(read_lines(first, file)) if one.get(field))
     change(first, file, number, edit)
-    assert verify_run(first).verdict.status == HOLDS
+    assert verify_run(first).status == HOLDS
     check = verify_run(first, repetition=train(tmp_path / "again", first))
-    assert check.verdict.status == CONTRADICTED
-    [text] = check.verdict.contradictions
+    assert check.status == CONTRADICTED
+    [text] = check.contradictions
     assert named in text
     assert "1 of" in text
 
@@ -192,7 +192,7 @@ def test_an_invented_number_is_found_although_all_hashes_fit(
 def test_what_is_no_repetition_is_open(
     run: Path, tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
-    verdict = verify_run(run, repetition=train(tmp_path / "again", run, **changes)).verdict
+    verdict = verify_run(run, repetition=train(tmp_path / "again", run, **changes))
     assert verdict.status == OPEN
     assert reason in verdict.open[0]
 
@@ -211,7 +211,7 @@ def test_other_orders_and_platforms_cannot_be_compared(
 ) -> None:
     again = train(tmp_path / "again", run if key else None)
     change(again, RECORD, 0, edit)
-    verdict = verify_run(run, repetition=again).verdict
+    verdict = verify_run(run, repetition=again)
     assert verdict.status == OPEN
     assert reason in verdict.open[0]
 
@@ -221,9 +221,9 @@ def test_a_repetition_that_was_edited_is_not_compared(run: Path, tmp_path: Path)
     lines = lines_of(again / RESULTS)
     (again / RESULTS).write_bytes(b"\n".join(lines[:1] + lines[2:]) + b"\n")
     check = verify_run(run, repetition=again)
-    assert check.verdict.status == OPEN
-    assert "was not compared" in check.verdict.open[0]
+    assert check.status == OPEN
+    assert "was not compared" in check.open[0]
 
 
 def test_a_run_is_no_repetition_of_itself(run: Path) -> None:
-    assert "the same run" in verify_run(run, repetition=run).verdict.open[0]
+    assert "the same run" in verify_run(run, repetition=run).open[0]

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
-from lightning_fedleak.evidence.chain import ChainedFile, Verdict, read_chain
-from lightning_fedleak.evidence.verification import check_plans
+from lightning_fedleak.evidence.chain import Verdict, _ChainedFile, check_plans, read_chain
 from lightning_fedleak.private_files import hash_weights, plain_name
 from lightning_fedleak.report import ReportError, read, write
 from lightning_fedleak.report.records import (
@@ -167,7 +166,7 @@ def test_an_edit_without_new_hashes_needs_no_noted_one(
     tmp_path: Path, edit: Callable[[list[bytes], int], None], name: str
 ) -> None:
     honest(tmp_path, random.Random(0))
-    assert verify_run(tmp_path).verdict.status == HOLDS
+    assert verify_run(tmp_path).status == HOLDS
     original = lines_of(tmp_path / name)
     for n in range(len(original)):
         lines = original[:]
@@ -175,7 +174,7 @@ def test_an_edit_without_new_hashes_needs_no_noted_one(
         (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
         is_cut_end = edit is remove and name == RECORD and n == len(original) - 1
         expected = OPEN if is_cut_end else CONTRADICTED
-        assert verify_run(tmp_path).verdict.status == expected, n
+        assert verify_run(tmp_path).status == expected, n
 
 
 def test_honest_runs_are_not_accused(tmp_path: Path) -> None:
@@ -185,22 +184,22 @@ def test_honest_runs_are_not_accused(tmp_path: Path) -> None:
         honest(folder, draw, runs=draw.randint(1, 4), looks=draw.randint(0, 4) or 1)
         if number % 4 == 0:
             heads = [*verify_run(folder).heads.values()]
-            verdict = verify_run(folder, heads=heads).verdict
+            verdict = verify_run(folder, heads=heads)
         else:
-            verdict = verify_run(folder).verdict
+            verdict = verify_run(folder)
         assert verdict.status == HOLDS, (number, verdict)
 
 
 def test_a_cut_tail_is_open_and_a_noted_head_proves_it(tmp_path: Path) -> None:
     honest(tmp_path, random.Random(0))
     heads = [*verify_run(tmp_path).heads.values()]
-    assert verify_run(tmp_path, heads=heads).verdict.status == HOLDS
+    assert verify_run(tmp_path, heads=heads).status == HOLDS
     lines = lines_of(tmp_path / RECORD)[:-1]
     (tmp_path / RECORD).write_bytes(b"\n".join(lines) + b"\n")
-    assert verify_run(tmp_path).verdict.status == OPEN
-    assert verify_run(tmp_path, heads=heads).verdict.status == CONTRADICTED
+    assert verify_run(tmp_path).status == OPEN
+    assert verify_run(tmp_path, heads=heads).status == CONTRADICTED
     (tmp_path / RECORD).write_bytes(b"\n".join(lines))
-    assert verify_run(tmp_path).verdict.status == OPEN
+    assert verify_run(tmp_path).status == OPEN
 
 
 @pytest.mark.parametrize("metric", [GATE["metric"], "leakage/worst/words"])
@@ -211,7 +210,7 @@ def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path, metric: 
     written.end()
     lines = [line for line in lines_of(tmp_path / RECORD) if b'"kind": "gate"' not in line]
     (tmp_path / RECORD).write_bytes(b"\n".join(chained_again(lines)) + b"\n")
-    [text] = verify_run(tmp_path).verdict.contradictions
+    [text] = verify_run(tmp_path).contradictions
     assert f"step 1: {metric} is 0.9" in text
     assert "did not act" in text
 
@@ -223,7 +222,7 @@ def plans(
     monitor = {"client": "rank", "looks": looks}
     start = begin("a", schema=4, monitor=monitor, next_look=0)
     start["resumed"] = {"run": "b", "privacy": []} if goes_on else None
-    record = ChainedFile(RECORD, contents=[start, *({"run": "a"} | line for line in lines)])
+    record = _ChainedFile(RECORD, contents=[start, *({"run": "a"} | line for line in lines)])
     verdict = Verdict()
     assert check_plans(record, verdict)
     return verdict
@@ -290,7 +289,7 @@ def test_logs_with_steps_that_older_versions_kept_are_read(tmp_path: Path) -> No
     assert not logs.problems
     assert [len(fit.looks) for fit in logs.fits] == [6]
     write([tmp_path])
-    assert verify_run(tmp_path).verdict.status == HOLDS
+    assert verify_run(tmp_path).status == HOLDS
 
 
 def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
@@ -322,7 +321,7 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     save_file(state, saved / "model.safetensors")
     write([folder])
     check = verify_run(folder, weights=saved)
-    assert check.verdict.status == HOLDS, check.verdict
+    assert check.status == HOLDS, check
     assert {"report.json", "weights"} <= set(check.checked)
     heads = [word for head in check.heads.values() for word in ("--head", head)]
     arguments = [str(folder), "--weights", str(saved), *heads]
@@ -331,20 +330,20 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
 
     name = next(name for name, p in model.named_parameters() if p.requires_grad)
     save_file({**state, name: state[name] + 1e-3}, saved / "model.safetensors")
-    verdict = verify_run(folder, weights=saved).verdict
+    verdict = verify_run(folder, weights=saved)
     assert verdict.status == CONTRADICTED
     assert "1 of" in verdict.contradictions[0]
     save_file({"head": torch.ones(2)}, saved / "model.safetensors")
-    assert verify_run(folder, weights=saved).verdict.status == OPEN
+    assert verify_run(folder, weights=saved).status == OPEN
     check = verify_run(folder, weights=folder / "checkpoint.safetensors")
-    assert check.verdict.status == HOLDS
-    assert re.search(r"the checkpoint of run \w+ at step 2$", check.verdict.notes[0])
+    assert check.status == HOLDS
+    assert re.search(r"the checkpoint of run \w+ at step 2$", check.notes[0])
     assert "looks at the planned steps" in check.checked
 
     save_file(state, saved / "model.safetensors")
     assert fedleak("report", str(folder), "--model-card", "--out", str(saved)) == 0
     check = verify_run(folder, weights=saved)
-    assert (check.verdict.status, "leakage.json" in check.checked) == (HOLDS, True)
+    assert (check.status, "leakage.json" in check.checked) == (HOLDS, True)
     other = folder / "version_1" / RECORD  # a later run of the same folder
     other.parent.mkdir()
     other.touch()
@@ -354,15 +353,15 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     card = json.loads((saved / "leakage.json").read_text())
     card["runs"][0]["attacks"][0]["value"] = 0.01
     (saved / "leakage.json").write_text(json.dumps(card))
-    [text] = verify_run(folder, weights=saved).verdict.contradictions
+    [text] = verify_run(folder, weights=saved).contradictions
     assert text == "leakage.json does not say what the logs give"
-    verdict = verify_run(folder, weights=saved / "model.safetensors").verdict
+    verdict = verify_run(folder, weights=saved / "model.safetensors")
     assert verdict.contradictions == [text]  # beside a file too
 
     report = json.loads((folder / "report.json").read_text())
     report["runs"][0]["outcome"] = "invented"
     (folder / "report.json").write_text(json.dumps(report))
-    [text] = verify_run(folder).verdict.contradictions
+    [text] = verify_run(folder).contradictions
     assert text == "report.json does not say what the logs give"
 
 
@@ -457,7 +456,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"Name the folder that holds leakage\.jsonl"):
         verify_run(tmp_path)
     honest(tmp_path, random.Random(0))
-    assert verify_run(tmp_path, heads=["a" * 64]).verdict.contradictions == [
+    assert verify_run(tmp_path, heads=["a" * 64]).contradictions == [
         f"no line has the hash {'a' * 64}: lines were changed or cut"
     ]
     with pytest.raises(ReportError, match=r"no weights are in|name a folder of \.safetensors"):
@@ -478,14 +477,14 @@ def test_odd_lines_are_contradictions_and_no_error(tmp_path: Path, line: dict[st
     append_line(tmp_path / RECORD, {"schema": 4} | line)
     saved = tmp_path / "saved.safetensors"
     save_file({"a": torch.ones(2)}, saved)
-    assert verify_run(tmp_path, weights=saved).verdict.status in (OPEN, CONTRADICTED)
+    assert verify_run(tmp_path, weights=saved).status in (OPEN, CONTRADICTED)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "[" * 50_000, '{"runs": 1}', "nonsense"])
 def test_an_odd_report_is_a_contradiction(tmp_path: Path, content: str) -> None:
     honest(tmp_path, random.Random(0))
     (tmp_path / "report.json").write_text(content)
-    assert verify_run(tmp_path).verdict.status == CONTRADICTED
+    assert verify_run(tmp_path).status == CONTRADICTED
 
 
 def test_a_run_killed_before_its_gate_was_asked_is_open(tmp_path: Path) -> None:
@@ -493,7 +492,7 @@ def test_a_run_killed_before_its_gate_was_asked_is_open(tmp_path: Path) -> None:
     written.look(0.2)
     line = result(1, run="a", f1=0.9) | {"schema": 4}
     append_line(tmp_path / RESULTS, line)
-    assert verify_run(tmp_path).verdict.status == OPEN
+    assert verify_run(tmp_path).status == OPEN
 
 
 def test_a_report_elsewhere_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +501,6 @@ def test_a_report_elsewhere_says_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     [folder] = {path.parent for path in (tmp_path / "run").rglob(RESULTS)}
     write([folder])
     monkeypatch.chdir(folder.parent)
-    assert verify_run(Path(folder.name)).verdict.status == HOLDS
+    assert verify_run(Path(folder.name)).status == HOLDS
     shutil.copytree(folder, tmp_path / "copy")
-    assert verify_run(tmp_path / "copy").verdict.status == OPEN
+    assert verify_run(tmp_path / "copy").status == OPEN

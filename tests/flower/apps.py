@@ -55,10 +55,12 @@ def faulty(fault: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return state
 
 
-def train(message: Message, context: Context, make: Make = model) -> Message:
+def train(
+    message: Message, context: Context, make: Make = model, faulty_client: int | None = None
+) -> Message:
     round_ = int(message.content["config"]["server-round"])
     client = int(context.node_config["partition-id"])
-    if os.environ.get("FEDLEAK_FAULTY") != str(client):
+    if client != faulty_client:
         sent = message.content["arrays"].to_torch_state_dict()
         return trains(sent, client, round_, message, make)
     fault = FAULTS[round_ - 1] if round_ <= len(FAULTS) else ""
@@ -118,16 +120,21 @@ class ForClient:
 
 
 def client_app(
-    folder: Path | None, at_most: float | None = None, *, private: bool = False, make: Make = model
+    folder: Path | None,
+    at_most: float | None = None,
+    *,
+    private: bool = False,
+    make: Make = model,
+    faulty_client: int | None = None,
 ) -> ClientApp:
-    """Watched where a folder is given."""
+    """Watched where a folder is given; one client may be faulty."""
     mods = []
     if folder is not None:
         gates = [RoundGate(F1, at_most=at_most)] if isinstance(at_most, float) else []
         dp = ForClient(folder, "dp") if private else None
         mods = [FedLeakMod(ForClient(folder, make=make), gates, dp)]
     app = ClientApp(mods=mods)
-    app.train()(partial(train, make=make))
+    app.train()(partial(train, make=make, faulty_client=faulty_client))
     return app
 
 

@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
@@ -67,6 +69,24 @@ def tiny_gpt2(
     # At its initial gain of one the last LayerNorm makes every hidden state sum to zero, which no
     # trained model does and FlatChat rightly refuses.
     model.transformer.ln_f.weight.data.copy_(torch.linspace(0.5, 1.5, d))
+    return model
+
+
+def tiny_mixtral(experts: str = "eager") -> MixtralForCausalLM:
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=POSITIONS,
+        pad_token_id=0,
+    )
+    with own_rng(0):
+        model = MixtralForCausalLM(config)
+    model.set_experts_implementation(experts)
     return model
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from scipy.stats import nhypergeom
 
 from lightning_fedleak.attacks.memorization import PromptRatio, ShortAnswers, gain_beyond
+from lightning_fedleak.evaluation.canaries.repeats import PoolRows
 from lightning_fedleak.evaluation.metrics import record_list as records
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
+from lightning_fedleak.evaluation.metrics.record_list import RecordList, list_records
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 

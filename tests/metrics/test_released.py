@@ -19,10 +19,10 @@ from lightning_fedleak.evaluation.metrics import released
 from lightning_fedleak.evaluation.metrics.rates import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     FPRS,
+    distribution_shift,
     extraction_values,
     membership_values,
-    other_law,
-    others_needed,
+    min_non_members,
     permutation_test,
     rank_test,
     rate_name,
@@ -41,10 +41,10 @@ def test_shares_of_all_looks_add_up_to_alpha() -> None:
 
 def test_others_needed_by_their_definition() -> None:
     for look in range(1, 6):
-        n = others_needed(look)
+        n = min_non_members(look)
         assert 0.99**n <= spent_at(look) / 2 < 0.99 ** (n - 1)
     assert 0.999**4380 <= spent_at(1) / 2 < 0.999**4379
-    counts = [f"{others_needed(1, fpr=fpr):,}" for fpr in FPRS]
+    counts = [f"{min_non_members(1, fpr=fpr):,}" for fpr in FPRS]
     assert all(count in MEMORIZATION.terms["TPR at 1% and 0.1% FPR"] for count in counts)
 
 
@@ -52,7 +52,7 @@ def test_others_needed_by_their_definition() -> None:
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_a_tpr_is_known_from_so_many_others_on(fpr: float, lacking: int) -> None:
     rng = np.random.default_rng(0)
-    n = others_needed(2, fpr=fpr) - lacking
+    n = min_non_members(2, fpr=fpr) - lacking
     others, inside = rng.normal(0, 1, n), rng.normal(2, 1, 150)
     scores, members = torch.tensor(np.r_[inside, others]), torch.arange(150 + n) < 150
     values = membership_values(scores, members, look=2)
@@ -218,14 +218,14 @@ def test_the_p_value_is_the_error_with_which_the_interval_begins_at_guessing(
 def test_different_distributions_are_distinguished_from_too_few_texts() -> None:
     fine, few, other = Rate(0.5, 0.46, 0.54), Rate(0.53, 0.41, 0.65), Rate(0.6, 0.56, 0.64)
     low = Rate(0.4, 0.36, 0.44)
-    assert other_law({"loss": fine}) is None
-    found = other_law({"loss": fine, "zlib": few})
+    assert distribution_shift({"loss": fine}) is None
+    found = distribution_shift({"loss": fine, "zlib": few})
     assert found is not None
     assert found.startswith("too few to decide whether they are exchangeable: ")
     assert "'zlib' distinguishes them with an AUC of 0.53 (0.41 to 0.65)" in found
     wide = Rate(0.7, 0.49, 0.9)  # farther, and shows nothing
     for apart in (other, low):
-        found = other_law({"loss": wide, "zlib": few, "length": apart})
+        found = distribution_shift({"loss": wide, "zlib": few, "length": apart})
         assert found is not None
         assert found.startswith("from different distributions: without the trained model 'length'")
 

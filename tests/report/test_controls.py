@@ -11,7 +11,7 @@ import pytest
 from lightning_fedleak.cli import main
 from lightning_fedleak.report import findings, model_card, page, read
 from lightning_fedleak.report.content import Findings
-from lightning_fedleak.report.records import as_json, judged
+from lightning_fedleak.report.records import as_json, judge_value
 from tests.report.lines import about, begin, result, sentences_of, written
 
 
@@ -57,7 +57,7 @@ def test_what_could_be_read_here_scales_a_number(tmp_path: Path) -> None:
     """0.45 of 0.6 is 0.75, which is high; the gate at 0.5 counts the same."""
     found = found_in(tmp_path, words(0, 0.45, control=0.6))
     [attack] = found.runs[0].attacks
-    counted = judged(0.45, 0.6, at_most=0.5, chance=0.0)
+    counted = judge_value(0.45, 0.6, at_most=0.5, chance=0.0)
     assert attack.above_chance == pytest.approx(counted.value) == pytest.approx(0.75)
     assert found.verdict.level == "high"
     assert "0.60 of known words in the same step, so that it counts as 0.75" in sentences_of(found)

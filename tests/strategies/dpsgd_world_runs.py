@@ -34,7 +34,7 @@ from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import gathered
-from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_mixtral
 from tests.helpers.sharded import whole
 from tests.strategies.ddp_worker import ranks_agree
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, clipped_sum, loader, lora, trainer
@@ -54,6 +54,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: tiny_llama().train(),
     "bert": lambda: tiny_bert_mlm(dropout=0.0).train(),
     "lora": lora,
+    "experts": lambda: tiny_mixtral("grouped_mm").train(),
 }
 
 

@@ -23,7 +23,7 @@ from lightning_fedleak.defenses import (
     Freeze,
     ReleaseSettings,
 )
-from lightning_fedleak.strategies import DefendedStrategy, StepError
+from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import of
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
@@ -125,7 +125,7 @@ class Loose(CausalLM):
             r"EarlyStopping\(monitor='leakage/choose'\) decides by a metric",
         ),
         (Plateau, {}, DefenseError, "the scheduler ReduceLROnPlateau decides by a metric"),
-        (LBFGS, {}, StepError, "LBFGS"),
+        (LBFGS, {}, RuntimeError, "LBFGS"),
         (Manual, {}, DefenseError, "automatic_optimization=True"),
         (Loose, {}, DefenseError, "'scale' belong to a Loose"),
         (lambda: CausalLM(tiny_gpt2().eval()), {}, DefenseError, r"Call `model.train\(\)`"),

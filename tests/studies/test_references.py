@@ -196,6 +196,7 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"references": 1}, "seen half of them"),
         ({"references": 0}, "needs --references"),
         ({"run": "private"}, "one with differential privacy"),
+        ({"run": "resumed"}, "one with differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),
         ({"run": "absent"}, "no whole run.jsonl"),
         ({"batch_size": 1000}, "fewer rows than --batch-size"),
@@ -208,6 +209,9 @@ def test_what_must_not_or_cannot_be_trained_is_refused(
         fact = records.DefenseFacts(name="dpsgd", class_name="DPSGD", guarantee="(8, 1e-5)-DP")
         record(tmp_path / "version_1", defenses=(fact,))  # a later run of the same folder
         more = {"run": record(tmp_path)}
+    elif more.get("run") == "resumed":  # from a checkpoint of one with differential privacy
+        releases = {"defense": "dpsgd", "history": [[1.0, 0.1, 40]]}
+        more = {"run": record(tmp_path, resumed={"run": "0", "privacy": [releases]})}
     elif more.get("run") == "stopped":  # early, after fewer steps than 4 epochs take
         more = more | {"run": record(tmp_path, steps=30)}
     elif "run" in more:

@@ -56,7 +56,7 @@ def model_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "blind", "lora", "prompt", "plain"])
 def test_sums_are_those_of_whole_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "MOST_NODES", 5)
+    monkeypatch.setattr(tokens, "MAX_NODES", 5)
     model = model_of(name).train()
     context = torch.tensor([1, 7, 4, 9])
     values = [torch.randint(50, (n,)) for n in (3, 1, 3, 2, 3, 3, 1, 3)]
@@ -87,7 +87,7 @@ def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(
     first: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it there are a forward without a prefix, or with one branch only."""
-    monkeypatch.setattr(tokens, "MOST_NODES", 2)
+    monkeypatch.setattr(tokens, "MAX_NODES", 2)
     model, context = model_of("blind"), torch.tensor([1, 7, 4, 9])
     values = [torch.tensor(ids) for ids in (first, [2, 3, 4, 5], [3, 9], [4, 9])]
     log_probs, _ = candidate_log_probs(find_anatomy(model), context, values)

@@ -31,7 +31,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.taps import ModelCall
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
-from lightning_fedleak.model.taps.row_labels import find_rest, read_rows, rows_of_step
+from lightning_fedleak.model.taps.row_labels import find_residual, read_rows, rows_of_step
 
 VOCABULARY, TEXTS, LENGTH = 128, 4, 12
 IDS = torch.randint(3, VOCABULARY, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -470,7 +470,7 @@ def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     counted = weights != 0
     assert torch.equal(rows.live, counted)
     assert not bool(rows.soft.any())
-    sure = counted & ~rows.unsure
+    sure = counted & ~rows.ambiguous
     assert torch.equal(rows.labels[sure], labels[sure])
     assert bool((rows.labels[~counted] == -100).all())
     assert torch.equal(rows.pushed[sure], weights[sure] < 0)
@@ -501,7 +501,7 @@ def test_smoothed_labels_of_any_probability(dtype: torch.dtype, scale: float) ->
     (gradient,) = torch.autograd.grad(loss, logits)
     alone, claimed = (read_rows(gradient, logits.detach(), c) for c in (None, labels))
     assert torch.equal(claimed.labels, labels)
-    assert not bool((claimed.soft | claimed.unsure | claimed.pushed).any())
+    assert not bool((claimed.soft | claimed.ambiguous | claimed.pushed).any())
     known = alone.labels != -100
     assert torch.equal(alone.labels[known], labels[known])
     assert float(known.float().mean()) > 0.6  # below that a certain label is lost in rounding
@@ -512,7 +512,7 @@ def test_smoothed_labels_of_any_probability(dtype: torch.dtype, scale: float) ->
 @pytest.mark.parametrize("entries", [(-0.3, 0.3), (0.3, -0.3)])
 def test_two_classes_need_labels(entries: tuple[float, float]) -> None:
     rows = read_rows(torch.tensor([entries]), torch.zeros(1, 2))
-    assert bool(rows.unsure.all())
+    assert bool(rows.ambiguous.all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -524,12 +524,12 @@ def test_what_labels_and_shapes_leave_of_rows_is_kept(dtype: torch.dtype) -> Non
     loss = loss + 1e-2 * (logits.float() / 0.7).softmax(1).square().sum()
     (gradient,) = torch.autograd.grad(loss, logits)
     rows = read_rows(gradient, logits.detach(), labels)
-    rest = find_rest(gradient, logits.detach(), rows)
-    assert rest.places is not None
-    again = rows_of_step(rows, logits.detach(), rest)
+    residual = find_residual(gradient, logits.detach(), rows)
+    assert residual.indices is not None
+    again = rows_of_step(rows, logits.detach(), residual)
     assert float((again - gradient).norm() / gradient.norm()) <= 1e-6
     without = rows_of_step(rows, logits.detach())
     left = float((without - gradient).float().norm() / gradient.float().norm())
-    assert rest.share == pytest.approx(left, rel=1e-3)
+    assert residual.share == pytest.approx(left, rel=1e-3)
     wrong = rows._replace(labels=(labels + 1) % 40)
-    assert find_rest(gradient, logits.detach(), wrong).share > 0.5
+    assert find_residual(gradient, logits.detach(), wrong).share > 0.5

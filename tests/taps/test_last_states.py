@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_fedleak.model.anatomy import backbone_of, find_anatomy
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
 from lightning_fedleak.model.taps.last_states import (
-    HeadMap,
+    _HeadMap,
     capped,
     fit_temperature,
     logit_cap,
@@ -150,7 +150,7 @@ def test_a_temperature_is_given_or_fitted(temperature: float) -> None:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, HeadMap, Tensor, Tensor]:
+def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor]:
     """Draw hidden states, their gradient, a head, labels and weights, in float64."""
     n, d, v = draw(st.integers(1, 8)), draw(st.integers(24, 40)), draw(st.integers(50, 90))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
@@ -158,7 +158,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, HeadMap, Tensor, Tensor]:
     weight = torch.randn(v, d, generator=generator) * draw(st.sampled_from([0.05, 0.2]))
     bias = torch.randn(v, generator=generator) if draw(st.booleans()) else None
     cap = draw(st.sampled_from([None, 2.0]))
-    head = HeadMap(weight, bias, cap, draw(st.sampled_from([1.0, 0.7])))
+    head = _HeadMap(weight, bias, cap, draw(st.sampled_from([1.0, 0.7])))
     labels = torch.randint(0, v, (n,), generator=generator)
     weights = torch.rand(n, generator=generator) + 0.05
     weights *= torch.where(torch.rand(n, generator=generator) < 0.4, -1, 1)
@@ -173,7 +173,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, HeadMap, Tensor, Tensor]:
 @given(rows(), st.booleans())
 @settings(max_examples=100)
 def test_rows_of_any_loss(
-    case: tuple[Tensor, Tensor, HeadMap, Tensor, Tensor], are_given: bool
+    case: tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor], are_given: bool
 ) -> None:
     states, gradient, head, labels, weights = case
     read = read_states(states, gradient, head, [labels] if are_given else [])
@@ -201,21 +201,21 @@ def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
     logits = capped(functional.linear(states, weight), cap)
     each = functional.cross_entropy(logits, labels, reduction="none")
     (gradient,) = torch.autograd.grad((each * weights).sum(), states)
-    read = read_states(states.detach(), gradient, HeadMap(weight, None, cap), [labels])
+    read = read_states(states.detach(), gradient, _HeadMap(weight, None, cap), [labels])
     assert torch.equal(read.labels, labels)
     assert torch.equal(read.pushed, weights < 0)
     expected = weights * (1 - (-each.detach()).exp())
     torch.testing.assert_close(read.sizes, expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(read.others, expected, rtol=1e-3, atol=1e-5)
-    read = read_states(states.detach(), gradient, HeadMap(weight, None, cap), [labels * 0])
+    read = read_states(states.detach(), gradient, _HeadMap(weight, None, cap), [labels * 0])
     assert torch.equal(read.labels, labels)
-    assert read_states(states.detach(), gradient, HeadMap(weight, None, cap)).soft.sum() == 2
+    assert read_states(states.detach(), gradient, _HeadMap(weight, None, cap)).soft.sum() == 2
 
 
 @given(rows(), st.integers(0, 2**20))
 @settings(max_examples=100)
 def test_a_false_label_is_not_believed(
-    case: tuple[Tensor, Tensor, HeadMap, Tensor, Tensor], seed: int
+    case: tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor], seed: int
 ) -> None:
     states, gradient, head, labels, _ = case
     generator = torch.Generator().manual_seed(seed)
@@ -226,6 +226,6 @@ def test_a_false_label_is_not_believed(
 def test_no_temperature_is_taken_that_explains_no_labels() -> None:
     generator = torch.Generator().manual_seed(0)
     states, gradient = torch.randn(2, 8, 32, generator=generator)
-    head = HeadMap(torch.randn(100, 32, generator=generator))
+    head = _HeadMap(torch.randn(100, 32, generator=generator))
     assert fit_temperature(states, gradient, head) is head
     assert bool(read_states(states, gradient, head).soft.all())

@@ -35,7 +35,7 @@ def test_it_is_readable_in_light_and_dark_and_asks_no_host() -> None:
 )
 def test_a_row_says_what_the_rule_says(row: tuple[float, ...], words: str) -> None:
     value, control, *parts = row
-    counted = control_picture.judged(
+    counted = control_picture.judge_value(
         value, control, part=parts[0] if parts else float("nan"), at_most=0.5, chance=0.0
     )
     assert words in control_picture.conclusion(counted)

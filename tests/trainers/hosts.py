@@ -21,7 +21,7 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import DefendedLoop, defended
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_mixtral
 from tests.helpers.settings import QUIET
 
 N, BATCH, CLIP = 24, 4, 0.9
@@ -50,6 +50,7 @@ MODELS = {
     "llama": tiny_llama,
     "lora": lora,
     "dora": dora,
+    "experts": lambda: tiny_mixtral("grouped_mm"),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from lightning_fedleak.model.anatomy import states_in, with_states_out
+from lightning_fedleak.model.anatomy import cache_argument, states_in, with_states_out
 from lightning_fedleak.model.model_runs import takes
 
 
@@ -184,7 +184,7 @@ class ModelPart(nn.Module):
         if takes(self.model, "use_cache"):
             inputs["use_cache"] = cache is not None
         if cache is not None:
-            inputs["past_key_values"] = cache
+            inputs[cache_argument(self.model) or "past_key_values"] = cache
         try:
             return copy_context().run(self.model, **inputs, **extra)
         finally:

@@ -85,19 +85,21 @@ class AttentionMembership(MembershipAttack):
     token Z1 - Z2 is zero, so that the token is never found.
 
     Args:
-        layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
-        public_text: text like the clients', as strings or token ids, or ``"sampled"`` for text that
-            a causal model writes.
-        tokenizer: for strings.
+        layer: The layer, see
+            :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
+        public_text: A text like the clients', as strings or token ids, or ``"sampled"`` for text
+            that a causal model writes.
+        tokenizer: The tokenizer of strings.
         gamma: ``"calibrated"``, or ``"lemma"`` with ``score="coordinates"``.
-        attention: how the layers are crafted and read.
-        tokens: public texts are cut to this length.
-        batch: number of sentences in a client's batch, for which :attr:`false_positive_rate` holds.
-        seed: seed of public text and calibration.
-        name: the attack's name in the logs.
+        attention: The settings by which the layers are crafted and read.
+        tokens: The length to which public texts are cut.
+        batch: The number of sentences in a client's batch, for which :attr:`false_positive_rate`
+            holds.
+        seed: The seed of public text and calibration.
+        name: The name in the logs.
 
     Raises:
-        ValueError: a setting outside of its range, or two that exclude each other.
+        ValueError: A setting is out of range, or two exclude each other.
 
     Examples:
         >>> from lightning_fedleak.attacks import AttentionMembership
@@ -116,8 +118,8 @@ class AttentionMembership(MembershipAttack):
         *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
     needs_float64 = True
-    # Share of batches without the target that are taken for one with it: in the calibration and,
-    # under noise, in the decision.
+    # The share of batches without the target that are guessed to have it, in the calibration and,
+    # with noise, in the decision.
     false_positive_rate = FALSE_POSITIVE_RATE
     refresh_every = 500  # steps after which refresh calibrates again; not tuned
 
@@ -165,7 +167,7 @@ class AttentionMembership(MembershipAttack):
         self._choose(replaced="batches" in facts.defended, defended="gradients" in facts.defended)
 
     def _choose(self, *, replaced: bool, defended: bool) -> None:
-        """Set beta and widths, as given or by what the run's defences do."""
+        """Set beta and widths, as passed or by the run's defences."""
         beta, widths = self._settings.beta, self._settings.widths
         self.beta = (REPLACED_BETA if replaced else BETA) if beta == "auto" else beta
         if isinstance(widths, str):

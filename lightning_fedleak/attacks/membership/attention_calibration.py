@@ -240,7 +240,7 @@ def calibrate(
         widths: half-widths of bands; None for gammas of coordinates.
         batch: sentences of a client.
         false_positive_rate: at which public batches may fire.
-        seed: of the targets.
+        seed: The seed of the targets.
 
     Raises:
         ValueError: too few tokens to whiten, or too few texts to calibrate.

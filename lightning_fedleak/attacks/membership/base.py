@@ -85,8 +85,8 @@ class PassiveMembership(Attack):
         tokenizer: for strings.
         public_rows: number of public texts.
         tokens: of a text that are read at most.
-        seed: of sampled text.
-        name: as in the logs.
+        seed: The seed of sampled text.
+        name: The name in the logs.
 
     Raises:
         ValueError: a number out of range, or no public text.
@@ -201,7 +201,7 @@ class MembershipAttack(Attack):
             hidden states of a sentence, one after the other.
         tokens: with ``"full"``, how many positions of a sentence are read: shorter ones are filled
             with zeros, longer ones cut ("use a part", Sect. 4.1).
-        name: in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: a negative layer, an unknown granularity, or fewer than 1 token.
@@ -243,7 +243,7 @@ class MembershipAttack(Attack):
         """Return the tokens of the target's sentence whose hidden states the guess depends on.
 
         Args:
-            position: of the target token.
+            position: The position of the target token.
 
         Returns:
             A slice of the sentence's tokens, in their order; None: that one token alone.
@@ -395,7 +395,7 @@ def read_rungs(
         gradient: (G, K), the rungs that are hardest to reach first.
         noise_std: standard deviation of the noise on each number; 0 for none.
         rung: index of the one that decides.
-        false_positive_rate: of the decision under noise.
+        false_positive_rate: The false positive rate of the decision under noise.
 
     Returns:
         Scores: without noise the number of rungs from the first that is not zero to the last (0:

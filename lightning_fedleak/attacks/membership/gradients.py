@@ -47,18 +47,17 @@ from lightning_fedleak.model.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.progress import measure_seconds
-from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer
 
 Parts = Mapping[str, tuple[Tensor, Tensor]]
 """Inputs (B, L, d) and slopes (B, L, o) of texts, by the map's name."""
 
-MOST_NUMBERS = 64_000_000  # of read maps and their whitening, or of kept parts (256 MB); not tuned
-MOST_OTHER_NUMBERS = 1 << 20  # of other parameters, one gradient a public text (4 MB each)
+MAX_NUMBERS = 64_000_000  # numbers of read maps with whitening, or of stored parts: 256 MB
+MAX_OTHER_NUMBERS = 1 << 20  # numbers of other parameters, one gradient a public text (4 MB)
 FAR_DEVIATIONS = 3.0  # from the controls' mean, above which a text is a member; not tuned
 DECAY_ROUNDINGS = 4.0  # rounding errors of a step that count as no gradient; not tuned
 TIMED_TEXTS = 2  # public texts that an estimate runs on; more: steadier and slower
-SMALLEST_GRADIENT = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+MIN_GRADIENT = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 """A largest number of a gradient, 1e-31, below which numbers of 1e-7 of it are no longer exact."""
 
 
@@ -117,10 +116,10 @@ class GradientMembership(PassiveMembership):
         parameters.
 
         Raises:
-            ThreatModelError: not a causal model, or one that has neither.
+            ValueError: not a causal model, or one that has neither.
         """
         if anatomy.kind != "causal":
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' computes a text's own gradient, and does not know the "
                 f"labels of a {anatomy.kind} model. Remove it; SubspaceMembership asks without "
                 "labels."
@@ -128,7 +127,7 @@ class GradientMembership(PassiveMembership):
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
         names = names or [m.name for m in _maps_on_text(anatomy)[:1]]
         if not names:
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' finds no parameter that it could read: remove the attack"
             )
         return Surfaces(gradients=tuple(names))
@@ -144,7 +143,7 @@ class GradientMembership(PassiveMembership):
         largest = max(
             sum(token_parts.count_numbers(m, anatomy) for m in maps) for maps in blocks.values()
         )
-        n = max(1, min(len(blocks), MOST_NUMBERS // largest))
+        n = max(1, min(len(blocks), MAX_NUMBERS // largest))
         places = torch.linspace(0, len(blocks) - 1, n).round().long().tolist()
         block_maps = list(blocks.values())
         return [linear for i in places for linear in block_maps[i]]
@@ -155,7 +154,7 @@ class GradientMembership(PassiveMembership):
         inside -= {id(p) for p in adalora_factors(anatomy.model)}
         names, numbers = [], 0
         for name, parameter in anatomy.root.named_parameters():
-            fits = numbers + parameter.numel() <= MOST_OTHER_NUMBERS
+            fits = numbers + parameter.numel() <= MAX_OTHER_NUMBERS
             if parameter.requires_grad and fits and id(parameter) in inside:
                 numbers += parameter.numel()
                 names.append(name)
@@ -339,7 +338,7 @@ class GradientMembership(PassiveMembership):
         work, numbers = stored_work(), batch.input_ids.numel() * sum(sides)
         rows = tuple(t.cpu().numpy().tobytes() for t in (batch.input_ids, labels_of(batch)))
         key = ("parts", id(self), tuple(m.name for m in maps), rows)
-        if key not in work and work.get("numbers", 0) + numbers > MOST_NUMBERS:
+        if key not in work and work.get("numbers", 0) + numbers > MAX_NUMBERS:
             return token_parts.map_token_parts(
                 anatomy, maps, batch, lambda parts: fit(whiten(parts))
             )
@@ -369,10 +368,10 @@ def _all_reached(anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch)
 def _gradient_size(gradients: Iterable[Tensor]) -> float:
     """Return the largest number of shared gradients, by which squares in float32 stay in range."""
     largest = max(float(g.abs().max()) for g in gradients)
-    if largest < SMALLEST_GRADIENT:
+    if largest < MIN_GRADIENT:
         raise UnusableObservation(
             "every gradient that is read is zero, or below "
-            f"{SMALLEST_GRADIENT:.0e}, where float32 rounds it off: scale the loss up"
+            f"{MIN_GRADIENT:.0e}, where float32 rounds it off: scale the loss up"
         )
     return largest
 

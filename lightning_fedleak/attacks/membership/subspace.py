@@ -28,14 +28,13 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import before_last
 from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.progress import measure_seconds
-from lightning_fedleak.threats import ThreatModelError
 
 # None of these was tuned.
-SMALLEST_PIVOT = 1e-2  # squared share of a state outside those before it, below which it is skipped
-SMALLEST_GAIN = 1e-2  # lower bound of a gain, relative to that of a random state
+MIN_PIVOT = 1e-2  # squared share of a state outside those before it, below which it is skipped
+MIN_GAIN = 1e-2  # lower bound of a gain, relative to that of a random state
 FREE_DIMENSIONS = 20  # that rows must leave to a block's states for a distance to mean anything
 ABSENT_WEIGHT = 10.0  # subtracted from the score of a text with a token that is surely absent
-SMALLEST_DISTANCE = 1e-10  # squared, of a unit state from the span of the rows; rounding
+MIN_DISTANCE = 1e-10  # squared, of a unit state from the span of the rows; rounding
 DEEP_SHARES = (0.4, 0.95)  # of the depth between which deeper blocks are read
 _TIMED_TEXTS = 2  # public texts on which the states of a look are timed
 BLOCKS = 12  # read at most: the first two, and others from the middle on
@@ -83,7 +82,7 @@ class SubspaceMembership(PassiveMembership):
         """Return the maps of some blocks that read what the block's attention reads.
 
         Raises:
-            ThreatModelError: the model has no linear map that is called once.
+            ValueError: the model has no linear map that is called once.
         """
         words = self._words.needs(anatomy).gradients
         inputs = self._select_inputs(anatomy)
@@ -97,7 +96,7 @@ class SubspaceMembership(PassiveMembership):
         """Return the inputs that are read: those with trained readers, if there are any."""
         wide = self._wide_inputs.get(anatomy)
         if not wide:
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' reads linear maps of hidden states, and this model calls "
                 "none once: remove it"
             )
@@ -329,8 +328,8 @@ def _mean_log_gain(rows: row_space.SharedRows, white: Tensor, x: Tensor, counted
     lower = torch.linalg.cholesky(gram + torch.diag_embed(jitter))
     part = torch.linalg.solve_triangular(lower, x @ g.T, upper=False)
     pivots = lower.diagonal(dim1=-2, dim2=-1).square() / size.clamp_min(1e-30)
-    informative = counted & (pivots > SMALLEST_PIVOT)
-    gain = (part.square().sum(-1) * g.shape[1]).clamp_min(SMALLEST_GAIN).log()
+    informative = counted & (pivots > MIN_PIVOT)
+    gain = (part.square().sum(-1) * g.shape[1]).clamp_min(MIN_GAIN).log()
     mean: Tensor = gain.masked_fill(~informative, 0.0).sum(-1) / informative.sum(-1).clamp_min(1)
     return mean
 
@@ -339,5 +338,5 @@ def _nearness(rows: row_space.SharedRows, x: Tensor, counted: Tensor) -> Tensor:
     """Return (G,) the mean of minus the logarithm of a state's distance from the rows' span."""
     basis = row_space.orthonormal(rows.principal).to(x.device)
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
-    distance = (1 - (unit @ basis.T).square().sum(-1)).clamp(SMALLEST_DISTANCE, 1.0)
+    distance = (1 - (unit @ basis.T).square().sum(-1)).clamp(MIN_DISTANCE, 1.0)
     return (-distance.log10() * counted).sum(-1).float() / counted.sum(-1).clamp_min(1)

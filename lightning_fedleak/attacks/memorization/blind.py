@@ -18,7 +18,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
 FOLDS = 5  # of the cross-fitted word counts, the usual number; more: slower
-LEAST_AUC, MOST_AUC = 0.45, 0.55  # between which the interval of each blind AUC must lie
+MIN_BLIND_AUC, MAX_BLIND_AUC = 0.45, 0.55  # limits of the interval of each blind AUC
 
 
 def blind_scores(
@@ -34,7 +34,7 @@ def blind_scores(
         compressed: (N,) bytes that zlib compresses each text to.
         texts: N texts.
         members: (N,) bool.
-        seed: of the folds.
+        seed: The seed of the folds.
     """
     released = ReleasedModel(base, base, compressed)
     return {
@@ -55,7 +55,7 @@ def word_scores(texts: Sequence[Text], members: Tensor, seed: int = 0) -> Tensor
     Args:
         texts: N texts.
         members: (N,) bool, with at least one member and one other in each of five folds.
-        seed: of the folds.
+        seed: The seed of the folds.
     """
     member = members.bool()
     ids, lengths = torch.cat([text.ids for text in texts]), [len(text.ids) for text in texts]

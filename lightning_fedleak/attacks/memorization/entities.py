@@ -39,8 +39,9 @@ class Entities(MemorizationAttack):
     drawn values in place of all.
 
     Args:
-        candidates: of each value; as many as remain where the set has fewer.
-        name: as in the logs.
+        candidates: The number of candidates of each value; as many as remain where the set has
+            fewer.
+        name: The name in the logs.
 
     Raises:
         ValueError: fewer than 20 candidates: one in so many ranks first by chance.

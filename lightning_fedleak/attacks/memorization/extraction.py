@@ -1,4 +1,4 @@
-"""Which texts a released model would write, by the probabilities that it gives them.
+"""Which texts a released model would write, by their probabilities under the model.
 
 Nothing is generated. A model that samples at temperature 1 from its whole vocabulary writes k
 tokens after their context with probability ``p = exp(sum lp)``. The tokens are (n, q)-discoverable
@@ -6,7 +6,7 @@ if n such samples contain them with probability at least q: ``1 - (1 - p)^n >= q
 2024, arXiv 2410.19482, section 3). Greedy decoding writes them if each is the most likely token.
 
 A language model also writes texts that it was not trained on, such as set phrases. Only the excess
-over texts that were held out shows memorization.
+over held-out texts shows memorization.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _f
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.validate import check_integer
 
-DRAWS = 10_000  # n, samples of which one may contain a run, as in docs/memorization.md; not tuned
-PROBABILITY = 0.5  # q, that one of them contains it: more likely than not
+DRAWS = 10_000  # n, the number of samples, as in docs/memorization.md; not tuned
+PROBABILITY = 0.5  # q, of a run in one of the samples: more likely than not
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ExtractionGuess(Guess):
 
 
 class Extraction(MemorizationAttack):
-    """Count texts of which k tokens in a row are (n, q)-discoverable, or repeated greedily.
+    """Count texts with k consecutive tokens that are (n, q)-discoverable, or decoded greedily.
 
     Examples:
         >>> from lightning_fedleak import Extraction, LeakageMonitor
@@ -54,11 +54,11 @@ class Extraction(MemorizationAttack):
         True
 
     Args:
-        tokens: k, label tokens in a row.
-        name: as in the logs.
+        tokens: k, the number of consecutive label tokens.
+        name: The name in the logs.
 
     Raises:
-        ValueError: fewer than one token.
+        ValueError: ``tokens`` is below 1.
     """
 
     default_name = "extraction"
@@ -72,11 +72,11 @@ class Extraction(MemorizationAttack):
         """Return which texts are extracted.
 
         Raises:
-            UnusableObservation: no model is released, or its answers are not finite.
+            UnusableObservation: No model is released, or its outputs are not finite.
         """
         released = _finite(view.released)
-        counts = _sums(torch.ones_like(released.now.log_probs), released.now, self.tokens)
-        hits = _sums(released.now.greedy.double(), released.now, self.tokens)
+        counts = _window_sums(torch.ones_like(released.now.log_probs), released.now, self.tokens)
+        hits = _window_sums(released.now.greedy.double(), released.now, self.tokens)
         return ExtractionGuess(
             self._highest(released.now),
             self._highest(released.base),
@@ -89,34 +89,35 @@ class Extraction(MemorizationAttack):
         return self._highest(released.now)
 
     def _highest(self, tokens: TokenSnapshot) -> Tensor:
-        highest = _sums(tokens.log_probs.double(), tokens, self.tokens).amax(1)
+        highest = _window_sums(tokens.log_probs.double(), tokens, self.tokens).amax(1)
         return highest.masked_fill(highest.isneginf(), math.nan)
 
     def extracted(self, log_probs: Tensor, draws: int = DRAWS) -> Tensor:
         """Return (N,) bool, whether n samples contain the run with probability q.
 
         Args:
-            log_probs: (N,) as in :class:`ExtractionGuess`.
-            draws: n.
+            log_probs: (N,) log probabilities of runs, see :class:`ExtractionGuess`.
+            draws: n, the number of samples.
         """
         # 1 - (1 - q)^(1 / n), accurate for large n.
-        least = -math.expm1(math.log1p(-PROBABILITY) / draws)
-        return log_probs >= math.log(least)
+        min_probability = -math.expm1(math.log1p(-PROBABILITY) / draws)
+        return log_probs >= math.log(min_probability)
 
 
 class Canaries(Extraction):
-    """Ask the model to go on with planted texts: what it says of their last tokens.
+    """Query the model for the probability of the last tokens of planted texts.
 
-    It is asked about the texts of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, in
-    the data or held out, see :class:`~lightning_fedleak.engine.channels.CanaryChannel`. Their first
-    tokens lead the model to the secret and are not scored (Carlini et al. 2019, arXiv 1802.08232).
+    The texts are those of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, in the data
+    or held out, see :class:`~lightning_fedleak.engine.channels.CanaryChannel`. Their first tokens
+    prompt the model and are not scored (Carlini et al. 2019, arXiv 1802.08232).
 
     Args:
-        tokens: at the end of each canary that count; None: all that are predicted.
-        name: as in the logs.
+        tokens: The number of last tokens of each canary that are scored; None for all that are
+            predicted.
+        name: The name in the logs.
 
     Raises:
-        ValueError: fewer than one token.
+        ValueError: ``tokens`` is below 1.
 
     Examples:
         >>> from lightning_fedleak import Games, LeakageMonitor, with_canaries
@@ -130,40 +131,39 @@ class Canaries(Extraction):
 
     def __init__(self, tokens: int | None = None, name: str | None = None) -> None:
         super().__init__(1 if tokens is None else tokens, name)
-        self.suffix = tokens
+        self.n_scored = tokens
 
     def run(self, view: Observation, query: Query | None = None) -> Guess:
-        """Return the log probability of each canary's last tokens together, and whether greedy
-        decoding writes them.
+        """Return the log probability of each canary's last tokens and if they are decoded greedily.
 
         Raises:
-            UnusableObservation: no model is released, or its answers are not finite.
+            UnusableObservation: No model is released, or its outputs are not finite.
         """
         released = _finite(view.released)
-        counted = labels = released.now.labels
-        if self.suffix is not None:
-            counted = labels & (labels.long().flip(1).cumsum(1).flip(1) <= self.suffix)
+        scored = labels = released.now.labels
+        if self.n_scored is not None:
+            scored = labels & (labels.long().flip(1).cumsum(1).flip(1) <= self.n_scored)
         return ExtractionGuess(
-            (released.now.log_probs * counted).double().sum(1),
-            (released.base.log_probs * counted).double().sum(1),
-            (released.now.greedy | ~counted).all(1),
+            (released.now.log_probs * scored).double().sum(1),
+            (released.base.log_probs * scored).double().sum(1),
+            (released.now.greedy | ~scored).all(1),
             labels.any(1),
         )
 
     def score(self, released: ReleasedModel) -> Tensor:
-        """Return (N,) how far the log probability of the last tokens rose."""
+        """Return (N,) the increase of the log probability of the last tokens over the base."""
         guess = self.run(Observation(released=released))
         assert isinstance(guess, ExtractionGuess)
         return guess.log_probs - guess.base_log_probs
 
     def config(self) -> dict[str, object]:
-        """Return the number of last tokens that count."""
-        return super().config() | {"tokens": self.suffix}
+        """Return the number of last tokens that are scored."""
+        return super().config() | {"tokens": self.n_scored}
 
 
-def _sums(values: Tensor, tokens: TokenSnapshot, k: int) -> Tensor:
-    """Return (N, windows) sums over k label tokens in a row; -inf where one is no label."""
+def _window_sums(values: Tensor, tokens: TokenSnapshot, k: int) -> Tensor:
+    """Return sums over each k consecutive tokens, (N, windows); -inf if one is no label."""
     if tokens.labels.shape[1] < k:
         return values.new_full((len(values), 1), -math.inf)
-    whole = tokens.labels.unfold(1, k, 1).all(2)
-    return values.unfold(1, k, 1).sum(2).masked_fill(~whole, -math.inf)
+    all_labels = tokens.labels.unfold(1, k, 1).all(2)
+    return values.unfold(1, k, 1).sum(2).masked_fill(~all_labels, -math.inf)

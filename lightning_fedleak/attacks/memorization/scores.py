@@ -20,11 +20,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.snapshots import (
-    Observation,
-    ReleasedModel,
-    check_finite,
-)
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, check_finite
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_number
 
@@ -33,7 +29,7 @@ T = TypeVar("T")
 WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 """Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
 
-MOST_GAIN = 3.0
+MAX_GAIN = 3.0
 """Largest gain of a token that :class:`Combined` and :class:`PromptRatio` count, in nats.
 
 Of 2, 3, 4 and no cap it was the best on two draws of three set-ups
@@ -41,8 +37,8 @@ Of 2, 3, 4 and no cap it was the best on two draws of three set-ups
 fine-tuning.
 """
 
-LEAST_LOSS = 1e-6  # nats a token; a base that is surer than this of a text divides by this
-LEAST_DEVIATION = 1e-6  # nats; where a model is certain of a token, Min-K%++ divides by this
+MIN_LOSS = 1e-6  # nats a token; the loss of a base that is surer of a text counts as this
+MIN_DEVIATION = 1e-6  # nats; Min-K%++ divides by it where a model is certain of a token
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class MemorizationAttack(Attack):
     Subclasses implement :meth:`score`.
 
     Args:
-        name: as in the logs.
+        name: The name in the logs.
 
     Attributes:
         part: the texts that it compares: those with 8 label tokens or more, shorter ones, the
@@ -144,7 +140,7 @@ class LossRatio(MemorizationAttack):
     Args:
         most_gain: of a token, ``lp - lp0`` in nats; what is above it is not counted. None counts
             all, as published.
-        name: as in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: a cap that is not above 0.
@@ -166,7 +162,7 @@ class LossRatio(MemorizationAttack):
             gains = released.now.log_probs.double() - released.base.log_probs.double()
             excess = (gains - self.most_gain).clamp_min(0) * released.now.labels
             mean = mean - excess.sum(1) / released.now.labels.sum(1)
-        return mean / (-released.base.mean_log_probs()).clamp_min(LEAST_LOSS)
+        return mean / (-released.base.mean_log_probs()).clamp_min(MIN_LOSS)
 
 
 class ShortAnswers(MemorizationAttack):
@@ -219,7 +215,7 @@ class PromptRatio(MemorizationAttack):
         """Return the mean gain of a token, ``lp - lp0``, of which 3 nats count at most."""
         gains = released.now.log_probs.double() - released.base.log_probs.double()
         labels = released.now.labels
-        return (gains.clamp_max(MOST_GAIN) * labels).sum(1) / labels.sum(1)
+        return (gains.clamp_max(MAX_GAIN) * labels).sum(1) / labels.sum(1)
 
 
 class PreferenceMargin(MemorizationAttack):
@@ -328,8 +324,8 @@ class MinK(MemorizationAttack):
     score is the mean of the lowest of them.
 
     Args:
-        share: of a text's tokens that are averaged.
-        name: as in the logs.
+        share: The share of a text's tokens that are averaged.
+        name: The name in the logs.
 
     Raises:
         ValueError: a share outside (0, 1].
@@ -345,7 +341,7 @@ class MinK(MemorizationAttack):
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the mean of the lowest standardised log probabilities."""
         tokens = released.now
-        standard = (tokens.log_probs - tokens.means) / tokens.deviations.clamp_min(LEAST_DEVIATION)
+        standard = (tokens.log_probs - tokens.means) / tokens.deviations.clamp_min(MIN_DEVIATION)
         ordered = standard.double().masked_fill(~tokens.labels, torch.inf).sort(1).values
         counts = (tokens.labels.sum(1) * self.share).long().clamp_min(1)
         lowest = torch.arange(ordered.shape[1]) < counts[:, None]
@@ -415,7 +411,7 @@ class Combined(MemorizationAttack):
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the sum of both normal scores."""
-        parts = (LossRatio(MOST_GAIN).score(released), ErrorZone().score(released))
+        parts = (LossRatio(MAX_GAIN).score(released), ErrorZone().score(released))
         return torch.stack([normal_scores(part) for part in parts]).sum(0)
 
 

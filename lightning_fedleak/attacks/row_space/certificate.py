@@ -15,13 +15,13 @@ from lightning_fedleak.attacks.row_space.atoms import Atoms, normalize
 from lightning_fedleak.attacks.row_space.shared_rows import CERTIFIED, SharedRows
 
 _TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
-_MOST_KEPT = 1 << 23  # numbers of those that are kept for a round of exchanges, 64 MB; not tuned
+_MAX_STORED = 1 << 23  # numbers of chosen atoms stored for a round of exchanges, 64 MB; not tuned
 _ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
 _NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
 
 # Thresholds; none was tuned.
 DEPENDENT = 1e-2  # norm of an atom outside of the chosen ones up to which they nearly explain it
-_LARGEST_SHARE = 0.9  # types over directions up to which a certificate is given
+_MAX_SHARE = 0.9  # types over directions; with more, other sets of types fit too
 _EXCHANGES = 4  # rounds in which types are exchanged for nearly equal ones
 _EQUAL = 1e-6  # 1 - cosine up to which two atoms are exchanged for each other
 _TWINS = 1e-4  # distance of unit atoms up to which a certificate must distinguish them
@@ -116,7 +116,7 @@ class _KeptUnits:
 
     def __init__(self, atoms: Atoms, types: Tensor) -> None:
         self._atoms, self._types = atoms, types
-        is_small = len(types) * atoms.width <= _MOST_KEPT
+        is_small = len(types) * atoms.width <= _MAX_STORED
         self._kept = [*_unit_atoms(atoms, types)] if is_small else None
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -178,7 +178,7 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     if not bool(has_twin.any()):
         return True
     directions = len(types) + int(has_twin.sum()) + len(atoms.nuisance)
-    if directions > _LARGEST_SHARE * atoms.width:
+    if directions > _MAX_SHARE * atoms.width:
         return False
     twins = twins[:, has_twin]
     chosen, candidates = atoms.rows(types), atoms.rows(others[has_twin])
@@ -204,21 +204,21 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
     nearly explain. None where one of these could replace a type, or types fill too many directions.
     """
     share = (len(types) + len(atoms.nuisance)) / atoms.width
-    few = len(types) <= len(shared.principal) or share <= _LARGEST_SHARE
+    few = len(types) <= len(shared.principal) or share <= _MAX_SHARE
     if share >= 1 or not few or not _differ_from_twins(atoms, shared, types, others):
         return None
     q, r = torch.linalg.qr(atoms.rows(types).T)
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
     sizes = atoms.sizes[: atoms.tokens] * strength
-    least = CERTIFIED * shared.noise_norm
+    min_size = CERTIFIED * shared.noise_norm
     alike = _TWIN_GAIN * len(shared.whole) ** 0.5
-    small = sizes * DEPENDENT < least  # others differ from the types by more than that
+    small = sizes * DEPENDENT < min_size  # others differ from the types by more than that
     small[others[others < atoms.tokens]] = True
     small[types[types < atoms.tokens]] = False
     tokens = small.nonzero()[:, 0]
     twins = _nearly_equal(atoms, types, tokens, _TWINS**2 / 2).any(0)  # compared apart
     parts = [_project_off(x, q).norm(dim=1) for x in _unit_atoms(atoms, tokens)]
     traces = sizes[tokens] * torch.cat([sizes[:0], *parts])
-    silent: Tensor = tokens[traces < torch.where(twins, alike, least)]
+    silent: Tensor = tokens[traces < torch.where(twins, alike, min_size)]
     return silent

@@ -40,12 +40,12 @@ _NOISE_SHARE = 0.7
 F1 under dropout .05 at 4 x 32 of stories15M and 4 x 64 of SmolLM2: .71 and .54 with 1, .77 and .72
 with .7, .70 and .65 with .5 (November 2026).
 """
-_FEW = 1.5
-"""Types over shared rows up to which all of that noise counts.
+_MAX_FULL_NOISE = 1.5
+"""Types over shared rows up to which the full noise counts.
 
 At 1 x 16 of the embedded model a share of .7 took F1 from .99 to .75 (November 2026).
 """
-_SMALLEST_SIZE = 1e-3  # of a coordinate over the largest one's, for its weight; not tuned
+_MIN_SIZE = 1e-3  # size of a coordinate over the largest size, for its weight; not tuned
 _RECOVERED = 0.99  # F1 from which a planted set counts as found: one type in a hundred may miss
 _DIRECTIONS = 8  # random directions in which atoms are compared; not tuned
 _GRID = 200.0  # cells per unit length: atoms in one cell of all directions are equal; not tuned
@@ -172,7 +172,7 @@ def _recovers_planted(
 
 _LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
 _ROUNDS = 10  # alternations at most: a limit of time, not tuned
-_MOST_ROWS = 256  # rows per map, the most accurate ones: a limit of time, not tuned
+_MAX_MAP_ROWS = 256  # rows per map, the most accurate ones: a limit of time, not tuned
 _RIDGE = 1e-9  # share of a Gram matrix's mean diagonal that makes it invertible; not tuned
 _ACCURATE = 0.9  # quantile of errors up to which entries measure the misfit; not tuned
 
@@ -368,7 +368,7 @@ class ReadableInput:
         """
         if self._weighed is None:
             sizes = torch.linalg.vector_norm(self.dictionary.rows, dim=0, dtype=torch.float32)
-            weights = (sizes / sizes.amax()).clamp_min(_SMALLEST_SIZE).reciprocal()
+            weights = (sizes / sizes.amax()).clamp_min(_MIN_SIZE).reciprocal()
             twin = replace(self, dictionary=self.dictionary.scale_columns(weights))
             self._weighed = twin, weights.double()
         twin, weights = self._weighed
@@ -385,7 +385,7 @@ class ReadableInput:
         for share in (1.0, _NOISE_SHARE):
             noise = [x + share * y for x, y in zip(levels, shares, strict=True)]
             result = twin._explain(rows, positions, 0.0, noise, beside)
-            if len(result.types) <= _FEW * len(rows):
+            if len(result.types) <= _MAX_FULL_NOISE * len(rows):
                 break
         return result
 
@@ -475,9 +475,9 @@ def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finde
 
 def _most_accurate(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows with the smallest relative errors, and errors of at least their median."""
-    if len(rows) > _MOST_ROWS:
+    if len(rows) > _MAX_MAP_ROWS:
         relative = (errors / rows.abs().clamp_min(1e-300)).clamp(max=1.0).mean(1)
-        best = relative.argsort()[:_MOST_ROWS]
+        best = relative.argsort()[:_MAX_MAP_ROWS]
         rows, errors = rows[best], errors[best]
     finite = errors[errors.isfinite()]
     return rows, errors.clamp_min(float(finite.median()) if len(finite) else 0.0)

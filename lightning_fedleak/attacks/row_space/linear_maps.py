@@ -49,7 +49,7 @@ class LinearMap:
     """A matrix that multiplies an input; equal to another one with the same name and modules.
 
     Attributes:
-        name: of the parameter, in ``anatomy.root``.
+        name: The name of the parameter, in ``anatomy.root``.
         reader: the module that is called with the input.
         layer: the module whose output the map's is a part of, with its adapters.
         axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of
@@ -411,9 +411,9 @@ def vocabulary_size(anatomy: Anatomy) -> int:
     return anatomy.vocab_size if weight is None else int(weight.shape[0])
 
 
-def _same_states(one: Tensor, other: Tensor) -> bool:
-    scale = float(one.abs().max())
-    return scale > 0 and float((one - other).abs().max()) <= _TOLERANCE * scale
+def _same_states(first: Tensor, other: Tensor) -> bool:
+    scale = float(first.abs().max())
+    return scale > 0 and float((first - other).abs().max()) <= _TOLERANCE * scale
 
 
 def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:
@@ -483,8 +483,10 @@ def input_blocks(
 ) -> Generator[tuple[slice, Tensor], None, None]:
     """Yield the places of some texts and what :func:`input_rows` returns for them, one by one."""
     run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
-    most = _NUMBERS // known_input.width if ids.device.type == "cpu" else model_runs.TOKENS_AT_ONCE
-    step = max(1, min(model_runs.TOKENS_AT_ONCE, most) // ids.shape[1])
+    n_tokens = model_runs.TOKENS_AT_ONCE
+    if ids.device.type == "cpu":
+        n_tokens = min(n_tokens, _NUMBERS // known_input.width)
+    step = max(1, n_tokens // ids.shape[1])
     with _untraced(anatomy):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]

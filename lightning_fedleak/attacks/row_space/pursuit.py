@@ -68,7 +68,7 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
     """Return the atoms that shared rows are combinations of.
 
     Args:
-        atoms: of all tokens.
+        atoms: The atoms of all tokens.
         shared: the rows.
         log_odds: (V,) prior of each token being in the batch.
     """
@@ -84,10 +84,10 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         expected = float(used.sum())
         if len(used):
             types = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
-        most = GIVE_UP * path.dims
-        if len(chosen) > most:
+        max_types = GIVE_UP * path.dims
+        if len(chosen) > max_types:
             expected = math.nan
-            if len(shared.principal) > most and not path.certain:
+            if len(shared.principal) > max_types and not path.certain:
                 types = chosen[:0]
     residual = certificate.residual_size(atoms, shared, types)
     silent: Tensor | None = None
@@ -108,16 +108,16 @@ def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Ten
     one by one, for what a wrong one among them leaves.
     """
     for early in (shared.exact, False):
-        nearly, most = NEARLY_CERTIFIED, CERTIFIED
+        nearly, max_residual = NEARLY_CERTIFIED, CERTIFIED
         if unfinished := path.run(early):
             free = 1 - len(path.chosen) / atoms.width
-            nearly, most = LITTLE, math.sqrt(NOISE_FLOOR * free)
+            nearly, max_residual = LITTLE, math.sqrt(NOISE_FLOOR * free)
         if shared.exact and (
             path.at_floor or certificate.residual_size(atoms, shared, path.tokens) <= nearly
         ):
             fewer = certificate.prune(atoms, shared, path.tokens)
             fewer = certificate.exchange_twins(atoms, shared, fewer, path.dependent_tokens())
-            if path.at_floor or certificate.residual_size(atoms, shared, fewer) <= most:
+            if path.at_floor or certificate.residual_size(atoms, shared, fewer) <= max_residual:
                 return True, fewer
         if not unfinished:
             break
@@ -162,9 +162,9 @@ class _Pursuit:
         Returns:
             Whether it ended early.
         """
-        most = self.dims - 2
+        max_types = self.dims - 2
         little = LITTLE**2 * self._rows * self.atoms.width
-        while len(self.chosen) < most and not self._is_noise():
+        while len(self.chosen) < max_types and not self._is_noise():
             directions = self._directions()
             if not len(directions):
                 self.at_floor = True
@@ -172,11 +172,11 @@ class _Pursuit:
             if early and float(self._plain.square().sum()) <= little:
                 return True
             pool = self._screen(directions)
-            if self._choose_certain(directions, most):
+            if self._choose_certain(directions, max_types):
                 continue
             if len(self.chosen) > GIVE_UP * self.dims:
                 return False
-            if not self._choose_likeliest(directions, pool, most):
+            if not self._choose_likeliest(directions, pool, max_types):
                 if pool.scorings == 1:
                     return False
                 self._pool = None  # the rest of the vocabulary may have evidence
@@ -280,7 +280,7 @@ class _Pursuit:
         self.evidence.append(evidence)
         self.alive[token] = False
 
-    def _choose_certain(self, directions: Tensor, most: int) -> bool:
+    def _choose_certain(self, directions: Tensor, max_types: int) -> bool:
         """Choose all atoms within the residual's span that do not explain each other.
 
         Returns:
@@ -297,7 +297,7 @@ class _Pursuit:
         score = (parts @ directions.T).square().sum(1) / norms.square()
         start = len(self.basis)
         for i, token in enumerate(types.tolist()):
-            if float(score[i]) < 1 - CERTAIN or len(self.chosen) >= most:
+            if float(score[i]) < 1 - CERTAIN or len(self.chosen) >= max_types:
                 continue
             x = parts[i]
             new = self.basis[start:]
@@ -309,7 +309,7 @@ class _Pursuit:
             self.certain += 1
         return len(self.basis) > start
 
-    def _choose_likeliest(self, directions: Tensor, pool: _Pool, most: int) -> bool:
+    def _choose_likeliest(self, directions: Tensor, pool: _Pool, max_types: int) -> bool:
         """Choose a few atoms one by one, among those that scored best in the pool.
 
         Returns:
@@ -321,7 +321,7 @@ class _Pursuit:
         alive = self.alive[subset]
         for step in range(CHOSEN_AT_ONCE):
             if step:
-                if len(self.chosen) >= most or self._is_noise():
+                if len(self.chosen) >= max_types or self._is_noise():
                     return True
                 directions = self._directions()
                 if not len(directions):

@@ -93,7 +93,7 @@ class InversionAttack(TextAttack):
             block ``layer`` (counted from 1); 0 is the output of the embeddings.
         budget_seconds: wall time for one observation; None for no bound. After it the best so far
             is returned, and the guess says that it is not finished.
-        name: in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: a negative layer, or a budget that is not positive.

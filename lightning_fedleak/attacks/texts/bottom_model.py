@@ -61,18 +61,19 @@ class BottomModel:
     nothing.
 
     Args:
-        anatomy: of the live model. Frozen parameters are shared with it, trained ones copied.
+        anatomy: The anatomy of the live model. Frozen parameters are shared with it, trained ones
+            copied.
         layer: the split: the output of block ``layer``, counted from 1; 0 is the input of block 1.
         autocast: dtype of the autocast region that the client runs the bottom in (bf16-mixed);
             None leaves it to the caller's region.
 
     Attributes:
-        anatomy: of the live model.
+        anatomy: The anatomy of the live model.
         layer: the split.
         step: optimizer step of the copied weights.
         vocab_size: rows of the word embeddings.
         width: numbers in a hidden state at the split.
-        dtype: of the hidden states at the split.
+        dtype: The dtype of the hidden states at the split.
         causal: whether no hidden state depends on later tokens, by the gradient of a trial. At
             layer 0 that holds for encoders too.
         context: tokens that a text may have, None where the model does not say.

@@ -13,17 +13,11 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_fedleak.attacks.texts import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.descent import (
-    LIKENESSES,
-    Likeness,
-    RowAdam,
-    TokenTable,
-    high_errors,
-    sweep,
-)
+from lightning_fedleak.attacks.texts.descent import RowAdam, high_errors, sweep
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
@@ -36,9 +30,75 @@ CHECK_EVERY = 25  # steps between checks whether a text has settled
 PATIENCE = 8  # checks without a change of a token after which it has; more cost steps
 PAPER_COSINE = 0.98  # of a text's hidden states with those sent, at which the paper's attack stops
 
+Likeness = Literal["whitened", "cosine"]
+LIKENESSES: tuple[Likeness, ...] = ("whitened", "cosine")
+SIMILARITIES_AT_ONCE = 1 << 24  # numbers in memory; fewer need less memory and more calls
+LEAST_VARIANCE = 1e-4  # of the largest; whitening enlarges directions of less no further. Not tuned
+
 Initial = Literal["readout", "mean"]
 Weighting = Literal["per_position", "paper"]
 Stop = Literal["settled", "cosine"]
+
+
+@dataclass(frozen=True)
+class _TokenTable:
+    """The vocabulary's word embeddings, ready to be searched.
+
+    *Cosine* is the cosine of an embedding with a token's (Eq. 4). *Whitened* is the same after
+    the vocabulary's mean is subtracted and its covariance made the identity. Then directions that
+    most tokens share no longer decide, along which an embedding may drift unseen. For SmolLM2-135M
+    at split 10, 48 tokens and 100 steps it names 85% of the tokens, the plain cosine 33%.
+
+    Attributes:
+        embeddings: (V, e) float32 or wider.
+        mean: (e,) of the vocabulary.
+        whitening: (e, e), applied from the right.
+        directions: (V, e) of unit length, for each likeness.
+    """
+
+    embeddings: Tensor
+    mean: Tensor
+    whitening: Tensor
+    directions: dict[Likeness, Tensor]
+
+    @classmethod
+    def from_embeddings(cls, embeddings: Tensor) -> _TokenTable:
+        """Return the table of word embeddings (V, e), V at least 2."""
+        table = embeddings.detach()
+        table = table if table.dtype == torch.float64 else table.float()
+        mean, cosines = table.mean(0), F.normalize(table, dim=1)
+        centred = (table - mean).double()
+        variances, axes = torch.linalg.eigh(centred.T @ centred / len(table))
+        variances = variances.clamp(min=LEAST_VARIANCE * float(variances[-1]))
+        whitening = (axes / variances.sqrt() @ axes.T).to(table.dtype)
+        white = F.normalize((table - mean) @ whitening, dim=1)
+        return cls(table, mean, whitening, {"whitened": white, "cosine": cosines})
+
+    @property
+    def scale(self) -> float:
+        """Return the standard deviation of the vocabulary's numbers about their mean."""
+        return float((self.embeddings - self.mean).square().mean().sqrt())
+
+    def nearest(self, embeddings: Tensor, k: int = 1, likeness: Likeness = "whitened") -> Tensor:
+        """Return the k tokens (..., k) most like each embedding, the most similar first.
+
+        Args:
+            embeddings: (..., e).
+            k: at most the size of the vocabulary.
+            likeness: see the class.
+        """
+        shape = embeddings.shape[:-1]
+        points = embeddings.detach().to(self.embeddings.dtype).reshape(-1, embeddings.shape[-1])
+        if likeness == "whitened":
+            points = (points - self.mean) @ self.whitening
+        points = F.normalize(points, dim=1)
+        directions = self.directions[likeness]
+        k = min(k, len(directions))
+        nearest = [
+            (part @ directions.T).topk(k, dim=1).indices
+            for part in torch.split(points, max(1, SIMILARITIES_AT_ONCE // len(directions)))
+        ]
+        return torch.cat(nearest).reshape(*shape, k)
 
 
 @dataclass(frozen=True)
@@ -149,8 +209,8 @@ class EmbeddingDescent(base.InversionAttack):
         initial: where the descent starts: ``"readout"``, a regression that :meth:`prepare` learns
             (:class:`~lightning_fedleak.attacks.texts.embedding_descent.StateReadout`), ``"mean"``,
             the vocabulary's mean, or the id of a token, whose embedding all positions start from.
-        likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
-            :class:`~lightning_fedleak.attacks.texts.descent.TokenTable`.
+        likeness: of embeddings and tokens, ``"cosine"``, or ``"whitened"``: the cosine after the
+            vocabulary's mean is subtracted and its covariance made the identity.
         sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
             (:func:`~lightning_fedleak.attacks.texts.descent.sweep`). For encoders; 0 is
             the paper's attack.
@@ -159,7 +219,7 @@ class EmbeddingDescent(base.InversionAttack):
         descent: rarely changed settings
             (:class:`~lightning_fedleak.attacks.texts.embedding_descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
-        name: in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: a setting out of range; at :meth:`prepare`, token ids that the model lacks.
@@ -208,11 +268,11 @@ class EmbeddingDescent(base.InversionAttack):
         self.initial: Initial | int = initial
         self.likeness: Likeness = likeness
         self.always_try = tuple(always_try)
-        self._table: TokenTable | None = None
+        self._table: _TokenTable | None = None
         self._readout: StateReadout | None = None
 
     @property
-    def table(self) -> TokenTable:
+    def table(self) -> _TokenTable:
         """Return the vocabulary of the adversary's copy."""
         assert self._table is not None
         return self._table
@@ -233,7 +293,7 @@ class EmbeddingDescent(base.InversionAttack):
                 f"{self.bottom.vocab_size - 1}: give ids of its tokenizer"
             )
         with torch.inference_mode(False), torch.no_grad():
-            self._table = TokenTable.from_embeddings(self.bottom.word_embeddings())
+            self._table = _TokenTable.from_embeddings(self.bottom.word_embeddings())
             if self.initial == "readout":
                 self._readout = StateReadout.fit(self.bottom, self.table.embeddings)
 
@@ -243,7 +303,7 @@ class EmbeddingDescent(base.InversionAttack):
         with torch.inference_mode(False), torch.no_grad():
             words = self.bottom.word_embeddings()
             if not torch.equal(words.to(self.table.embeddings.dtype), self.table.embeddings):
-                self._table = TokenTable.from_embeddings(words)
+                self._table = _TokenTable.from_embeddings(words)
 
     # ---- the variables of the descent -----------------------------------------------------
 

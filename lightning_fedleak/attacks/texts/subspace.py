@@ -32,7 +32,7 @@ from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model.anatomy import Anatomy, text_blocks
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.threats import Capability, ThreatModel
 
 # None of the values was tuned.
 BLOCKS = 12  # read at most where rows are few; each costs time, and distinguishes more
@@ -60,8 +60,8 @@ class SubspaceTexts(TextAttack):
     Args:
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
-        seed: of the contexts in which tokens are tried, and of encoders' descents.
-        name: in the logs.
+        seed: The seed of the contexts in which tokens are tried, and of encoders' descents.
+        name: The name in the logs.
 
     Raises:
         ValueError: a number out of range.
@@ -105,13 +105,11 @@ class SubspaceTexts(TextAttack):
         """Return what names the words, and the trained projections of some blocks after the first.
 
         Raises:
-            ThreatModelError: an encoder-decoder, an encoder whose positions are not added to its
+            ValueError: an encoder-decoder, an encoder whose positions are not added to its
                 embeddings, or a model without a second block of linear maps.
         """
         if anatomy.kind == "seq2seq":
-            raise ThreatModelError(
-                f"attack '{self.name}' reads no encoder-decoders: remove the attack"
-            )
+            raise ValueError(f"attack '{self.name}' reads no encoder-decoders: remove the attack")
         words = self._words.needs(anatomy).gradients
         blocks = self._trained(anatomy)
         deeper = [m.name for block in blocks for m in block.trained_readers(anatomy)]
@@ -138,7 +136,7 @@ class SubspaceTexts(TextAttack):
         names = {name for name, _ in text_blocks(anatomy)}
         inputs = [shared_input for block, shared_input in blocks.items() if block in names]
         if len(inputs) < 2:
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' orders words by the second block's projections, and this "
                 "model has no second block with linear maps that are called once: remove the attack"
             )
@@ -146,7 +144,7 @@ class SubspaceTexts(TextAttack):
             return None, inputs[1:]
         first = next((k for k in self._words.inputs(anatomy) if k.positional), None)
         if first is None or first.reader is not inputs[0].reader:
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' reads an encoder's texts where positions are added to the "
                 "first block's embeddings, which they are not in this model: remove it"
             )
@@ -247,7 +245,7 @@ class SubspaceTexts(TextAttack):
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)
-        return TextGuess(tokens, finished, search.tried, certain)
+        return TextGuess(tokens, finished, search.n_tried, certain)
 
     def _shows_all(self, view: Observation) -> bool:
         """Return whether the block that names texts has maps that show every token."""

@@ -1,9 +1,9 @@
-"""Candidates for the next token of texts, and texts as far as they have been read."""
+"""Candidates for the next token of texts, and how their states are compared with the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.row_space import SharedRows, whitening_matrix
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
-from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs, Remainder
+from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs
 
 
 @dataclass(frozen=True)
@@ -19,112 +19,39 @@ class _SearchLimits:
     """Settings of the search. None of the values was tuned.
 
     Attributes:
-        context_lengths: tokens of the random prefixes after which candidates are tried, to see
-            what each explains whatever comes before it; more prefixes make the comparison surer
-            and slower.
-        mean_lengths: tokens of the random prefixes over which each token's mean state is taken.
-        prior: weight of the model's log probability beside the evidence; larger prefers likely
-            texts to those that the rows show.
-        failures: the search ends after so many texts of which less than half fits exactly.
-        slack: such a text is given up at so many tokens more than twice the bag's.
-        alternatives: ways to continue that are stored at each place.
-        copies: repetitions of a text's first token that are tried; longer ones are not found.
-        longest: tokens of a text, at most.
+        context_lengths: The lengths of the random prefixes that show what a candidate explains
+            after any text; more of them are surer and slower.
+        mean_lengths: The lengths of the random prefixes for each token's mean state.
+        prior: The weight of the model's log probability against the evidence of the rows.
+        max_failures: The number of inexact texts after which the search ends.
+        slack: An inexact text ends this many tokens after twice the size of the bag.
+        alternatives: The number of other continuations that are stored at each position.
+        max_repeats: The number of repetitions of a text's first token that are tried.
+        max_length: The largest number of tokens of a text.
     """
 
     context_lengths: tuple[int, ...] = (8,) * 4
     mean_lengths: tuple[int, ...] = (1, 2, 4, 8) * 8
     prior: float = 0.5
-    failures: int = 2
+    max_failures: int = 2
     slack: int = 8
     alternatives: int = 8
-    copies: int = 4
-    longest: int = 512
+    max_repeats: int = 4
+    max_length: int = 512
 
 
 SEARCH = _SearchLimits()
 
 
 @dataclass(frozen=True, eq=False)
-class Branch:
-    """A way to continue a prefix: its next token, and each block's state (d,) there."""
-
-    prefix: tuple[int, ...]
-    token: int
-    states: tuple[Tensor, ...]
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """Return the prefix with its next token."""
-        return (*self.prefix, self.token)
-
-
-@dataclass(frozen=True, eq=False)
-class PartialText:
-    """A text as far as the search has come.
-
-    Where it branched off from an earlier text, it inherits the tokens before the branch.
-
-    Attributes:
-        tokens: from the first on.
-        fits: share of each token's state that was explained when it was chosen; 1 for inherited
-            tokens.
-        score: sum of the evidence of tokens that are not inherited, and of their prior.
-        remainders: what is left of the rows of each block.
-        rivals: other ways to begin it, or to branch off.
-        alternatives: other ways to continue it.
-        states: for each token that is not inherited, each block's state (d,).
-        copies: repetitions of its first token whose states equal that token's: they have no states.
-    """
-
-    tokens: tuple[int, ...]
-    fits: tuple[float, ...]
-    score: float
-    remainders: tuple[Remainder, ...]
-    rivals: tuple[Branch, ...]
-    alternatives: tuple[Branch, ...]
-    states: tuple[tuple[Tensor, ...], ...]
-    copies: int = 0
-
-    @property
-    def inherited(self) -> int:
-        """Return how many tokens come from the text that it branched off from."""
-        return len(self.tokens) - len(self.states) - self.copies
-
-    @property
-    def exact(self) -> bool:
-        """Return whether half of the tokens that are not inherited fit exactly."""
-        fits = self.fits[-len(self.states) :]
-        return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
-
-
-def add_text(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:
-    """Return texts and one more, which replaces the text that it continues from its end on."""
-    for i, prefix in enumerate(texts):
-        length = len(prefix.tokens)
-        if text.tokens[:length] == prefix.tokens and text.inherited == length:
-            joined = replace(
-                text,
-                fits=(*prefix.fits, *text.fits[length:]),
-                score=prefix.score + text.score,
-                rivals=prefix.rivals + text.rivals,
-                alternatives=prefix.alternatives + text.alternatives,
-                states=prefix.states + text.states,
-                copies=prefix.copies,
-            )
-            return [*texts[:i], joined, *texts[i + 1 :]]
-    return [*texts, text]
-
-
-@dataclass(frozen=True, eq=False)
 class Measure:
-    """How states are compared with what is left of the rows.
+    """How states are compared with the remainder of the rows.
 
     Attributes:
         whitening: (d, d) for each block.
-        means: (n, d) for each block, an orthonormal basis of the tokens' mean states after
-            whitening, which count as explained; n is 0 where tokens alone distinguish states.
-        contexts: prefixes after which candidates are tried, to see what they explain anywhere.
+        means: (n, d) for each block, an orthonormal basis of the tokens' whitened mean states,
+            which count as explained; n is 0 for a measure of whole states.
+        contexts: Random prefixes that show what a candidate explains after any text.
     """
 
     whitening: Sequence[Tensor]
@@ -132,49 +59,49 @@ class Measure:
     contexts: tuple[tuple[int, ...], ...]
 
     def whiten(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return each block's states (..., d) whitened, of unit length."""
+        """Return each block's whitened states (..., d), at unit length."""
         return [
             nn.functional.normalize(x @ white, dim=-1)
             for x, white in zip(parts, self.whitening, strict=True)
         ]
 
     def restore(self, states: Tensor, block: int) -> Tensor:
-        """Return a block's states (n, d) as they were before whitening, of unit length."""
+        """Return a block's whitened states (n, d) before whitening, at unit length."""
         plain: Tensor = torch.linalg.solve(self.whitening[block].T, states.T).T
         return nn.functional.normalize(plain, dim=1)
 
 
 class Candidates:
-    """The tokens of a bag, each tried as the next one of prefixes.
+    """The tokens of a bag, each tried as the next token of prefixes.
 
     Args:
-        bottom: a copy of the model, while its :meth:`session` is open.
+        bottom: A copy of the model whose :meth:`session` is open.
         bag: (n,) the distinct token ids of the batch.
-        seed: of the random prefixes.
+        seed: The seed of the random prefixes.
 
     Attributes:
-        tried: candidates so far.
-        longest: tokens of a text, at most.
+        n_tried: The number of candidates tried so far.
+        max_length: The largest number of tokens of a text.
     """
 
     def __init__(self, bottom: BlockInputs, bag: Tensor, seed: int) -> None:
         self.bottom, self.bag, self.seed = bottom, bag, seed
-        self.longest = min(bottom.context or SEARCH.longest, SEARCH.longest)
-        self.tried = 0
-        self._copies: int | None = None
+        self.max_length = min(bottom.context or SEARCH.max_length, SEARCH.max_length)
+        self.n_tried = 0
+        self._n_repeats: int | None = None
 
     def random_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return prefixes of tokens drawn from the bag, cut to the longest text."""
+        """Return prefixes of tokens drawn from the bag, shorter than the longest text."""
         generator = torch.Generator().manual_seed(self.seed)
         bag = self.bag.cpu()
-        counts = [min(n, self.longest - 1) for n in lengths]
+        counts = [min(n, self.max_length - 1) for n in lengths]
         draws = (torch.randint(len(bag), (n,), generator=generator) for n in counts)
         return tuple(tuple(bag[draw].tolist()) for draw in draws)
 
     def begin(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
-        """Return the model's keys and values of prefixes."""
+        """Run the model on prefixes, whose keys and values it caches."""
         device = self.bottom.device
-        layout = Layout.from_masks((len(prefixes), self.longest), None, None)
+        layout = Layout.from_masks((len(prefixes), self.max_length), None, None)
         cached = Prefixes(self.bottom, layout)
         counts = torch.tensor([len(p) for p in prefixes], device=device)
         if int(counts.max()):
@@ -186,24 +113,24 @@ class Candidates:
     def states(self, prefixes: Prefixes) -> list[Tensor]:
         """Return for each block the states (B, n, d) of each token after each prefix."""
         count = len(prefixes.lengths)
-        self.tried += count * len(self.bag)
+        self.n_tried += count * len(self.bag)
         return self.bottom.parts(prefixes.attempt(self.bag.expand(count, -1)))
 
     @property
-    def copies(self) -> int:
-        """Return how many repetitions of a first token are tried: 0 where they read otherwise."""
-        if self.longest <= SEARCH.copies:
+    def n_repeats(self) -> int:
+        """The number of repetitions of a first token to try; 0 if their states differ from its."""
+        if self.max_length <= SEARCH.max_repeats:
             return 0
-        if self._copies is None:
-            ids = self.bag[:1].expand(1, SEARCH.copies + 1)
+        if self._n_repeats is None:
+            ids = self.bag[:1].expand(1, SEARCH.max_repeats + 1)
             states = self.bottom.parts(self.bottom.hidden(ids))
             distance = max(float((x[0] - x[0, :1]).norm(dim=-1).max()) for x in states)
-            self._copies = SEARCH.copies if distance < FIT.explained else 0
-        return self._copies
+            self._n_repeats = SEARCH.max_repeats if distance < FIT.explained else 0
+        return self._n_repeats
 
-    def canonical(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a prefix without repetitions of its first token where these read as it does."""
-        if not self.copies:
+    def drop_repeats(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a prefix without repetitions of its first token, if their states equal its own."""
+        if not self.n_repeats:
             return prefix
         changes = (n for n, token in enumerate(prefix) if token != prefix[0])
         return prefix[:1] + prefix[next(changes, len(prefix)) :]
@@ -211,18 +138,18 @@ class Candidates:
     def contextual_measure(
         self, shared: SharedRows, whitenings: Sequence[Tensor], deadline: Deadline
     ) -> Measure | None:
-        """Return a measure of what a prefix adds to its next token's state.
+        """Return a measure of what a prefix adds to the state of its next token.
 
-        Each token's mean state after random prefixes counts as explained, and the rest is
-        whitened.
+        Each token's mean state over random prefixes counts as explained; the difference from it
+        is whitened.
 
         Args:
-            shared: the first block's rows.
+            shared: The first block's rows.
             whitenings: (d, d) for each block.
-            deadline: after which the result is None.
+            deadline: The deadline after which the result is None.
 
         Returns:
-            The measure, or None where the bag's states fill their space or prefixes add nothing.
+            The measure; None if the bag's states fill their space, or prefixes add nothing.
         """
         rows, width = len(shared.principal), min(map(len, whitenings))
         if width < 2 * len(self.bag) + rows:

@@ -34,19 +34,19 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 class _SearchLimits:
     """Settings of the search. None of the values was tuned."""
 
-    shortest: int = 16  # positions that are tried first
-    longest: int = 512  # positions at most
+    min_length: int = 16  # positions that are tried first
+    max_length: int = 512  # positions at most
     growth: float = 1.6  # factor between numbers of positions that are tried one after the other
-    most_pairs: int = 1 << 16  # pairs of token and position at most; bounds the memory
+    max_pairs: int = 1 << 16  # pairs of token and position at most; bounds the memory
     spanned: float = 1e-4  # norm of a unit state outside of the rows, up to which it is in them
     same: float = 1e-8  # singular value of unit states below which they share a direction
     starts: int = 4  # descents from random weights; more find a text more often
-    steps: int = 50  # of each descent
+    steps: int = 50  # steps of a descent
     rate: float = 0.3  # Adam's learning rate of the weights, which start with deviation 1/2
     penalty: float = 3.0  # subtracted at the start from weights of pairs that a text has already
     rounds: int = 8  # times that all lengths are tried
     sweeps: int = 8  # corrections of a whole text
-    farthest: int = 8  # places where two tokens are exchanged at once; the cost is quadratic
+    max_exchanges: int = 8  # positions at which two tokens change at once; the cost is quadratic
     tokens_at_once: int = 1 << 12  # in one run of the model; bounds the memory
 
 
@@ -62,7 +62,7 @@ class EncoderSearch:
         whitening: (d, d) of each block's states.
         shared: the rows of each block.
         bag: (n,) token ids that the texts are made of.
-        seed: of the starts.
+        seed: The seed of the starts.
 
     Raises:
         UnusableObservation: the rows fill the space of the hidden states.
@@ -86,9 +86,9 @@ class EncoderSearch:
         self.shared, self.bag = shared, bag
         self.whitening = whitening
         self.precise = all(rows.exact for rows in shared)
-        self.longest = min(bottom.context or SEARCH.longest, SEARCH.longest)
+        self.max_length = min(bottom.context or SEARCH.max_length, SEARCH.max_length)
         self.generator = torch.Generator().manual_seed(seed)
-        self.tried = 0
+        self.n_tried = 0
         self._words = bottom.word_embeddings(bag)
         self._explained = [white[:0] for white in whitening[1:]]
         self._directions = [
@@ -114,11 +114,11 @@ class EncoderSearch:
 
     def _pairs(self, deadline: Deadline) -> _Pairs:
         """Return the pairs that explain block 1's rows, with as many positions as that takes."""
-        length = min(SEARCH.shortest, self.longest)
+        length = min(SEARCH.min_length, self.max_length)
         pairs = self._pairs_up_to(length)
-        while not pairs.complete and length < self.longest and self.shared[0].exact:
-            length = min(self.longest, int(length * SEARCH.growth))
-            if deadline.passed or length * len(self.bag) > SEARCH.most_pairs:
+        while not pairs.complete and length < self.max_length and self.shared[0].exact:
+            length = min(self.max_length, int(length * SEARCH.growth))
+            if deadline.passed or length * len(self.bag) > SEARCH.max_pairs:
                 break
             more = self._pairs_up_to(length)
             pairs = more if more.residual < pairs.residual else pairs
@@ -225,7 +225,7 @@ class EncoderSearch:
 
     def _losses(self, texts: Tensor) -> Tensor:
         """Return the distances (n, L) of texts (n, L)."""
-        self.tried += len(texts)
+        self.n_tried += len(texts)
         parts = torch.split(texts, _texts_at_once(texts.shape[1]))
         return torch.cat([self._distances(self.bottom.hidden(part)) for part in parts])
 
@@ -250,7 +250,7 @@ class EncoderSearch:
                 loss = self._distances(states).mean(1).sum()
                 (gradient,) = torch.autograd.grad(loss, leaf)
                 adam.step(gradient)
-        self.tried += SEARCH.starts * SEARCH.steps
+        self.n_tried += SEARCH.starts * SEARCH.steps
         return self.bag[adam.values.masked_fill(~allowed, -torch.inf).argmax(-1)]
 
     def _correct(self, text: Tensor, allowed: Tensor, deadline: Deadline) -> tuple[float, Tensor]:
@@ -266,7 +266,7 @@ class EncoderSearch:
                 if best > FIT.exact:
                     best, text = self._nearest(best, text, texts, deadline)
             if best >= before:
-                losses, count = self._losses(text[None])[0], min(SEARCH.farthest, len(text))
+                losses, count = self._losses(text[None])[0], min(SEARCH.max_exchanges, len(text))
                 far = losses.topk(count).indices.tolist()
                 for i, place in enumerate(far):
                     texts = self._with_others(text[None], place, allowed)
@@ -284,9 +284,9 @@ class EncoderSearch:
         for part in torch.split(others, _texts_at_once(others.shape[1])):
             if len(part) and not deadline.passed:
                 losses = self._losses(part).mean(1)
-                least = int(losses.argmin())
-                if float(losses[least]) < best:
-                    best, text = float(losses[least]), part[least]
+                i = int(losses.argmin())
+                if float(losses[i]) < best:
+                    best, text = float(losses[i]), part[i]
         return best, text
 
     def _with_others(self, texts: Tensor, place: int, allowed: Tensor) -> Tensor:
@@ -407,8 +407,8 @@ def _texts_at_once(length: int) -> int:
     return max(1, SEARCH.tokens_at_once // length)
 
 
-def _basis(rows: Tensor, least: float) -> Tensor:
-    """Return a basis (k, d) of rows (n, d) without directions of singular values <= least."""
+def _basis(rows: Tensor, min_singular: float) -> Tensor:
+    """Return a basis (k, d) of rows (n, d), with singular values above ``min_singular``."""
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
-    directions: Tensor = basis[s > least]
+    directions: Tensor = basis[s > min_singular]
     return directions

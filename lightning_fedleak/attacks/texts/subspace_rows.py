@@ -69,8 +69,8 @@ class BlockInputs(BottomModel):
     The hidden states that it gives are those of all blocks side by side: (B, L, blocks * d).
 
     Attributes:
-        row_places: of a compressed gradient, for each row that is read the number of its block and
-            the (k,) coordinates that were sent. Each row then counts as a block of its own.
+        row_places: The number of the block and the (k,) coordinates that were sent, for each row of
+            a compressed gradient. Each row then counts as a block of its own.
     """
 
     row_places: Sequence[tuple[int, Tensor]] = ()
@@ -127,7 +127,7 @@ def shared_rows(
 
     Args:
         block: the input of the maps.
-        anatomy: of the live model.
+        anatomy: The anatomy of the live model.
         view: the newest gradients or update are read.
         autocast: dtype of the client's autocast region, or None.
 
@@ -261,7 +261,7 @@ class Remainder:
 
 
 @dataclass(frozen=True, eq=False)
-class Fits:
+class _Fits:
     """How candidates fit what is left of all blocks.
 
     Attributes:
@@ -274,18 +274,6 @@ class Fits:
     evidence: Tensor
     worst: Tensor
     new: tuple[Tensor, ...]
-
-    @classmethod
-    def measure(cls, remainders: Sequence[Remainder], states: Sequence[Tensor]) -> Fits:
-        """Return how states (n, d), one tensor for each block, fit what is left of the blocks."""
-        evidence, worst, news = torch.zeros(()), torch.ones(()), []
-        for remainder, x in zip(remainders, states, strict=True):
-            share, norms, new = remainder.fits(x)
-            nearness = -(1 - share).clamp_min(FIT.floor).log()
-            evidence = evidence.to(share) + nearness.masked_fill(norms < FIT.explained, -math.inf)
-            worst = torch.minimum(worst.to(share), share)
-            news.append(new)
-        return cls(evidence, worst, tuple(news))
 
     @property
     def exact(self) -> bool:
@@ -301,6 +289,18 @@ class Fits:
     def explain(self, remainders: Sequence[Remainder], i: int) -> tuple[Remainder, ...]:
         """Return what is left of the blocks when candidate i is explained too."""
         return tuple(r.explain(new[i]) for r, new in zip(remainders, self.new, strict=True))
+
+
+def measure_fits(remainders: Sequence[Remainder], states: Sequence[Tensor]) -> _Fits:
+    """Return how states (n, d), one tensor for each block, fit what is left of the blocks."""
+    evidence, worst, news = torch.zeros(()), torch.ones(()), []
+    for remainder, x in zip(remainders, states, strict=True):
+        share, norms, new = remainder.fits(x)
+        nearness = -(1 - share).clamp_min(FIT.floor).log()
+        evidence = evidence.to(share) + nearness.masked_fill(norms < FIT.explained, -math.inf)
+        worst = torch.minimum(worst.to(share), share)
+        news.append(new)
+    return _Fits(evidence, worst, tuple(news))
 
 
 # ---- the certificate: what all states together leave of the rows ----------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,23 +13,87 @@ from lightning_fedleak.attacks.row_space import SharedRows
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
-from lightning_fedleak.attacks.texts.subspace_candidates import (
-    SEARCH,
-    Branch,
-    Candidates,
-    Measure,
-    PartialText,
-    add_text,
-)
+from lightning_fedleak.attacks.texts.subspace_candidates import SEARCH, Candidates, Measure
 from lightning_fedleak.attacks.texts.subspace_rows import (
     CERTIFICATE,
     FIT,
     BlockInputs,
     Explained,
-    Fits,
     RecoveredText,
     Remainder,
+    measure_fits,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class _Branch:
+    """A way to continue a prefix: its next token, and each block's state (d,) there."""
+
+    prefix: tuple[int, ...]
+    token: int
+    states: tuple[Tensor, ...]
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Return the prefix with its next token."""
+        return (*self.prefix, self.token)
+
+
+@dataclass(frozen=True, eq=False)
+class _PartialText:
+    """A text that the search has recovered in part.
+
+    If it branched off from an earlier text, it inherits the tokens before the branch.
+
+    Attributes:
+        tokens: The tokens from the first on.
+        fits: The share of each token's state that the rows explained when it was chosen; 1 for
+            inherited tokens.
+        score: The sum of the evidence and of the prior of the tokens that are not inherited.
+        remainders: The part of each block's rows that the text does not explain.
+        rivals: Other first tokens, or other tokens at the branch.
+        alternatives: Other continuations.
+        states: Each block's state (d,), for each token that is neither inherited nor a repeat.
+        n_repeats: The number of repetitions of its first token, whose states equal that token's.
+    """
+
+    tokens: tuple[int, ...]
+    fits: tuple[float, ...]
+    score: float
+    remainders: tuple[Remainder, ...]
+    rivals: tuple[_Branch, ...]
+    alternatives: tuple[_Branch, ...]
+    states: tuple[tuple[Tensor, ...], ...]
+    n_repeats: int = 0
+
+    @property
+    def n_inherited(self) -> int:
+        """Return how many tokens come from the text that it branched off from."""
+        return len(self.tokens) - len(self.states) - self.n_repeats
+
+    @property
+    def exact(self) -> bool:
+        """Return whether half of the tokens that are not inherited fit exactly."""
+        fits = self.fits[-len(self.states) :]
+        return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
+
+
+def _add_text(texts: Sequence[_PartialText], text: _PartialText) -> list[_PartialText]:
+    """Return texts and one more, which replaces the text that it continues from its end on."""
+    for i, prefix in enumerate(texts):
+        length = len(prefix.tokens)
+        if text.tokens[:length] == prefix.tokens and text.n_inherited == length:
+            joined = replace(
+                text,
+                fits=(*prefix.fits, *text.fits[length:]),
+                score=prefix.score + text.score,
+                rivals=prefix.rivals + text.rivals,
+                alternatives=prefix.alternatives + text.alternatives,
+                states=prefix.states + text.states,
+                n_repeats=prefix.n_repeats,
+            )
+            return [*texts[:i], joined, *texts[i + 1 :]]
+    return [*texts, text]
 
 
 class SubspaceSearch:
@@ -44,7 +108,7 @@ class SubspaceSearch:
         shared: the rows of each block.
         bag: (n,) token ids that the texts are made of.
         beam: prefixes that are continued side by side where none is exact.
-        seed: of random prefixes.
+        seed: The seed of random prefixes.
     """
 
     def __init__(
@@ -63,9 +127,9 @@ class SubspaceSearch:
         self.measure = Measure(whitenings, none, contexts)
 
     @property
-    def tried(self) -> int:
+    def n_tried(self) -> int:
         """Return how many candidates were compared with the rows."""
-        return self.candidates.tried
+        return self.candidates.n_tried
 
     def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
         """Return the texts, whether the search has ended, and whether the texts are certain."""
@@ -78,7 +142,7 @@ class SubspaceSearch:
                 self.shared[0], self.measure.whitening, deadline
             )
             measures = measures if contextual is None else [contextual, *measures]
-        result: list[PartialText] = []
+        result: list[_PartialText] = []
         for number, measure in enumerate(measures if precise else measures[:1]):
             walk = _TextWalk(self.candidates, self.shared, measure, self.beam)
             texts, finished = walk.find(deadline)
@@ -114,7 +178,7 @@ class _TextWalk:
         self.has_prior = predicts_next(candidates.bottom)
         self._elsewhere: list[Tensor] | None = None
 
-    def find(self, deadline: Deadline) -> tuple[list[PartialText], bool]:
+    def find(self, deadline: Deadline) -> tuple[list[_PartialText], bool]:
         """Return one text after the other, and whether the search has ended by itself."""
         blocks = zip(self.shared, self.measure.whitening, self.measure.means, strict=True)
         remainders = tuple(
@@ -122,20 +186,20 @@ class _TextWalk:
         )
         [states] = self._states(self.candidates.begin([()]))
         branches = [
-            Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
+            _Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
         ]
-        texts: list[PartialText] = []
-        failures: list[PartialText] = []
-        while any(len(r.directions) for r in remainders) and len(failures) < SEARCH.failures:
+        texts: list[_PartialText] = []
+        failures: list[_PartialText] = []
+        while any(len(r.directions) for r in remainders) and len(failures) < SEARCH.max_failures:
             text, finished = self._next(branches, remainders, deadline)
             if text is None:
                 return texts or failures[:1], finished
             if self.precise and not (text.exact or self.few_rows):  # after a wrong token
                 failures.append(text)
-                prefix = text.tokens[: text.inherited + 1]
+                prefix = text.tokens[: text.n_inherited + 1]
                 branches = [branch for branch in branches if branch.text != prefix]
             else:
-                texts = add_text(texts, text)
+                texts = _add_text(texts, text)
                 remainders = text.remainders
                 ways = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
                 branches = [b for b in [*branches, *text.alternatives] if b.text not in ways]
@@ -144,8 +208,8 @@ class _TextWalk:
         return texts or failures[:1], True
 
     def _next(
-        self, branches: Sequence[Branch], remainders: tuple[Remainder, ...], deadline: Deadline
-    ) -> tuple[PartialText | None, bool]:
+        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+    ) -> tuple[_PartialText | None, bool]:
         """Return the next text; one that does not fit exactly is searched again with the prior."""
         prior = 0.0 if self.precise or not self.has_prior else SEARCH.prior
         text, finished = self._grow(branches, remainders, deadline, prior)
@@ -158,11 +222,11 @@ class _TextWalk:
 
     def _grow(
         self,
-        branches: Sequence[Branch],
+        branches: Sequence[_Branch],
         remainders: tuple[Remainder, ...],
         deadline: Deadline,
         prior: float,
-    ) -> tuple[PartialText | None, bool]:
+    ) -> tuple[_PartialText | None, bool]:
         """Return the text that explains most of what is left; None where none explains anything.
 
         Args:
@@ -177,7 +241,7 @@ class _TextWalk:
         beams = self._starts(branches, remainders, deadline)
         if not beams:
             return None, True
-        ended: list[PartialText] = []
+        ended: list[_PartialText] = []
         prefixes = self.candidates.begin([text.tokens for text in beams])
         while beams:
             short = [i for i, text in enumerate(beams) if len(text.tokens) < self._most(text)]
@@ -195,8 +259,8 @@ class _TextWalk:
         return max(ended, key=lambda text: text.score), not deadline.passed
 
     def _best(
-        self, grown: list[tuple[PartialText, int]], prefixes: Prefixes
-    ) -> tuple[list[PartialText], Prefixes]:
+        self, grown: list[tuple[_PartialText, int]], prefixes: Prefixes
+    ) -> tuple[list[_PartialText], Prefixes]:
         """Return the best of grown texts, or the best one if it is exact, and their prefixes."""
         grown = sorted(grown, key=lambda pair: -pair[0].score)
         grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
@@ -209,8 +273,8 @@ class _TextWalk:
         return beams, prefixes
 
     def _continue(
-        self, beams: Sequence[PartialText], prefixes: Prefixes, prior: float
-    ) -> list[tuple[PartialText, int | None]]:
+        self, beams: Sequence[_PartialText], prefixes: Prefixes, prior: float
+    ) -> list[tuple[_PartialText, int | None]]:
         """Return texts with one more token and their row in ``beams``, None for those that end."""
         likely = torch.zeros(len(beams), 1)
         if prior:
@@ -220,13 +284,13 @@ class _TextWalk:
             self._children(text, states, likely[row])
             for row, (text, states) in enumerate(zip(beams, self._states(prefixes), strict=True))
         ]
-        canonical = [self.candidates.canonical(text.tokens) for text in beams]
-        ways: dict[tuple[int, ...], tuple[Branch, ...]] = {}
-        for prefix, (_, branches) in zip(canonical, further, strict=True):
+        shortened = [self.candidates.drop_repeats(text.tokens) for text in beams]
+        ways: dict[tuple[int, ...], tuple[_Branch, ...]] = {}
+        for prefix, (_, branches) in zip(shortened, further, strict=True):
             ways[prefix] = ways.get(prefix, ()) + branches
-        continued: list[tuple[PartialText, int | None]] = []
+        continued: list[tuple[_PartialText, int | None]] = []
         for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
-            branches = ways[canonical[row]]
+            branches = ways[shortened[row]]
             if not children:
                 ended = replace(text, alternatives=text.alternatives + branches)
                 continued.append((ended, None))
@@ -255,56 +319,56 @@ class _TextWalk:
         mean = evidence.mean(0)
         return mean, float((evidence - mean).max(1).values.mean())
 
-    def _most(self, text: PartialText) -> int:
+    def _most(self, text: _PartialText) -> int:
         """Return the length at which a text is given up, or is as long as it can be."""
-        longest = self.candidates.longest
+        longest = self.candidates.max_length
         if text.exact or not self.precise:
             return longest
         return min(longest, 2 * len(self.bag) + SEARCH.slack)
 
     def _starts(
-        self, branches: Sequence[Branch], remainders: tuple[Remainder, ...], deadline: Deadline
-    ) -> list[PartialText]:
+        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+    ) -> list[_PartialText]:
         """Return the likeliest ways in which the next text begins, or branches off from another."""
         if not branches:
             return []
         states = [torch.stack(parts) for parts in zip(*(b.states for b in branches), strict=True)]
-        fits = Fits.measure(remainders, states)
-        evidence, least = fits.evidence, -math.inf
+        fits = measure_fits(remainders, states)
+        evidence, min_evidence = fits.evidence, -math.inf
         if not fits.exact and not deadline.passed:
-            least = float(self._anywhere(remainders)[0].max())
+            min_evidence = float(self._anywhere(remainders)[0].max())
         texts = []
         best = fits.best(evidence, max(SEARCH.alternatives, self.beam))
         for i in best[: self.beam]:
             branch, value = branches[i], float(evidence[i])
-            if math.isfinite(value) and value >= least:
+            if math.isfinite(value) and value >= min_evidence:
                 shares = (*[1.0] * len(branch.prefix), float(fits.worst[i]))
                 rest = fits.explain(remainders, i)
                 alike = [b for b in map(branches.__getitem__, best) if b.prefix == branch.prefix]
                 rivals = tuple(b for b in alike if b is not branch)
                 texts.append(
-                    PartialText(branch.text, shares, value, rest, rivals, (), (branch.states,))
+                    _PartialText(branch.text, shares, value, rest, rivals, (), (branch.states,))
                 )
         if not fits.exact:
             return texts
         exact = [text for text in texts if text.exact][:1]
         first = [text for text in exact if len(text.tokens) == 1]
         return exact + [
-            replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, copies=n)
+            replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, n_repeats=n)
             for text in first
-            for n in range(1, self.candidates.copies + 1)
+            for n in range(1, self.candidates.n_repeats + 1)
         ]
 
     def _children(
-        self, text: PartialText, states: Sequence[Tensor], likely: Tensor
-    ) -> tuple[list[PartialText], tuple[Branch, ...]]:
+        self, text: _PartialText, states: Sequence[Tensor], likely: Tensor
+    ) -> tuple[list[_PartialText], tuple[_Branch, ...]]:
         """Return texts with one more token, the likeliest first, and other ways to go on.
 
         A text whose tokens fit exactly ends where no further token does. Another one ends where no
         token fits better than at places that are not its own, and of few rows than the best of all
         tokens does there.
         """
-        fits = Fits.measure(text.remainders, states)
+        fits = measure_fits(text.remainders, states)
         evidence = ranked = fits.evidence
         if not fits.exact:
             mean, best_elsewhere = self._anywhere(text.remainders)
@@ -313,7 +377,7 @@ class _TextWalk:
                 evidence = evidence - best_elsewhere
             ranked = evidence + likely.to(evidence)
         branches = tuple(
-            Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
+            _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
             for i in fits.best(evidence, SEARCH.alternatives)
         )
         children = []
@@ -350,7 +414,7 @@ class _Certificate:
     ) -> None:
         self.candidates, self.shared, self.measure = candidates, shared, measure
 
-    def longest(self, texts: Sequence[PartialText]) -> tuple[list[PartialText], bool]:
+    def longest(self, texts: Sequence[_PartialText]) -> tuple[list[_PartialText], bool]:
         """Check all texts; where they are not certain, but the first ones alone are, only those."""
         whole = self.check(texts)
         if whole[1]:
@@ -358,7 +422,7 @@ class _Certificate:
         fewer = (self.check(texts[:n]) for n in range(len(texts) - 1, 0, -1))
         return next((result for result in fewer if result[1]), whole)
 
-    def check(self, texts: Sequence[PartialText]) -> tuple[list[PartialText], bool]:
+    def check(self, texts: Sequence[_PartialText]) -> tuple[list[_PartialText], bool]:
         """Return texts without ends that explain nothing, and whether they are certain.
 
         They are where all rows of every block are explained up to rounding, and where in the first
@@ -388,12 +452,12 @@ class _Certificate:
             certain = explained.residual <= CERTIFICATE.residual
         return texts, certain
 
-    def _states(self, texts: Sequence[PartialText], block: int) -> Tensor:
+    def _states(self, texts: Sequence[_PartialText], block: int) -> Tensor:
         """Return a block's states (n, d) of all tokens of texts, as they were before whitening."""
         states = torch.stack([parts[block] for text in texts for parts in text.states])
         return self.measure.restore(states, block)
 
-    def _ended(self, texts: Sequence[PartialText], first: Explained) -> bool:
+    def _ended(self, texts: Sequence[_PartialText], first: Explained) -> bool:
         """Return whether each text would show it if it went on.
 
         It would not where a next token's state nearly equals states that are there, as those of a
@@ -412,23 +476,23 @@ class _Certificate:
                 return False
         return True
 
-    def _unique(self, texts: Sequence[PartialText], first: Explained) -> bool:
+    def _unique(self, texts: Sequence[_PartialText], first: Explained) -> bool:
         """Return whether no token could be excluded or replaced."""
         share = len(first.losses) / first.basis.shape[1]
         necessary = float(first.losses.min()) >= CERTIFICATE.necessary
         if not necessary or share > CERTIFICATE.largest_share:
             return False
-        canonical = self.candidates.canonical
+        drop_repeats = self.candidates.drop_repeats
         ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
         number = 0
         for text in texts:
-            places = range(text.inherited, len(text.tokens))
-            for place in (*places[:1], *places[1 + text.copies :]):
-                before = canonical(text.tokens[:place])
+            places = range(text.n_inherited, len(text.tokens))
+            for place in (*places[:1], *places[1 + text.n_repeats :]):
+                before = drop_repeats(text.tokens[:place])
                 others = [
                     branch.states[0]
                     for branch in text.rivals + text.alternatives
-                    if canonical(branch.prefix) == before and branch.text not in ways
+                    if drop_repeats(branch.prefix) == before and branch.text not in ways
                 ]
                 if others:
                     states = self.measure.restore(torch.stack(others), 0)
@@ -438,6 +502,6 @@ class _Certificate:
         return True
 
 
-def _shortened(text: PartialText) -> PartialText:
+def _shortened(text: _PartialText) -> _PartialText:
     """Return a text without its last token."""
     return replace(text, tokens=text.tokens[:-1], fits=text.fits[:-1], states=text.states[:-1])

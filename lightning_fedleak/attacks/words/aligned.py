@@ -17,8 +17,8 @@ from lightning_fedleak.attacks.words import aligned_rows, row_summary
 from lightning_fedleak.attacks.words.aligned_readout import (
     HeadCalibration,
     best_count,
+    refit_direction,
     rehearse,
-    turn,
 )
 from lightning_fedleak.attacks.words.aligned_updates import (
     normalize_update,
@@ -39,15 +39,15 @@ from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, explain_arguments
 
-LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text; not tuned
-_MIN_LOG_ODDS = -30.0  # of types without any evidence
-_NOT_OF_LORA = (
+LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens of a calibration text; not tuned
+_MIN_LOG_ODDS = -30.0  # log odds of a type without evidence; e^-30 is below float32's rounding
+_LORA_UPDATE = (
     "a LoRA head's updates by {} are not supported: measure the gradients of single steps (omit "
     "local_steps)"
 )
-# Tokens, and texts to cut them from, where the model writes its public text itself: on stories15M
-# F1 of 4,000 tokens of 128 texts was no higher, .971 for .975, and that of 2,000 of 64 was .967
-# (means of two seeds, 12 IMDB batches of 8 x 64 and of 4 x 16 each, November 2026).
+# Numbers of tokens and texts if the model writes its public text itself. On stories15M F1 was .975;
+# it was .971 with 4,000 tokens of 128 texts and .967 with 2,000 tokens of 64 (means of two seeds,
+# 12 IMDB batches of 8 x 64 and of 4 x 16 each, November 2026).
 _SAMPLED_TOKENS, _SAMPLED_TEXTS = 3_000, 96
 # Tokens in one public batch for rehearsed updates, at most; bounds time, not tuned.
 _MAX_BATCH_TOKENS = 1600
@@ -63,32 +63,32 @@ class AlignedFlatChat(base.Attack):
     classifier, fitted on gradients of public text, gives the probability that the type was used,
     and as many types are named as make the expected F1 largest.
 
-    Nothing depends on the gradient's scale. A tied matrix is read as it is shared, as the sum of
-    head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of SGD are
-    sums of gradients; for Adam and similar optimizers the classifier is fitted on public updates of
-    the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round that does
-    not begin with a fresh optimizer is *unknown*. For gradients compressed by
+    Nothing depends on the gradient's scale. The gradient of a tied matrix is read as a whole, the
+    sum of its head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of
+    SGD are sums of gradients; for Adam and similar optimizers the classifier is fitted on public
+    updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
+    that does not begin with a fresh optimizer is *unknown*. For gradients compressed by
     :class:`~lightning_fedleak.GradientCompression` (except signs), it is fitted on public gradients
     compressed the same way. Measurements and limits, such as label smoothing, are in
     docs/word_recovery.md.
 
     Args:
-        public_text: text like the clients' (strings need ``tokenizer``), token ids, or
+        public_text: A text like the clients' (strings need ``tokenizer``), token ids, or
             ``"sampled"``: text that a causal model writes itself, or random frequent tokens for
             other models.
-        tokenizer: for strings; a masked language model needs its ``mask_token_id``.
-        calibration_tokens: public tokens of the calibration at most (on SmolLM2-135M 2,000 reached
-            an F1 of .97, 6,000 .978, 12,000 .982). The time is about twice that of a forward and
-            backward over them.
-        lengths: tokens in the calibrating texts, which are cut to these lengths in equal numbers.
-        seed: of everything random in the calibration.
-        name: as in the logs.
+        tokenizer: The tokenizer of strings; a masked language model needs its ``mask_token_id``.
+        calibration_tokens: The largest number of public tokens for the calibration (on SmolLM2-135M
+            2,000 reached an F1 of .97, 6,000 .978, 12,000 .982). It takes about twice the time of a
+            forward and backward over them.
+        lengths: The lengths of the calibration texts in tokens, in equal numbers.
+        seed: The seed of the calibration.
+        name: The name in the logs.
 
     Attributes:
-        calibration_seconds: seconds that the last ``prepare`` took.
+        calibration_seconds: The seconds that the last ``prepare`` took.
 
     Raises:
-        ValueError: an argument is out of range, or there is no public text.
+        ValueError: An argument is out of range, or there is no public text.
 
     Examples:
         >>> import torch
@@ -175,10 +175,10 @@ class AlignedFlatChat(base.Attack):
         return self._compression if reads and plain else None
 
     def check_updates(self, facts: base.RunFacts) -> None:
-        """Raise an error for compressed updates that no readout is fitted on.
+        """Refuse compressed updates on which no readout can be fitted.
 
         Raises:
-            Inapplicable: the optimizer is not plain SGD.
+            Inapplicable: Updates are compressed and the optimizer is not plain SGD.
         """
         check_compressed(facts)
 
@@ -197,7 +197,7 @@ class AlignedFlatChat(base.Attack):
         start = time.perf_counter()
         self._role = head_surface(anatomy).role
         if self._role != HEAD_WEIGHT and self._adaptive_steps is not None:
-            self._why_unreadable = _NOT_OF_LORA.format(self._adaptive_steps.optimizer.__name__)
+            self._why_unreadable = _LORA_UPDATE.format(self._adaptive_steps.optimizer.__name__)
         else:
             generator = torch.Generator().manual_seed(self.seed)
             self._calibration = self._calibrate(anatomy, generator)
@@ -302,7 +302,7 @@ class AlignedFlatChat(base.Attack):
         return guess
 
     def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
-        """Return an update as the readout was fitted on it: for SGD a sum of gradients."""
+        """Return an update in the readout's form: a sum of gradients for SGD, else normalized."""
         if self._why_unreadable is not None:
             raise base.UnusableObservation(self._why_unreadable)
         steps = self.steps
@@ -334,8 +334,8 @@ class AlignedFlatChat(base.Attack):
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = row_summary.RowSummary.read(gradient, directions.u)
-        summary, _ = turn(gradient, summary, directions.u, expected.reference)
-        units = aligned_rows.Units.estimate(summary, expected, expected.reference)
+        summary, _ = refit_direction(gradient, summary, directions.u, expected.reference)
+        units = aligned_rows.estimate_units(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)
         if units is None:
             return base.WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
@@ -358,7 +358,7 @@ class AlignedFlatChat(base.Attack):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a calibration."""
-        if "clusters" in state:  # not of an attack that had nothing to read
+        if "clusters" in state:  # absent if the attack was never calibrated
             self._aligned_at = int(state["aligned_at"])
             self._calibration = HeadCalibration.from_tensors(state)
 
@@ -374,15 +374,12 @@ class AlignedFlatChat(base.Attack):
             return GradientParts.compute(anatomy, batches, inputs=inputs)
 
     def _lengths(self, anatomy: Anatomy) -> list[int]:
-        """Return the lengths of public texts that the model can read."""
+        """Return the lengths of public texts, at most the model's longest input."""
         longest = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
         return sorted({min(n, longest or n) for n in self.lengths})
 
     def _batches(self, anatomy: Anatomy) -> list[TokenBatch]:
-        """Return public batches of each length, about as many tokens as the calibration may take.
-
-        No text is repeated.
-        """
+        """Return batches of public texts, one of each length, with no text twice."""
         generator = torch.Generator().manual_seed(self.seed)
         text = self._text(anatomy)
         if anatomy.kind == "causal":

@@ -1,8 +1,8 @@
 """A small classifier of the rows of a head's gradient: is the row's type in the batch?
 
 :func:`rehearse` fits it on gradients of simulated batches of public text, whose words are known.
-Before a gradient is classified, :func:`turn` refits to it the direction that its rows are projected
-on, because the direction of public text may not suit the client's text.
+Before a gradient is classified, :func:`refit_direction` fits the direction of its projection to it,
+because the direction of public text may not suit the client's text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.words.row_summary import RowSummary, projections
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.progress import track
 
-# For the direction in `turn`. None of these constants is tuned.
+# For `refit_direction`. None of these constants is tuned.
 _MAX_ROWS = 512  # longest unused rows that the direction is fitted to: a limit of time
 _MIN_ROWS = 64  # rows, below which the direction of public text is kept
 _STEPS = 12  # directions tried; more cost time at every look
@@ -32,7 +32,7 @@ _MIN_USED = 0.3  # norm from which a row is a used type's, in norms of a token's
 _MAX_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a token's row
 
 
-def turn(
+def refit_direction(
     gradient: Tensor, summary: RowSummary, u: Tensor, rows: Tensor | None = None
 ) -> tuple[RowSummary, Tensor]:
     """Return a direction on which the hidden states that made this gradient are positive.
@@ -90,7 +90,7 @@ _MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss
 
 
 @dataclass(frozen=True)
-class Readout:
+class _Readout:
     """The classifier: two hidden layers on standardised features of a row.
 
     Its output is the log odds that the row's type is *used*, so in the batch.
@@ -121,56 +121,51 @@ class Readout:
         weights = (self.weight0, self.weight1, self.weight2)
         return _network(x, weights, (self.bias0, self.bias1, self.bias2))
 
-    @classmethod
-    def fit(
-        cls,
-        features: Tensor,
-        used: Tensor,
-        importance: Tensor,
-        generator: torch.Generator,
-        passes: int = 20,
-    ) -> Readout:
-        """Return a classifier fitted by AdamW on a weighted logistic loss, with a one-cycle rate.
-
-        Args:
-            features: The features of the rows, (n, F).
-            used: Whether the type of each row is in its batch, (n,) bool.
-            importance: The number of rows that each row represents, (n,).
-            generator: The CPU generator of the initial weights and the order.
-            passes: The number of passes over the rows.
-        """
-        device, n = features.device, len(features)
-        mean, deviation = features.mean(0), features.std(0) + 1e-6
-        x = ((features - mean) / deviation).clamp(-6, 6)
-        sizes = [features.shape[1], _HIDDEN, _HIDDEN, 1]
-        weights = [
-            (torch.randn(i, o, generator=generator) * (2 / i) ** 0.5).to(device).requires_grad_()
-            for i, o in itertools.pairwise(sizes)
-        ]
-        biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
-        parameters = [*weights, *biases]
-        optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)
-        steps = passes * -(-n // _BATCH)
-        schedule = LambdaLR(optimizer, lambda step: _one_cycle(step / steps))
-        with torch.enable_grad():
-            for _ in track(range(passes), "fitting the readout"):
-                order = torch.randperm(n, generator=generator).to(device)
-                for rows in torch.split(order, _BATCH):
-                    losses = F.binary_cross_entropy_with_logits(
-                        _network(x[rows], weights, biases), used[rows].float(), reduction="none"
-                    )
-                    optimizer.zero_grad()
-                    (losses * importance[rows]).mean().backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    schedule.step()
-        return cls(mean, deviation, *(p.detach() for p in parameters))
-
 
 def _network(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """Return the logits (n,) of inputs (n, F)."""
     for w, b in zip(weights[:-1], biases[:-1], strict=True):
         x = F.silu(x @ w + b)
     return (x @ weights[-1] + biases[-1])[:, 0]
+
+
+def fit_readout(
+    features: Tensor, used: Tensor, importance: Tensor, generator: torch.Generator, passes: int = 20
+) -> _Readout:
+    """Return a classifier fitted by AdamW on a weighted logistic loss, with a one-cycle rate.
+
+    Args:
+        features: The features of the rows, (n, F).
+        used: Whether the type of each row is in its batch, (n,) bool.
+        importance: The number of rows that each row represents, (n,).
+        generator: The CPU generator of the initial weights and the order.
+        passes: The number of passes over the rows.
+    """
+    device, n = features.device, len(features)
+    mean, deviation = features.mean(0), features.std(0) + 1e-6
+    x = ((features - mean) / deviation).clamp(-6, 6)
+    sizes = [features.shape[1], _HIDDEN, _HIDDEN, 1]
+    weights = [
+        (torch.randn(i, o, generator=generator) * (2 / i) ** 0.5).to(device).requires_grad_()
+        for i, o in itertools.pairwise(sizes)
+    ]
+    biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
+    parameters = [*weights, *biases]
+    optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)
+    steps = passes * -(-n // _BATCH)
+    schedule = LambdaLR(optimizer, lambda step: _one_cycle(step / steps))
+    with torch.enable_grad():
+        for _ in track(range(passes), "fitting the readout"):
+            order = torch.randperm(n, generator=generator).to(device)
+            for rows in torch.split(order, _BATCH):
+                losses = F.binary_cross_entropy_with_logits(
+                    _network(x[rows], weights, biases), used[rows].float(), reduction="none"
+                )
+                optimizer.zero_grad()
+                (losses * importance[rows]).mean().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+    return _Readout(mean, deviation, *(p.detach() for p in parameters))
 
 
 def _one_cycle(progress: float) -> float:
@@ -211,7 +206,7 @@ class HeadCalibration:
     directions: aligned_rows.Directions
     clusters: Tensor
     expected: aligned_rows.ExpectedRows
-    readout: Readout
+    readout: _Readout
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
@@ -232,7 +227,7 @@ class HeadCalibration:
             aligned_rows.Directions(**groups["directions"]),
             tensors["clusters"],
             aligned_rows.ExpectedRows(**groups["expected"]),
-            Readout(**groups["readout"]),
+            _Readout(**groups["readout"]),
         )
 
     def on_device(self, device: torch.device) -> HeadCalibration:
@@ -284,8 +279,8 @@ def rehearse(
             row_of_type = torch.full((len(weight),), -1, device=types.device)
             row_of_type[types] = torch.arange(len(types), device=types.device)
             reference = row_of_type[other_half.reference]
-            summary, _ = turn(gradient, summary, directions.u, reference)
-            units = aligned_rows.Units.estimate(summary, other_half, reference)
+            summary, _ = refit_direction(gradient, summary, directions.u, reference)
+            units = aligned_rows.estimate_units(summary, other_half, reference)
             if units is None:
                 continue
             kept = aligned_rows.plausible(summary, units).nonzero()[:, 0]
@@ -298,7 +293,7 @@ def rehearse(
             )
             rows.append((features, torch.isin(types[kept], batch.labels), importance[kept]))
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
-    readout = Readout.fit(features, used, importance, generator)
+    readout = fit_readout(features, used, importance, generator)
     return HeadCalibration(
         directions, clusters, aligned_rows.ExpectedRows.average(*expected), readout
     )

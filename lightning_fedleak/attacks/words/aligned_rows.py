@@ -161,7 +161,7 @@ class ExpectedRows:
         """Return the expectations over all tokens of ``parts``.
 
         Args:
-            parts: of public text.
+            parts: The parts of public text.
             weight: (V, d) of the head.
             bias: (V,) or None.
             directions: to project on.
@@ -284,7 +284,7 @@ def _non_negative(gram: Tensor, target: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Units:
+class _Units:
     """The scale and the size of a gradient, estimated from its rows.
 
     Attributes:
@@ -303,35 +303,6 @@ class Units:
     clusters: Tensor
     n_tokens: Tensor
 
-    @classmethod
-    def estimate(
-        cls, summary: RowSummary, expected: ExpectedRows, reference: Tensor
-    ) -> Units | None:
-        """Return the units of a gradient; None if no row is negative along ``u``.
-
-        Args:
-            summary: of the gradient, or of a subset of its rows that holds every used type.
-            expected: of public text.
-            reference: indices of the reference types in ``summary``.
-        """
-        noise = (summary.select(reference) if len(reference) else summary).noise()
-        token = token_norm(summary, noise)
-        if token is None:
-            return None
-        norms = summary.denoised_norms(noise)
-        large = (summary.projection < -4 * noise) & (norms > 0.3 * token)
-        cosine = (-summary.projection[large] / norms[large]).median()
-        scale = token * cosine
-        clusters = expected.weights(summary.projection[reference] / scale, noise / scale)
-        return cls(
-            noise=noise,
-            token=token,
-            cosine=cosine,
-            tokens=-summary.projection[large].sum() / scale,
-            clusters=clusters,
-            n_tokens=(clusters * expected.share).sum(),
-        )
-
 
 def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
     """Return the norm () of the row of a type used once; None if no row is negative."""
@@ -347,12 +318,39 @@ def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
     return summary.norms.new_tensor(token)
 
 
+def estimate_units(summary: RowSummary, expected: ExpectedRows, reference: Tensor) -> _Units | None:
+    """Return the units of a gradient; None if no row is negative along ``u``.
+
+    Args:
+        summary: of the gradient, or of a subset of its rows that holds every used type.
+        expected: of public text.
+        reference: indices of the reference types in ``summary``.
+    """
+    noise = (summary.select(reference) if len(reference) else summary).noise()
+    token = token_norm(summary, noise)
+    if token is None:
+        return None
+    norms = summary.denoised_norms(noise)
+    large = (summary.projection < -4 * noise) & (norms > 0.3 * token)
+    cosine = (-summary.projection[large] / norms[large]).median()
+    scale = token * cosine
+    clusters = expected.weights(summary.projection[reference] / scale, noise / scale)
+    return _Units(
+        noise=noise,
+        token=token,
+        cosine=cosine,
+        tokens=-summary.projection[large].sum() / scale,
+        clusters=clusters,
+        n_tokens=(clusters * expected.share).sum(),
+    )
+
+
 def _signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
     """Return ``sign(x) log(1 + |x| / unit)``, which resolves both tails and values near zero."""
     return values.sign() * (values.abs() / unit).log1p()
 
 
-def plausible(summary: RowSummary, units: Units) -> Tensor:
+def plausible(summary: RowSummary, units: _Units) -> Tensor:
     """Return (V,) whether a row may be that of a used type: negative along ``u``, or not small."""
     noise, width = units.noise, summary.width
     above = summary.norms.square() - width * noise * noise
@@ -361,16 +359,16 @@ def plausible(summary: RowSummary, units: Units) -> Tensor:
 
 
 def row_features(
-    rows: Tensor, summary: RowSummary, units: Units, directions: Directions, expected: ExpectedRows
+    rows: Tensor, summary: RowSummary, units: _Units, directions: Directions, expected: ExpectedRows
 ) -> Tensor:
     """Return the features of k rows, (k, F).
 
     Args:
         rows: (k, d) of the shared gradient.
-        summary: of these rows.
-        units: of the whole gradient.
+        summary: The summary of these rows.
+        units: The units of the whole gradient.
         directions: to project on.
-        expected: of the same types.
+        expected: The expected rows of the same types.
     """
     rows = (rows.float() - summary.common) / units.token
     noise = units.noise / units.token

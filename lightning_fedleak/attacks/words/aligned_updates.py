@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Readout
+from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, fit_readout
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows, cluster_centres
 from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
@@ -58,7 +58,7 @@ def one_step_updates(
     """Yield updates of one step, from the gradients of public sentences.
 
     Args:
-        parts: of public sentences.
+        parts: The parts of public sentences.
         weight: (V, d) of the head.
         bias: (V,) or None.
         steps: the round.
@@ -113,7 +113,7 @@ def _train_copies(
 
     Args:
         anatomy: the model.
-        batches: of each step.
+        batches: The batches of each step.
         steps: the optimizer of the round, which begins fresh.
     """
     names = {id(p): name for name, p in anatomy.root.named_parameters()}
@@ -169,7 +169,7 @@ def rehearse_updates(
 
     Args:
         anatomy: the model, which is not changed.
-        parts: of at least 4 public sentences.
+        parts: The parts of at least 4 public sentences.
         steps: the round.
         batch: draws a batch of that many texts of one length.
         generator: CPU generator.
@@ -198,7 +198,7 @@ def rehearse_updates(
         features = update_features(update, weight, directions, source_expected)
         rehearsals.append((features[rows], used[rows], importance))
     features, used, importance = (torch.cat(column) for column in zip(*rehearsals, strict=True))
-    readout = Readout.fit(features, used, importance, generator, passes=_PASSES)
+    readout = fit_readout(features, used, importance, generator, passes=_PASSES)
     mean = expected[0] if len(expected) == 1 else ExpectedRows.average(*expected)
     return HeadCalibration(directions, clusters, mean, readout)
 

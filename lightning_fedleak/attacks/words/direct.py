@@ -17,7 +17,7 @@ from lightning_fedleak.model.anatomy import (
     unwrap,
 )
 from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole_tensor
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.threats import Capability, ThreatModel
 
 
 def bag_of_words(gradient: Tensor) -> base.WordGuess:
@@ -68,10 +68,10 @@ class BagOfWords(base.Attack):
     earlier rounds gives *unknown*. See :func:`bag_of_words`.
 
     Args:
-        name: as in the logs.
+        name: The name in the logs.
 
     Raises:
-        ThreatModelError: at setup, if head and embedding are one matrix.
+        ValueError: at setup, if head and embedding are one matrix.
 
     Examples:
         >>> import torch
@@ -108,7 +108,7 @@ class BagOfWords(base.Attack):
         """Return the input embedding, or the A of a LoRA on it if that is trained.
 
         Raises:
-            ThreatModelError: head and embedding are one matrix.
+            ValueError: head and embedding are one matrix.
         """
         self._low_rank = _low_rank(anatomy)
         if self._low_rank:
@@ -219,10 +219,10 @@ class BiasSign(base.Attack):
     BERT-style masked models do, GPT-2 and Llama do not. See :func:`bias_sign`.
 
     Args:
-        name: as in the logs.
+        name: The name in the logs.
 
     Raises:
-        ThreatModelError: at setup, if the head has no bias.
+        ValueError: at setup, if the head has no bias.
 
     Examples:
         >>> import torch
@@ -246,10 +246,10 @@ class BiasSign(base.Attack):
         """Return the head's bias.
 
         Raises:
-            ThreatModelError: the head has none.
+            ValueError: the head has none.
         """
         if anatomy.parameter(HEAD_BIAS) is None:
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' reads the gradient of the output head's bias, and this "
                 "model's head has no bias. Remove the attack; FlatChat reads the head's weight."
             )

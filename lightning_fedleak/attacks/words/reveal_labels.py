@@ -121,7 +121,7 @@ class RevealLabels(base.Attack):
         max_seconds: time for the linear programs of one look; the result is unknown if it runs out.
         allow_full_rank: whether to attack if the rank is as large as hidden states allow: their
             width, less 1.
-        name: as in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: ``max_seconds`` is not positive.
@@ -156,7 +156,7 @@ class RevealLabels(base.Attack):
         """Return the head's weight.
 
         Raises:
-            ThreatModelError: head and embedding are one matrix.
+            ValueError: head and embedding are one matrix.
         """
         base.refuse_tied(anatomy.tied, self.name, "head")
         return base.Surfaces(gradients=(HEAD_WEIGHT,))

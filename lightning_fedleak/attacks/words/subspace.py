@@ -64,8 +64,8 @@ class SubspaceWords(base.Attack):
         capacity_seconds: time in which :meth:`prepare` measures how many types can be
             distinguished, on planted sets. It is not measured if this is 0, or if one set takes
             longer on a CPU.
-        seed: of sampled text, and of planted sets.
-        name: as in the logs.
+        seed: The seed of sampled text, and of planted sets.
+        name: The name in the logs.
 
     Raises:
         ValueError: ``capacity_seconds`` is negative, or the text cannot be read.
@@ -126,7 +126,7 @@ class SubspaceWords(base.Attack):
         """Return the trained maps that read a known input, or those of the widest input.
 
         Raises:
-            ThreatModelError: no map reads one.
+            ValueError: no map reads one.
         """
         inputs = self.inputs(anatomy)
         names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
@@ -136,11 +136,11 @@ class SubspaceWords(base.Attack):
         """Return the known inputs of a model, in the order in which they are read.
 
         Raises:
-            ThreatModelError: it has none.
+            ValueError: it has none.
         """
         inputs = self._inputs.get(anatomy)
         if not inputs:
-            raise base.ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' reads linear maps whose input a token determines, and this "
                 "model has none (are they no nn.Linear?): remove it"
             )
@@ -339,7 +339,7 @@ class SubspaceWords(base.Attack):
 
         Args:
             types: (k,) token ids.
-            share: of the norm of an input.
+            share: The share of the norm of an input.
             silent: (m,) tokens without a trace; those that equal none of ``types`` are added.
         """
         similar, alone = [], types[:0] if silent is None else silent.to(types)

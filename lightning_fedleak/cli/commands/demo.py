@@ -165,7 +165,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Run the trainings, and print what they show.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -174,7 +174,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     Raises:
         SourceError: model or text cannot be used, or ``out`` cannot be written to.
         AnatomyError: the model's output head was not found.
-        ThreatModelError: the attacks cannot run on this model.
+        ValueError: the attacks cannot run on this model.
     """
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -292,7 +292,7 @@ class _LooksTable(L.Callback):
         for attack, *_ in _ATTACKS:
             names = [f"leakage/{attack}/{name}" for name in ("auc", "token_accuracy", "f1")]
             value = next((latest[name] for name in names if name in latest), None)
-            values.append("" if value is None else printing.three_digits(value))
+            values.append("" if value is None else printing.format_number(value))
         step, update = self._monitor.last_step, values[:-1]
         is_new, self._values = update != self._values, update
         if is_new:
@@ -301,4 +301,4 @@ class _LooksTable(L.Callback):
             update = [""] * len(update)
         if is_new or step == trainer.max_steps:
             loss = float(trainer.callback_metrics.get("train_loss", math.nan))
-            self.lines.add([str(step), printing.three_digits(loss), *update, values[-1]])
+            self.lines.add([str(step), printing.format_number(loss), *update, values[-1]])

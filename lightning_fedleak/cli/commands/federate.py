@@ -33,22 +33,21 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Run the federation and print what it leaked.
 
     Args:
-        options: of the command.
-        console: where to print; stdout by default.
+        options: The options of the command.
+        console: The console to print to; stdout by default.
 
     Returns:
         0.
 
     Raises:
-        SourceError: options that contradict each other, or model, text or folder that cannot
-            be used.
-        DefenseError: differential privacy that cannot be had like this.
-        AnatomyError: the model's parts could not be found.
+        SourceError: Options contradict each other, or model, text or folder cannot be used.
+        DefenseError: No noise gives this differential privacy.
+        AnatomyError: The model's parts could not be found.
     """
     console = console or Console(highlight=False)
     _check_options(options)
     federation = Federation(**{f.name: getattr(options, f.name) for f in fields(Federation)})
-    # All three raise errors, of --targets say, before anything is written.
+    # These three refuse wrong options before anything is written.
     federation.account(None)
     federation.make_model()
     _check_gates(federation)
@@ -61,12 +60,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     with _quiet():
         table.print_headers()
 
-        def closed(round_: Round) -> None:
+        def show_round(round_: Round) -> None:
             rounds.extend([round_] if round_.number else [])
             table.add_round(round_)
 
         try:
-            server = train_in_process(federation, folder, closed)
+            server = train_in_process(federation, folder, show_round)
         except KeyboardInterrupt:
             console.print(
                 f"\nInterrupted after {len(rounds)} of {options.rounds} rounds, whose logs are in "
@@ -92,24 +91,24 @@ def _check_options(options: Namespace) -> None:
         (options.gate, ("watch",), "--gate, such as 0.5"),
         (options.epsilon, ("clip", "delta", "trust"), "--epsilon"),
     )
-    lacking = [
+    useless = [
         (f"--{name.replace('_', '-')}", needed)
         for setting, names, needed in rules
         for name in names
         if setting is None and getattr(options, name) != getattr(Federation, name)
     ]
-    if lacking:
-        option, needed = lacking[0]
+    if useless:
+        option, needed = useless[0]
         raise SourceError(f"{option} has no effect alone: give {needed} too.")
 
 
 def _check_gates(federation: Federation) -> None:
-    """Raise an error for a gate that would never judge an update, before anybody trains."""
+    """Refuse a gate that would never judge an update, before the training."""
     if not (round_gates := federation.gates()):
         return
     observer = federation.observer(Path())
-    fewest = min(map(len, federation.rows))
-    texts = min(federation.local_steps * federation.batch_size, fewest)
+    min_rows = min(map(len, federation.rows))
+    texts = min(federation.local_steps * federation.batch_size, min_rows)
     for gate in round_gates:
         with refuse_errors(f"--watch {gate.metric}", ValueError):
             gate.watch_rounds(observer)
@@ -122,7 +121,7 @@ def _check_gates(federation: Federation) -> None:
 
 
 def _introduction(federation: Federation) -> str:
-    """Return who trains what, and what looks at it."""
+    """Return sentences about the training, the attacks, the gate and the defence."""
     sizes = [len(rows) for rows in federation.rows]
     model = printing.model_name(federation.model)
     trained = f"a LoRA of rank {federation.lora_r} on {model}" if federation.lora_r else model
@@ -163,11 +162,11 @@ def _introduction(federation: Federation) -> str:
 
 
 def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
-    """Return sentences about the updates that count for nothing, and about privacy.
+    """Return sentences about the updates that were not averaged, and about privacy.
 
     Args:
-        rounds: that were closed.
-        clients: of the federation.
+        rounds: The finished rounds.
+        clients: The number of clients.
     """
     lines = []
     withheld = sum(len(r.withheld) for r in rounds)
@@ -190,7 +189,7 @@ def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings whose content is in the table and in the files."""
+    """Silence warnings that the table and the files repeat."""
     levels = {rank_zero.log.name: logging.WARNING, gates.log.name: logging.ERROR}
     with quiet_logs(levels), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RoundObserver: .* gave no result")
@@ -202,9 +201,9 @@ class _RoundsTable(printing.LinesTable):
     """Shows each round as it closes.
 
     Args:
-        console: where to print.
-        clients: of the federation.
-        private: there is an epsilon to show.
+        console: The console to print to.
+        clients: The number of clients.
+        private: Whether to show an epsilon.
     """
 
     def __init__(self, console: Console, clients: int, *, private: bool) -> None:
@@ -218,7 +217,7 @@ class _RoundsTable(printing.LinesTable):
 
     def add_round(self, round_: Round) -> None:
         """Add a round, with a line for each family of attacks."""
-        first = [str(round_.number), printing.three_digits(round_.loss)]
+        first = [str(round_.number), printing.format_number(round_.loss)]
         last: list[str] = []
         if self._private:
             last = ["-" if round_.noise is None else f"{round_.noise:.3g}x"]
@@ -232,14 +231,14 @@ class _RoundsTable(printing.LinesTable):
 
     def _cells(self, values: Values, round_: Round) -> list[str]:
         """Return the cells of clients, in brackets where an update did not leave, and the sum."""
-        total = printing.three_digits(values[SUM]) if SUM in values else "-"
+        total = printing.format_number(values[SUM]) if SUM in values else "-"
         if self._clients > _MAX_COLUMNS:
             rates = [v for c, v in values.items() if c != SUM and not math.isnan(v)] or [math.nan]
             return [
-                *map(printing.three_digits, (min(rates), statistics.median(rates), max(rates))),
+                *map(printing.format_number, (min(rates), statistics.median(rates), max(rates))),
                 total,
             ]
         cells = [
-            printing.three_digits(values[c]) if c in values else "-" for c in range(self._clients)
+            printing.format_number(values[c]) if c in values else "-" for c in range(self._clients)
         ]
         return [*(f"({x})" if c in round_.withheld else x for c, x in enumerate(cells)), total]

@@ -21,7 +21,7 @@ from lightning_fedleak import attacks
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.cli import finetuning
-from lightning_fedleak.cli.printing import model_name, print_table, short, text_name
+from lightning_fedleak.cli.printing import format_share, model_name, print_table, text_name
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
@@ -59,7 +59,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Play and print.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -117,7 +117,7 @@ def _make_adversaries(
     """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
 
     Args:
-        options: of the command; its seed is that of the calibration.
+        options: The options of the command; its seed is that of the calibration.
         layers: blocks whose output the active ones read.
         public: the server's public text, for attacks that calibrate; None where none does.
         randomised: whether the client's tokens are replaced before training. FCMembership then
@@ -218,7 +218,7 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     """Return each adversary's rates with their 95% intervals; once more without collisions, if any.
 
     Args:
-        results: of the same games.
+        results: The results of the same games.
         fitted: accuracy and advantage of a threshold that is fitted on other games.
     """
     title = "the game of Fig. 2: fair bit, random target"
@@ -248,7 +248,7 @@ def _is_known(rate: Rate) -> bool:
 def _interval(rate: Rate) -> str:
     if not _is_known(rate):
         return "unknown"
-    return f"{short(rate.value)} [{short(rate.low)}, {short(rate.high)}]"
+    return f"{format_share(rate.value)} [{format_share(rate.low)}, {format_share(rate.high)}]"
 
 
 def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.cli import finetuning, printing
-from lightning_fedleak.cli.printing import short
+from lightning_fedleak.cli.printing import format_share
 from lightning_fedleak.cli.studies import invert
 from lightning_fedleak.cli.studies.invert import Cell
 from lightning_fedleak.cli.studies.models import check_context, find_model
@@ -34,7 +34,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Attack, print and write.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -199,14 +199,15 @@ def _numbers(cell: Cell) -> list[str]:
     accuracy, exact, per_token = "failed", "", ""
     if cell.rates:
         rate = cell.rates["token_accuracy"]
-        accuracy = f"{short(rate.value)} [{short(rate.low, 2)}, {short(rate.high, 2)}]"
+        low, high = format_share(rate.low, 2), format_share(rate.high, 2)
+        accuracy = f"{format_share(rate.value)} [{low}, {high}]"
         exact = f"{round(cell.rates['exact_sentences'].value * cell.texts)}/{cell.texts}"
         per_token = f"{1e3 * cell.seconds / (cell.texts * cell.length):.3g}"
     return [
         accuracy,
         exact,
-        "" if rouge is None or math.isnan(rouge.value) else short(rouge.value),
-        "unknown" if utility is None else short(utility.accuracy),
+        "" if rouge is None or math.isnan(rouge.value) else format_share(rouge.value),
+        "unknown" if utility is None else format_share(utility.accuracy),
         "" if utility is None else f"{utility.perplexity:.3g}",
         per_token,
     ]

@@ -47,18 +47,18 @@ def run_verify(options: Namespace) -> int:
     Raises:
         ReportError: a file cannot be read.
     """
-    check = verify_run(options.run, options.weights, options.head, options.repetition)
-    console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
+    verdict = verify_run(options.run, options.weights, options.head, options.repetition)
+    console = Console(highlight=False, soft_wrap=True)
     for title, texts in (
         ("contradiction", verdict.contradictions),
         ("open", verdict.open),
         ("note", verdict.notes),
-        ("checked", check.checked),
-        ("not checked", check.not_checked),
+        ("checked", verdict.checked),
+        ("not checked", verdict.not_checked),
     ):
         for text in texts:
             console.print(f"{title}: {escape(text)}")
-    for name, head in check.heads.items():
-        console.print(f"{name}: {check.lines[name]} lines, the last with hash {head}")
+    for name, head in verdict.heads.items():
+        console.print(f"{name}: {verdict.lines[name]} lines, the last with hash {head}")
     console.print(f"{options.run}: {_STATUS_WORDS.get(verdict.status, 'undecided')}")
     return verdict.status

@@ -17,9 +17,9 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization.scores import MOST_GAIN, CombinedReference
+from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
-from lightning_fedleak.cli.printing import print_table, three_digits
+from lightning_fedleak.cli.printing import format_number, print_table
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import (
     load_trained,
@@ -31,7 +31,7 @@ from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.engine.options import means_auto
 from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
@@ -68,7 +68,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Compare, print, and write JSON where ``--out`` asks for it.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -109,12 +109,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     alpha = 0.05 / scores  # of which the worst one counts
     results = _compare(console, pools, answers, references, beyond, alpha, options, len(members))
     pool = pools[0]
-    laws = _laws(pools, results, options)
-    if USED_UP in laws.values():
+    shifts = _shifts(pools, results, options)
+    if USED_UP in shifts.values():
         console.print(USED_UP)
-    is_known = all(law is None for part, law in laws.items() if part != "prompts")
+    is_known = all(shift is None for part, shift in shifts.items() if part != "prompts")
     trained = torch.tensor([trains for _, trains in rows])
-    by_kind = _values_found(entities, answers[-1], trained, laws)
+    by_kind = _values_found(entities, answers[-1], trained, shifts)
     entity_values = {name: rates for name, rates in by_kind.items() if not isinstance(rates, str)}
     tables = [table_of(result.values) for result in results]
     if entity_values:
@@ -138,10 +138,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         optional: dict[str, object] = {"records": counts, "not_compared": absent}
         optional |= {"entities": by_kind, "reference": reference}
         content |= {name: entries for name, entries in optional.items() if entries}
-        for pool_of_part, result_of_part in zip(pools[1:], results[1:], strict=True):
-            part = pool_of_part.part
+        for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
+            part = part_pool.part
             name = {"short": "short_answers"}.get(part, part)
-            content[name] = content_of(result_of_part, pool_of_part) | {"known": laws[part] is None}
+            content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
@@ -150,7 +150,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     about_reference = reference_in_words(reference, values)
     for sentence in about_reference:
         console.print(f"{sentence}.")
-    values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
+    values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
     values |= entity_values
     evidence = values if is_known else {}
@@ -184,7 +184,7 @@ def _compare(
         with refuse_errors(unread, UnusableObservation):
             reference = references[number] if references else None
             result = pool.compare(*answer, reference=reference, alpha=alpha)
-        alike = options.drawn or result.other_law is None
+        alike = options.drawn or result.distribution_shift is None
         if reference is not None and pool.part == "long" and alike:
             once = pool.alone
             sides = pool.compressed[once], pool.members[once]
@@ -209,25 +209,25 @@ def _compare(
     return results
 
 
-def _laws(
+def _shifts(
     pools: Sequence[ReleasedPool], results: Sequence[Comparison], options: Namespace
 ) -> dict[Part, str | None]:
-    """Return why the sides of each pool are not exchangeable; None where nothing says so."""
-    differences = [None if options.drawn else result.other_law for result in results]
-    laws = dict(zip([pool.part for pool in pools], differences, strict=True))
-    return dict.fromkeys(laws, USED_UP) if used_up_mark(options.members).exists() else laws
+    """Return why the two sides of each pool may not be exchangeable; None if nothing says so."""
+    differences = [None if options.drawn else result.distribution_shift for result in results]
+    shifts = dict(zip([pool.part for pool in pools], differences, strict=True))
+    return dict.fromkeys(shifts, USED_UP) if used_up_mark(options.members).exists() else shifts
 
 
 def _values_found(
-    entities: FoundEntities, answer: Answer, trained: Tensor, laws: Mapping[Part, str | None]
+    entities: FoundEntities, answer: Answer, trained: Tensor, shifts: Mapping[Part, str | None]
 ) -> dict[str, Mapping[str, float] | str]:
     """Return the values of each kind and place, or why they are unknown."""
     base, now = answer
     by_kind: dict[str, Mapping[str, float] | str] = dict(
         entities.compare(now, base, torch.arange(len(trained)), trained)
     )
-    if law := laws.get("prompts"):
-        by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
+    if shift := shifts.get("prompts"):
+        by_kind |= {name: f"prompts are {shift}" for name in by_kind if "/prompt" in name}
     return by_kind
 
 
@@ -333,7 +333,7 @@ def _beyond(
     scores = {}
     for n, pool in by_number.items():
         rows = [indices[text.content] for text in pool.texts]
-        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
+        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MAX_GAIN)
         before, after = (pool.list_records(*answers[n], scores=s) for s in (None, scores[n]))
         text = (
             f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
@@ -378,9 +378,9 @@ def pools_of(
 def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
     """Return how many texts are long, have 1 to 7 label tokens, and have a prompt."""
     n_labels = [text.n_labels for text in texts.values()]
-    n_short = sum(0 < n < LEAST_LABELS for n in n_labels)
-    n_prompts = sum(text.prompt.n_labels >= LEAST_LABELS for text in texts.values())
-    return sum(n >= LEAST_LABELS for n in n_labels), n_short, n_prompts
+    n_short = sum(0 < n < MIN_LABELS for n in n_labels)
+    n_prompts = sum(text.prompt.n_labels >= MIN_LABELS for text in texts.values())
+    return sum(n >= MIN_LABELS for n in n_labels), n_short, n_prompts
 
 
 def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
@@ -399,7 +399,7 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
         f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
         f"same texts only: pool {pool.digest}."
     )
-    if (reason := result.other_law) is not None:
+    if (reason := result.distribution_shift) is not None:
         advice = (
             "--drawn says that the others were chosen at random, so that this is chance."
             if is_drawn
@@ -465,7 +465,7 @@ def breaches_of(
     """Return a sentence for each result that is above a threshold, or may be.
 
     Args:
-        values: of each attack, and of ``records``; one is empty where it is unknown.
+        values: The values of each attack, and of ``records``; empty if they are unknown.
         metric: one that ``--metric`` takes.
         at_most: the threshold.
     """
@@ -547,8 +547,8 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
         if "auc" in values:
             rows.add_row(
                 name,
-                three_digits(values["auc"]),
-                f"{values['auc_low']:.3f} to {three_digits(values['auc_high'])}",
+                format_number(values["auc"]),
+                f"{values['auc_low']:.3f} to {format_number(values['auc_high'])}",
                 f"{values['p_value']:.1g}",
                 *(tpr_in_words(values, rate_name(fpr)) for fpr in FPRS),
             )
@@ -558,10 +558,10 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
                 continue
             rows.add_row(
                 f"{name}: excess of members{words}",
-                three_digits(values[excess]),
-                " to ".join(three_digits(values[f"{excess}_{end}"]) for end in ("low", "high")),
+                format_number(values[excess]),
+                " to ".join(format_number(values[f"{excess}_{end}"]) for end in ("low", "high")),
                 "",
-                f"greedy {three_digits(values[f'greedy{tier}'])}",
+                f"greedy {format_number(values[f'greedy{tier}'])}",
                 "",
             )
     return rows

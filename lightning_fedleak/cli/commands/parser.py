@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_fedleak.cli.commands import log_options, options
+from lightning_fedleak.cli.commands import options
 
 _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
     *(options.synthetic, options.records),
-    *(options.federate, options.sweep, log_options.report, log_options.compare),
-    *(log_options.verify, options.fit),
+    *(options.federate, options.sweep, options.report, options.compare),
+    *(options.verify, options.fit),
 )
 
 
@@ -75,11 +75,11 @@ def _parse_docstring(add_options: Callable[[options.Add], None]) -> tuple[str, s
 
     All three are parsed from the docstring of the function that adds the options.
     """
-    text, _, entries = (inspect.getdoc(add_options) or "").partition("\n\nOptions:\n")
+    text, _, options_text = (inspect.getdoc(add_options) or "").partition("\n\nOptions:\n")
     summary, _, description = text.partition("\n\n")
-    _, *fields = re.split(r"^    (\w+): ", entries, flags=re.MULTILINE)
-    names, texts = fields[::2], fields[1::2]
-    sentences = (" ".join(text.split()).removesuffix(".") for text in texts)
+    _, *fields = re.split(r"^    (\w+): ", options_text, flags=re.MULTILINE)
+    names, entries = fields[::2], fields[1::2]
+    sentences = (" ".join(entry.split()).removesuffix(".") for entry in entries)
     helps = (sentence.format_map(options.PHRASES).replace("%", "%%") for sentence in sentences)
     summary = (summary[:1].lower() + summary[1:]).removesuffix(".")
     return summary, description, dict(zip(names, helps, strict=True))

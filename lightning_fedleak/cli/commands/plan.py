@@ -39,7 +39,7 @@ Fitted to 32,000 tokens of width 1,024 and 2,048, and 128,000 of 512, on one cor
 """
 SECONDS = 30.0
 """After which no other set of tokens is planted; not tuned."""
-MOST_MEASURED = 250_000_000
+MAX_MEASURED = 250_000_000
 """Parameters of a block up to which one is run; not tuned. More: ``plan`` takes minutes."""
 PROBE_TOKENS, PROBE_BLOCKS = 1 << 14, 3
 """Largest vocabulary and blocks that are run. More: slower, and what is extended is less noisy."""
@@ -51,7 +51,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Measure and print.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -93,7 +93,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
 
     Args:
         console: where to print.
-        anatomy: of the model, which may be without numbers.
+        anatomy: The anatomy of the model, which may be without numbers.
         runs: the same, or a block of it that can be run.
         batch: texts, and tokens of each.
     """
@@ -152,9 +152,9 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
     """Return how many distinct tokens the rows of an update reveal, in sentences.
 
     Args:
-        anatomy: of the model, with its adapters.
+        anatomy: The anatomy of the model, with its adapters.
         length: tokens of a text.
-        seed: of the planted sets.
+        seed: The seed of the planted sets.
     """
     known_inputs = row_space.find_known_inputs(anatomy, row_space.find_linear_maps(anatomy))
     for known_input in known_inputs:
@@ -252,14 +252,14 @@ def print_prices(
     """
     blocks, tokens = len(shapes.blocks), shapes.vocab_size
     block = sum(p.numel() for p in shapes.blocks[0].parameters())
-    if block > MOST_MEASURED:
+    if block > MAX_MEASURED:
         console.print(
             f"A block has {block:,} parameters: attacks besides SubspaceWords are priced up to "
-            f"{MOST_MEASURED:,}.\n",
+            f"{MAX_MEASURED:,}.\n",
             soft_wrap=True,
         )
         return
-    few, most = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
+    n_tokens, n_blocks = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def measure(blocks: int, tokens: int) -> dict[tuple[str, str], float]:
@@ -267,30 +267,30 @@ def print_prices(
             probe = build(blocks=blocks, tokens=tokens)
         return measure_prices(probe, batch)
 
-    measured = measure(most, few)
+    measured = measure(n_blocks, n_tokens)
     prices = dict(measured)
     # Every price grows by the block and by the token.
     for times, other in (
-        ((blocks - most) / max(1, most - 1), (1, few)),
-        ((tokens - few) / (few - few // 4), (most, few // 4)),
+        ((blocks - n_blocks) / max(1, n_blocks - 1), (1, n_tokens)),
+        ((tokens - n_tokens) / (n_tokens - n_tokens // 4), (n_blocks, n_tokens // 4)),
     ):
         if times > 0:
             smaller = measure(*other)
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
     names = list(dict.fromkeys(name for name, _ in prices if name))
-    set_up, look = (sum(prices[name, one] for name in names) for one in ("set-up", "look"))
+    set_up, look = (sum(prices[name, part] for name in names) for part in ("set-up", "look"))
     control = prices["", "control"]
     table = Table("seconds of computation", "set-up", "a look", "its control, at most")
     for name in names:
-        table.add_row(name, *(f"{prices[name, one]:.2g}" for one in ("set-up", "look")))
+        table.add_row(name, *(f"{prices[name, part]:.2g}" for part in ("set-up", "look")))
     table.add_row("two gradients", "", "", f"{control:.2g}")
     table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
     print_table(console, table)
     console.print(
         f"What attacks='auto' plays, measured on this machine's {device.type} at {batch[0]} x "
-        f"{batch[1]} tokens of a process on models of up to {most} blocks and {few:,} tokens with "
-        "random weights, and extended to "
+        f"{batch[1]} tokens of a process on models of up to {n_blocks} blocks and {n_tokens:,} "
+        "tokens with random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
         f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
         "again, and one of known words, of which each attack is asked. Together they add about "

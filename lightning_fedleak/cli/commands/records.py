@@ -19,7 +19,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Print the riskiest rows on a terminal, or write the others to a file; return 0.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Raises:

@@ -19,7 +19,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Train the runs that are not done yet, then print and report all finished runs.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:

@@ -1,10 +1,10 @@
-"""``fedleak synthetic``: what generated texts give away of the rows that a model was trained on."""
+"""``fedleak synthetic``: what generated texts reveal of the rows that a model was trained on."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Console
@@ -19,28 +19,28 @@ from lightning_fedleak.report.records import as_json
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Fit the auxiliary model, compare, print, and write JSON where ``--out`` asks for it.
+    """Fit the auxiliary model, compare the rows, print, and write JSON to ``--out`` if given.
 
     Args:
-        options: of the command.
-        console: where to print; stdout by default.
+        options: The options of the command.
+        console: The console to print to; stdout by default.
 
     Returns:
-        0; 3 where a score is above ``--at-most``, unknown, or may be above by its interval, and
-        where nothing says which tokens of the rows are compared.
+        3 if a score or its interval exceeds ``--at-most``, if such a score is unknown, or if it is
+        unknown which tokens of the rows to compare; else 0.
 
     Raises:
-        SourceError: the base or a text cannot be used, or the auxiliary model diverged.
-        AnatomyError: the parts of the base could not be found.
+        SourceError: The base or a text cannot be used, or the auxiliary model diverged.
+        AnatomyError: The parts of the base could not be found.
     """
     console = console or Console(highlight=False)
     try:
-        pools, absent, generated = _read(options)
+        pools, not_compared, generated = _read(options)
     except UnknownLabels as error:
         console.print(f"UNKNOWN: {error}.")
         memorization.summarize(options.summary, memorization.FAILED, [f"UNKNOWN: {error}."], [])
         return memorization.BREACH
-    for sentence in absent.values():
+    for sentence in not_compared.values():
         console.print(sentence)
     steps = -(-len(generated) // options.batch_size) * options.epochs
     console.print(
@@ -49,23 +49,23 @@ def run(options: Namespace, console: Console | None = None) -> int:
     )
     queried = [text for pool in pools for text in pool.texts]
     before, after = ask_auxiliary(queried, generated, options)
-    known = not used_up_mark(options.rows).exists()
-    sentences = [] if known else [memorization.USED_UP.replace("--members", "--rows")]
+    is_known = not used_up_mark(options.rows).exists()
+    sentences = [] if is_known else [memorization.USED_UP.replace("--members", "--rows")]
     values: dict[str, Mapping[str, float]] = {}
     content: dict[str, object] = {}
-    tables, first = [], 0
-    gated = [name for pool in pools for name in gated_scores(pool)]
-    for pool in pools:
-        places = torch.arange(first, first := first + len(pool.texts))
-        answers = before.rows(places), after.rows(places)
-        alpha = 0.05 / len(gated)  # of which the worst one counts
-        result, copied = compare_generated(pool, answers, generated, alpha)
+    tables = []
+    score_names = [name for pool in pools for name in gated_scores(pool)]
+    alpha = 0.05 / len(score_names)  # the worst score counts
+    indices = torch.split(torch.arange(len(queried)), [len(pool.texts) for pool in pools])
+    for pool, rows in zip(pools, indices, strict=True):
+        outputs = before.rows(rows), after.rows(rows)
+        result, copied = compare_generated(pool, outputs, generated, alpha)
         memorization.print_pool(console, pool, result, is_drawn=options.drawn)
-        known &= options.drawn or result.other_law is None
+        is_known &= options.drawn or result.distribution_shift is None
         values |= result.values
         tables.append(memorization.table_of(result.values))
-        of_pool = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
-        content |= {"short_answers": of_pool} if content else of_pool
+        record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
+        content |= {"short_answers": record} if content else record
         sentences.append(
             f"{copied['members']:.0f} of {result.n_members} rows that were trained on have 13 "
             f"tokens in a row in the generated texts, and {copied['others']:.0f} of "
@@ -73,45 +73,48 @@ def run(options: Namespace, console: Console | None = None) -> int:
         )
     for sentence in sentences:
         console.print(sentence)
-    content |= {"drawn": options.drawn, "known": known, "generated": len(generated)}
-    content |= {"not_compared": absent}
+    content |= {"drawn": options.drawn, "known": is_known, "generated": len(generated)}
+    content |= {"not_compared": not_compared}
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
-    evidence = {name: values.get(name, {}) if known else {} for name in (*absent, *gated)}
-    breaches = _breaches(evidence, options)
+    names = (*not_compared, *score_names)
+    breaches = _breaches(names, values if is_known else {}, options)
     for breach in breaches:
         console.print(f"BREACH: {breach}")
-    outcome = memorization.FAILED if breaches else "no breach" if known else "UNKNOWN"
-    sentences += [*breaches, *absent.values()]
+    outcome = memorization.FAILED if breaches else "no breach" if is_known else "UNKNOWN"
+    sentences += [*breaches, *not_compared.values()]
     memorization.summarize(options.summary, outcome, sentences, tables)
     return memorization.BREACH if breaches else 0
 
 
-def _breaches(values: Mapping[str, Mapping[str, float]], options: Namespace) -> list[str]:
+def _breaches(
+    names: Sequence[str], values: Mapping[str, Mapping[str, float]], options: Namespace
+) -> list[str]:
     """Return a sentence for each score that is above ``--at-most``, may be, or is unknown."""
     if options.at_most is None:
         return []
     limit = options.metric, options.at_most
-    reasons = {name: memorization.breach_of(rates, *limit) for name, rates in values.items()}
+    reasons = {name: memorization.breach_of(values.get(name, {}), *limit) for name in names}
     return [f"{name}/{limit[0]} {why}" for name, why in reasons.items() if why is not None]
 
 
 def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[Text]]:
-    """Return the pools of rows, why rows of a length are not compared, and the generated texts."""
+    """Return the pools of rows, why other rows are not compared, and the generated texts."""
     tokenizer = load_tokenizer(options.base)
     columns = options.column, options.prompt_column, options.loss
     reader = RowReader(tokenizer, options.length, *columns)
-    plain = RowReader(tokenizer, options.length, options.generated_column)
+    column = options.generated_column
+    text_reader = RowReader(tokenizer, options.length, column) if column else reader
     rows, others = reader.read(options.rows), reader.read(options.others)
-    texts = (plain if options.generated_column else reader).read(options.generated)
+    texts = text_reader.read(options.generated)
     generated = [text for text in texts.values() if text.n_labels]
     if not generated:
         raise SourceError(
             f"--generated '{options.generated}' holds no text of two tokens or more: give the "
             "texts that the model wrote"
         )
-    pools, absent = memorization.pools_of(rows, others, lambda ids: str(tokenizer.decode(ids)))
-    absent = {name: why for name, why in absent.items() if name in memorization.HEADLINES[:2]}
-    return [pool for pool in pools if pool.part != "prompts"], absent, generated
+    pools, reasons = memorization.pools_of(rows, others, lambda ids: str(tokenizer.decode(ids)))
+    reasons = {name: why for name, why in reasons.items() if name in memorization.HEADLINES[:2]}
+    return [pool for pool in pools if pool.part != "prompts"], reasons, generated

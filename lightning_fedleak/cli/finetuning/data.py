@@ -86,7 +86,7 @@ class TextDataModule(L.LightningDataModule):
         length: tokens a row, at most; longer texts continue in the next row.
         val_fraction: share of the texts for validation.
         column: the field of the file or dataset that holds the text.
-        seed: of the split and of the order.
+        seed: The seed of the split and of the order.
 
     Raises:
         ValueError: an argument is out of its range.

@@ -254,8 +254,8 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
     """Return the name of the column that holds the text.
 
     Args:
-        rows: of the source.
-        names: of their columns.
+        rows: The rows of the source.
+        names: The names of their columns.
         column: that was asked for; None: ``text``, or the only one that holds text.
         source: where they are from, for messages.
 

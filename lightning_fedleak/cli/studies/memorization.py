@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import memorization
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.metrics import Rate, released
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
+from lightning_fedleak.evaluation.metrics.record_list import RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 
-LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
+MIN_TEXTS = 10  # texts on either side, two for each fold of the blind word scores
 
 
 def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
@@ -36,17 +36,17 @@ def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the members' scores show beside the others'.
+    """How well attacks distinguish the members of a pool from its non-members.
 
     Attributes:
-        values: by attack, what
+        values: The result by attack, from
             :func:`~lightning_fedleak.evaluation.metrics.released.membership_values` or
-            :func:`~lightning_fedleak.evaluation.metrics.released.extraction_values` returns.
-        blind: AUC of each score that knows nothing of the training.
-        n_members: members that were scored.
-        n_others: others that were scored.
-        visible: the least TPR at 1% FPR that so many texts show with probability 0.8.
-        needed: others that each TPR needs, by its FPR.
+            :func:`~lightning_fedleak.evaluation.metrics.released.extraction_values`.
+        blind: The AUC of each score that does not use the trained model.
+        n_members: The number of members that were scored.
+        n_others: The number of non-members that were scored.
+        visible: The smallest TPR at 1% FPR that so many texts show with probability 0.8.
+        needed: The number of non-members that a TPR needs, by its FPR.
     """
 
     values: Mapping[str, Mapping[str, float]]
@@ -57,9 +57,9 @@ class Comparison:
     needed: Mapping[float, int]
 
     @property
-    def other_law(self) -> str | None:
-        """Return why members and others may follow different laws; None where they follow one."""
-        return released.other_law(self.blind)
+    def distribution_shift(self) -> str | None:
+        """Why members and non-members may be from different distributions; None if they are not."""
+        return released.distribution_shift(self.blind)
 
 
 class ReleasedPool:
@@ -73,7 +73,7 @@ class ReleasedPool:
         members: texts that were trained on.
         others: texts that were not.
         decode: returns the words of token ids, for zlib.
-        numbers: of the members' rows, for a list of records; None counts them.
+        numbers: The numbers of the members' rows, for a list of records; None counts them.
         part: ``"short"``: the pool is of the texts with 1 to 7 label tokens, which
             :class:`ShortAnswers` reads; ``"prompts"``: of the tokens that the loss is not computed
             on, as labels, which :class:`PromptRatio` reads.
@@ -121,16 +121,16 @@ class ReleasedPool:
             self.texts = [text.prompt for text in self.texts]
             self.times = torch.ones(len(chosen), dtype=torch.long)
         n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
-        if min(n, n_others) < LEAST_TEXTS:
+        if min(n, n_others) < MIN_TEXTS:
             excluded = {
                 "short": "only texts that have 1 to 7 label tokens and occur once count",
-                "prompts": f"only prompts of {LEAST_LABELS} tokens that no other repeats count",
-                "long": f"after {self.short} texts of fewer than {LEAST_LABELS} tokens and "
+                "prompts": f"only prompts of {MIN_LABELS} tokens that no other repeats count",
+                "long": f"after {self.short} texts of fewer than {MIN_LABELS} tokens and "
                 f"{self.repeated} that repeat parts of others",
             }[part]
             raise ValueError(
                 f"{n} members and {n_others} others are left to compare, {excluded}: "
-                f"at least {LEAST_TEXTS} on each side are needed"
+                f"at least {MIN_TEXTS} on each side are needed"
             )
         self.compressed = compressed_bytes(self.texts, decode)
 
@@ -194,7 +194,7 @@ class ReleasedPool:
             n_members,
             n_others,
             released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
-            {fpr: released.others_needed(look, alpha, fpr) for fpr in released.FPRS},
+            {fpr: released.min_non_members(look, alpha, fpr) for fpr in released.FPRS},
         )
 
     def list_records(

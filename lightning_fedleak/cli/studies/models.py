@@ -104,10 +104,10 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
     It sets the global seed of torch.
 
     Args:
-        anatomy: of the model.
-        rank: of the adapters; 0 returns the model unchanged.
+        anatomy: The anatomy of the model.
+        rank: The rank of the adapters; 0 returns the model unchanged.
         targets: names of modules separated by commas, or ``all-linear``; None for PEFT's choice.
-        seed: of the adapters.
+        seed: The seed of the adapters.
 
     Raises:
         SourceError: peft is not installed, or adapters do not fit such modules.
@@ -142,7 +142,7 @@ def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
 
     Args:
         anatomy: the model's.
-        tokens: of a text.
+        tokens: The number of tokens of a text.
         option: the option that the message names.
 
     Raises:
@@ -193,7 +193,7 @@ def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
 
     Args:
         name: folder or name on the hub.
-        config: of the trained model.
+        config: The config of the trained model.
         head: what that predicts.
         option: what happens to weights that the model lacks. ``"--model"``: an error.
             ``"--base"``: they are 0, so that all classes are as likely. Anything else: they keep

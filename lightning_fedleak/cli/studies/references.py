@@ -130,8 +130,9 @@ def _gives_guarantee(line: records.RunLine | records.ResultLine) -> bool:
     """Return whether a line says of a run that its defences guarantee something."""
     facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
     promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
-    spent = [getattr(one, "privacy", None) for one in (line, getattr(line, "resumed", None))]
-    return any(spent) or not all(promise.startswith("none") for promise in promises)
+    resumed = getattr(line, "resumed", None) or {}
+    spent = getattr(line, "privacy", None) or resumed.get("privacy")
+    return bool(spent) or not all(promise.startswith("none") for promise in promises)
 
 
 def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[str, Any] | None:
@@ -193,7 +194,7 @@ class References:
         """Return in words what is trained, and what it takes.
 
         Args:
-            seconds: of one forward of all texts.
+            seconds: The seconds of one forward of all texts.
         """
         steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
         kept = f", where no earlier answers are in '{self._folder}'" if self._folder else ""
@@ -294,7 +295,7 @@ def fit_texts(
         texts: those to train on, at least one.
         recipe: how; its adapters are on the model already.
         head: what the model predicts.
-        tokenizer: of the model, which masks the tokens of a masked one.
+        tokenizer: The tokenizer of the model, which masks the tokens of a masked one.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).train()

@@ -20,7 +20,7 @@ from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, all_attacks
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
-from lightning_fedleak.evaluation.metrics.copies import COPIES, copy_values, find_copies
+from lightning_fedleak.evaluation.metrics.copies import COPY_SCORES, copy_values, find_copies
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
 
@@ -35,7 +35,8 @@ def ask_auxiliary(
     Args:
         texts: the texts that are asked about.
         generated: the texts that are trained on, at least one.
-        options: of the command, which hold the base, the recipe of the training and the LoRA.
+        options: The options of the command, which hold the base, the recipe of the training and the
+            LoRA.
 
     Raises:
         SourceError: the base cannot be loaded, is no causal language model or reads fewer tokens
@@ -63,8 +64,9 @@ def ask_auxiliary(
 
 def gated_scores(pool: ReleasedPool) -> list[str]:
     """Return the names of the scores of a pool that a gate takes the worst of."""
-    end = "_short" * pool.is_short
-    return ["loss_ratio_short" if pool.is_short else "combined", *(name + end for name in COPIES)]
+    if pool.is_short:
+        return ["loss_ratio_short", *(f"{name}_short" for name in COPY_SCORES)]
+    return ["combined", *COPY_SCORES]
 
 
 def compare_generated(
@@ -80,7 +82,7 @@ def compare_generated(
 
     Args:
         pool: rows that were trained on, and others.
-        answers: of the base and of the auxiliary model, on the pool's texts.
+        answers: The answers of the base and of the auxiliary model, on the pool's texts.
         generated: the generated texts.
         alpha: probability of error of each score.
 

@@ -52,7 +52,7 @@ class RowReader:
       transformers. For a masked model: text, of which all but special tokens are labels.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: The tokenizer of the model.
         length: tokens of a row, at most.
         column: that holds the text, the chat, or beside a prompt the answer.
         prompt_column: that holds the prompt.

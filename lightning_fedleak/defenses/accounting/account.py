@@ -34,7 +34,8 @@ class _Ledger:
     missing, and at worst one is counted that was not made.
 
     Args:
-        path: of a :class:`~lightning_fedleak.defenses.accounting.ledger.LedgerFile`; None for none.
+        path: The path of a :class:`~lightning_fedleak.defenses.accounting.ledger.LedgerFile`; None
+            for none.
 
     Raises:
         DefenseError: the file cannot be used.
@@ -273,8 +274,8 @@ class RenyiFilter(_Ledger):
     PRV does not apply: its composition is proven for noise that was fixed before the run.
 
     Args:
-        epsilon: of the whole run.
-        delta: of the whole run.
+        epsilon: The epsilon of the whole run.
+        delta: The delta of the whole run.
         ledger: as for :class:`Accountant`. It stores releases, not the budget: begin again with the
             same budget.
         sampling: how batches are drawn.
@@ -382,7 +383,7 @@ class RenyiFilter(_Ledger):
 
     def _rdp(self, noise_multiplier: float, sample_rate: float) -> float:
         """Return the divergence of one release at the order."""
-        if noise_multiplier < accounting.LEAST_NOISE:
+        if noise_multiplier < accounting.MIN_NOISE:
             return math.inf
         return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._place])
 
@@ -421,7 +422,7 @@ def best_order(
         rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
-    if not releases[best] >= 1 or noise_multiplier < accounting.LEAST_NOISE:
+    if not releases[best] >= 1 or noise_multiplier < accounting.MIN_NOISE:
         raise DefenseError(
             f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"

@@ -17,8 +17,8 @@ Both also cover batches of a fixed size, drawn without replacement
 (``sampling="without_replacement"``): see Zhu, Dong & Wang 2022 and the module ``renyi``. The number
 of examples is public then, and neighbouring data sets differ in one example that is replaced.
 
-Epsilon is reported as infinite if it exceeds :data:`LARGEST_EPSILON`, or if a noise multiplier is
-below :data:`LEAST_NOISE`. In the second case PRV is not called: its mesh covers the whole range of
+Epsilon is reported as infinite if it exceeds :data:`MAX_EPSILON`, or if a noise multiplier is
+below :data:`MIN_NOISE`. In the second case PRV is not called: its mesh covers the whole range of
 the privacy loss, which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it needs terabytes), and
 ``exp`` of a loss above 709 overflows float64. Such an epsilon means no protection: one full-batch
 step at a noise multiplier of 0.05 has an epsilon of 284 at delta 1e-5.
@@ -35,14 +35,15 @@ from typing import Any, Literal
 import numpy as np
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
+from scipy.special import ndtr
 
 from lightning_fedleak.defenses.accounting import ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
     SamplingScheme,
-    WithoutReplacementPRV,
     deltas_of_rdp,
     epsilons_of_rdp,
+    least_epsilon,
     rdp_of,
 )
 from lightning_fedleak.defenses.base import Curve, DefenseError
@@ -50,7 +51,7 @@ from lightning_fedleak.defenses.checks import check_choice, check_number
 
 PRV_POINTS = 2**21  # approximate limit of the points of PRV's mesh; more: slower, a smaller error
 PRV_ERROR = 0.002  # error of PRV's epsilon over the scale that it is called with. Not tuned
-PRV_LARGEST_LOSS = 650.0  # privacy loss up to which PRV is called; exp of 709 overflows float64
+PRV_MAX_LOSS = 650.0  # privacy loss up to which PRV is called; exp of 709 overflows float64
 
 AccountantKind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
@@ -58,11 +59,34 @@ History = tuple[tuple[float, float, int], ...]
 Releases = Sequence[tuple[float, float, int]]
 """Noise multiplier, sample rate and count of every kind of release."""
 
-LEAST_NOISE = 0.05  # noise multiplier below which epsilon is infinite; see the module's docstring
-LARGEST_EPSILON = 200.0  # above it epsilon is infinite, because it means no protection
-MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. Not tuned
+MIN_NOISE = 0.05  # noise multiplier below which epsilon is infinite; see the module's docstring
+MAX_EPSILON = 200.0  # above it epsilon is infinite, because it means no protection
+MAX_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. Not tuned
 CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that a curve allows is .6% larger (sigma 1)
-LEAST_DELTA = 1e-9  # smallest delta of a curve; events rarer than delta refute nothing
+MIN_DELTA = 1e-9  # smallest delta of a curve; events rarer than delta refute nothing
+
+
+class _WithoutReplacementPRV:
+    """The privacy loss of A against B under A, as Opacus' parts of PRV take it.
+
+    Args:
+        sample_rate: q, below 1.
+        noise_multiplier: sigma, over the largest distance between the sums of two neighbours.
+    """
+
+    def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
+        self._rate = sample_rate
+        self._sigma = noise_multiplier
+
+    def cdf(self, t: Floats | float) -> Floats:
+        """Return the chance of a loss of at most t."""
+        q, sigma = self._rate, self._sigma
+        x = 0.5 + sigma**2 * np.log1p(np.expm1(np.abs(t)) / q)
+        tail = ndtr(-x / sigma)
+        cdf: Floats = np.where(
+            np.asarray(t) < 0, tail, 1 - (1 - q) * tail - q * ndtr((1 - x) / sigma)
+        )
+        return cdf
 
 
 def prv_epsilon(
@@ -121,7 +145,7 @@ def read_prv(
 
     Returns:
         The values; None if PRV cannot compute them: delta is within rounding, or the privacy loss
-        is above :data:`PRV_LARGEST_LOSS`, or Opacus fails, which is warned of.
+        is above :data:`PRV_MAX_LOSS`, or Opacus fails, which is warned of.
     """
     from opacus.accountants.analysis import prv
 
@@ -137,7 +161,7 @@ def read_prv(
             for sigma, rate, _ in history
         ),
     )
-    if loss > PRV_LARGEST_LOSS:
+    if loss > PRV_MAX_LOSS:
         return None
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
@@ -145,7 +169,7 @@ def read_prv(
 
     def loss_of(sigma: float, rate: float) -> Any:
         fixed = sampling == "without_replacement"
-        return (WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
+        return (_WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
 
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -196,8 +220,8 @@ def epsilon_of(
         sampling: The sampling scheme of all releases.
 
     Returns:
-        The epsilon; 0 for no releases, and ``inf`` above :data:`LARGEST_EPSILON` or with a noise
-        multiplier below :data:`LEAST_NOISE`.
+        The epsilon; 0 for no releases, and ``inf`` above :data:`MAX_EPSILON` or with a noise
+        multiplier below :data:`MIN_NOISE`.
 
     Raises:
         DefenseError: A value is out of range, or Opacus is missing.
@@ -208,13 +232,16 @@ def epsilon_of(
         ledger.check_release(*row)
     if not history:
         return 0.0
-    if min(row[0] for row in history) < LEAST_NOISE:
+    if min(row[0] for row in history) < MIN_NOISE:
         return math.inf
-    rdp = composed_rdp(history, sampling)
-    epsilon = float(epsilons_of_rdp(rdp, delta).min())
-    if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
-    return epsilon if epsilon <= LARGEST_EPSILON else math.inf
+    if kind == "rdp" and sampling == "poisson":
+        epsilon = least_epsilon(history, delta)
+    else:
+        rdp = composed_rdp(history, sampling)
+        epsilon = float(epsilons_of_rdp(rdp, delta).min())
+        if kind == "prv" and 0 < epsilon < math.inf:
+            epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
+    return epsilon if epsilon <= MAX_EPSILON else math.inf
 
 
 def composed_rdp(history: Releases, sampling: SamplingScheme) -> Floats:
@@ -229,7 +256,7 @@ def curve_of(
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 
     Together the pairs bound every attack more tightly than the pair at one delta does. Epsilons are
-    evenly spaced from 0 to the epsilon at :data:`LEAST_DELTA`.
+    evenly spaced from 0 to the epsilon at :data:`MIN_DELTA`.
 
     Args:
         history: The noise multiplier, sample rate and count of every kind of release, in any order.
@@ -242,7 +269,7 @@ def curve_of(
     Raises:
         DefenseError: A value is out of range, or Opacus is missing.
     """
-    largest = epsilon_of(history, LEAST_DELTA, kind, sampling)
+    largest = epsilon_of(history, MIN_DELTA, kind, sampling)
     if not history:
         return ((0.0, 0.0),)
     if math.isinf(largest):
@@ -256,9 +283,9 @@ def curve_of(
             estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
             return np.maximum(estimates, 0.0) + delta_error
 
-        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read, sampling)
+        bounds = read_prv(history, MIN_DELTA, largest, rdp, read, sampling)
         deltas = deltas if bounds is None else np.fmin(deltas, bounds)
-    deltas[-1] = min(deltas[-1], LEAST_DELTA)
+    deltas[-1] = min(deltas[-1], MIN_DELTA)
     return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))
 
 
@@ -275,7 +302,7 @@ def noise_multiplier_for(
     Its relative error is about 1e-4, and it is rounded up: its epsilon never exceeds the target.
 
     Args:
-        target_epsilon: The epsilon to stay within, in (0, LARGEST_EPSILON].
+        target_epsilon: The epsilon to stay within, in (0, MAX_EPSILON].
         target_delta: The delta of that epsilon, in (0, 1).
         sample_rate: The sample rate of every release, in (0, 1].
         steps: The number of releases.
@@ -284,14 +311,14 @@ def noise_multiplier_for(
 
     Raises:
         DefenseError: A value is out of range, or the target needs more noise than
-            :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
+            :data:`MAX_NOISE` or less than :data:`MIN_NOISE`.
     """
     check_kind(kind, sampling)
     check_probability(target_delta, "target_delta")
     ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
     name, hint = "target_epsilon", "usual values are 1 to 10"
-    check_number(name, target_epsilon, above=0, at_most=LARGEST_EPSILON, hint=hint)
+    check_number(name, target_epsilon, above=0, at_most=MAX_EPSILON, hint=hint)
 
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
@@ -300,18 +327,18 @@ def noise_multiplier_for(
         # Finite values stand for epsilons 0 and infinity, as brentq needs.
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
-    lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
+    lowest, highest = math.log(MIN_NOISE), math.log(MAX_NOISE)
     if excess(highest, "rdp") > 0:
         raise DefenseError(
-            f"target_epsilon={target_epsilon!r} needs a noise multiplier above {MOST_NOISE:g} in "
+            f"target_epsilon={target_epsilon!r} needs a noise multiplier above {MAX_NOISE:g} in "
             f"{steps} steps at sample_rate={sample_rate!r}. Raise target_epsilon or "
             "target_delta, or lower steps or sample_rate."
         )
     if excess(lowest, "rdp") <= 0:
         raise DefenseError(
-            f"target_epsilon={target_epsilon!r} needs a noise multiplier below {LEAST_NOISE}, "
+            f"target_epsilon={target_epsilon!r} needs a noise multiplier below {MIN_NOISE}, "
             f"which is accounted as no noise: lower target_epsilon, or pass noise_multiplier="
-            f"{LEAST_NOISE}"
+            f"{MIN_NOISE}"
         )
     high = _find_root(functools.partial(excess, accountant="rdp"), lowest, highest)
     if kind == "prv":

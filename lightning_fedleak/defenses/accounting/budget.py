@@ -44,7 +44,7 @@ class Budget:
         accountant: counts releases.
         notches: how often the noise was turned up.
         rate: chance of each example to be in a batch; None until the training data are known.
-        delta: of the guarantee; None until then, unless it was passed.
+        delta: The delta of the guarantee; None until then, unless it was passed.
         next_release: what :meth:`settle_next` returned; None once anything else has changed.
     """
 
@@ -130,7 +130,7 @@ class Budget:
         if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self.noise_now
-        if previous * HARDEN_FACTOR > accounting.MOST_NOISE:
+        if previous * HARDEN_FACTOR > accounting.MAX_NOISE:
             return None
         self.notches += 1
         return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
@@ -141,10 +141,10 @@ class Budget:
         """Record every release in a file from now on, and continue with its releases.
 
         Args:
-            path: of the file, or with a ``unit`` of the files of all clients.
+            path: The path of the file, or with a ``unit`` of the files of all clients.
             client: whose file it is.
             clients: how many there are.
-            unit: of privacy, by which files are distinguished; None for the path as it is.
+            unit: The unit of privacy, by which files are distinguished; None for the path as it is.
 
         Raises:
             DefenseError: the file holds something else, or cannot be written.
@@ -163,7 +163,7 @@ class Budget:
 
         Args:
             rate: chance of each example to be in a batch.
-            delta: of the guarantee.
+            delta: The delta of the guarantee.
             planned_steps: returns how many releases the run is going to make; called if needed.
 
         Raises:

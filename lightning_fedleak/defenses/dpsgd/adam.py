@@ -36,7 +36,7 @@ class DPAdamBC(Optimizer):
     Args:
         params: parameters or groups, as of every optimizer; float32 or float64.
         lr: learning rate.
-        betas: of the two moments.
+        betas: The decay rates of the two moments.
         eps: added to the root.
         weight_decay: decoupled, as AdamW's.
         floor: smallest second moment, as a share of the noise's variance. Weights whose gradients
@@ -82,7 +82,8 @@ class DPAdamBC(Optimizer):
         """Set the noise of the next step's gradients.
 
         Args:
-            variances: of each number of a parameter's gradient, as the optimizer gets it.
+            variances: The variance of each number of a parameter's gradient, as the optimizer
+                gets it.
         """
         self._variances = variances
 

@@ -30,7 +30,7 @@ from lightning_fedleak.defenses.noise import NoiseGauge, standard_normal
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 from lightning_fedleak.model.anatomy import where_whole
 
-MOST_CHANGE = 1e6  # of a clip norm by noise alone, up or down: float32 squares such a norm
+MAX_CHANGE = 1e6  # factor by which noise may change a clip norm, up or down: float32 squares it
 
 # Numbers of small parameters that are summed over processes at once. Not tuned; larger: more memory
 AT_ONCE = 1 << 20
@@ -57,7 +57,7 @@ class QuantileClip:
     Attributes:
         initial: C of the first release.
         quantile: share of the gradients that are not to be clipped.
-        learning_rate: of the norm's logarithm.
+        learning_rate: The learning rate of the norm's logarithm.
         count_noise: standard deviation of the count's noise over z; above 1/2. At 5 the gradients'
             noise is half a percent larger.
 
@@ -93,14 +93,14 @@ class QuantileClip:
                 example moves it by 1/2.
             expected: batch size.
             noise_multiplier: z.
-            key: of the count's noise.
+            key: The key of the count's noise.
         """
         drawn = standard_normal(key, torch.Size([1]), torch.device("cpu"), torch.float64)
         share = (unclipped + self.count_noise * noise_multiplier * float(drawn)) / expected + 0.5
-        most = 2 * math.log(MOST_CHANGE)  # from one end of the range to the other; exp stays finite
+        most = 2 * math.log(MAX_CHANGE)  # from one end of the range to the other; exp stays finite
         change = -self.learning_rate * (share - self.quantile)
         norm *= math.exp(min(max(change, -most), most))
-        return min(max(norm, self.initial / MOST_CHANGE), self.initial * MOST_CHANGE)
+        return min(max(norm, self.initial / MAX_CHANGE), self.initial * MAX_CHANGE)
 
     def check_clients(self, clients: int) -> None:
         """Raise an error for several clients, as each would clip at a norm of its own.
@@ -124,8 +124,8 @@ class Clip:
 
     Attributes:
         norm: C, the largest norm of one sample's addend.
-        gamma: of automatic clipping; None where gradients are clipped at a fixed norm.
-        form: of per-sample gradients in memory.
+        gamma: The gamma of automatic clipping; None where gradients are clipped at a fixed norm.
+        form: The form of per-sample gradients in memory.
     """
 
     norm: float
@@ -136,7 +136,7 @@ class Clip:
         """Return the factors that clip gradients, of the shape of their norms.
 
         Args:
-            norms: of samples' gradients; infinite for a sample that is not to count.
+            norms: The norms of samples' gradients; infinite for a sample that is not to count.
         """
         if self.gamma is None:
             return self.norm / norms.clamp(min=self.norm)
@@ -147,8 +147,8 @@ class EarlierPieces:
     """Clipped sums and norms of a logical batch's pieces before the last, until its release.
 
     Args:
-        samples: of the logical batch in this process that count.
-        device: of norms and weights.
+        samples: The samples of the logical batch in this process that count.
+        device: The device of norms and weights.
         probed: whether their per-sample gradients are compared with autograd's in the release.
 
     Attributes:
@@ -292,7 +292,7 @@ class ClippedSum:
         """Return the clipped sum of these samples' gradients, float32 or float64, in whole shape.
 
         Args:
-            parameter: of the gradients.
+            parameter: The parameter of the gradients.
             target: a sum to which it is added in place; None for zeros.
             memory: may be overwritten with the sum, see :func:`per_sample.weighted_sum`.
         """
@@ -316,7 +316,7 @@ class ClippedSum:
 
         Args:
             samples: (B, G, K) gradients of the crafted layers, each sample's part of the mean loss.
-            divisor: of the update.
+            divisor: The divisor of the update.
 
         Raises:
             DefenseError: they are of other samples than the batch, or users are clipped.
@@ -355,7 +355,7 @@ class ClippedSum:
             parameters: in the same order in all processes.
             team: the processes of this client.
             std: standard deviation of the noise on each number; 0: none.
-            divisor: of sum and noise.
+            divisor: The divisor of sum and noise.
             add: called with the number of a draw, a tensor, and a standard deviation: adds that
                 noise to the tensor in place.
             gauge: measures the noise.

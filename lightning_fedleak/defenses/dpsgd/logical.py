@@ -49,7 +49,7 @@ def pieces_of(
         batch: tensors with the rows as their first dimension. Tensors without dimensions go into
             every piece, as does what is no tensor and not as long as there are rows.
         samples: rows that count, 0 where the batch stands in for an empty one.
-        max_rows: of a piece.
+        max_rows: The largest number of rows of a piece.
         team: the processes; a collective.
         users: how many rows each user has, at most ``max_rows``. A piece holds whole users.
     """
@@ -235,10 +235,10 @@ def _combined(earlier: Any, value: Any, start: int, rows: int, total: int) -> An
     from each would fragment the memory that they use in turn.
 
     Args:
-        earlier: of the pieces before; None for the first.
-        value: of this piece.
+        earlier: The earlier of the pieces before; None for the first.
+        value: The value of this piece.
         start: rows of the pieces before.
-        rows: of this piece.
+        rows: The rows of this piece.
         total: rows of all pieces.
     """
     if isinstance(value, Mapping):

@@ -105,7 +105,7 @@ class LossCheck:
         unchecked: whether something in the step since the last release was new.
         separate: whether the last loss's operations show that samples stay separate.
         weights: (B,) by which each sample's gradient becomes that of its own mean; None for ones.
-        terms: of which the loss is a mean: samples, or where there are weights labels.
+        terms: The terms of which the loss is a mean: samples, or where there are weights labels.
         form: pairs of the last loss's operations down to the layers, each with the one above it,
             and the dimensions that they work along.
     """
@@ -130,7 +130,7 @@ class LossCheck:
 
         Args:
             loss: scalar with a graph.
-            calls: of layers in this step.
+            calls: The calls of layers in this step.
             samples: B, at least 1.
 
         Raises:

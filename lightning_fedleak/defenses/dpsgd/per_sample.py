@@ -68,6 +68,44 @@ class _EmbeddingRows:
 
 
 @dataclass(frozen=True)
+class _ExpertRows:
+    """Factors of the gradients of stacked matrices (E, m, n).
+
+    The gradient of sample b is zero, plus ``left[b, t] right[b, t]^T`` in its matrix ``ids[b, t]``,
+    for all t.
+
+    Attributes:
+        ids: (B, T) int64, the numbers of the matrices.
+        left: (B, T, m) the left factors.
+        right: (B, T, n) the right factors.
+    """
+
+    ids: Tensor
+    left: Tensor
+    right: Tensor
+
+    def by_matrix(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each matrix's number and its factors (B, c, m) and (B, c, n), padded by zeros."""
+        samples = torch.arange(len(self.ids), device=self.ids.device)[:, None]
+        counts = self.ids.new_zeros(len(samples), int(self.ids.max()) + 1)
+        counts.scatter_add_(1, self.ids, torch.ones_like(self.ids))
+        order, starts = self.ids.argsort(1), counts.cumsum(1) - counts
+        for matrix, most in enumerate(counts.amax(0).tolist()):
+            slots = torch.arange(most, device=self.ids.device)
+            places = (starts[:, matrix, None] + slots).clamp(max=self.ids.shape[1] - 1)
+            rows, absent = order.gather(1, places), slots >= counts[:, matrix, None]
+            sides = (_wide(v[samples, rows]) for v in (self.left, self.right))
+            left, right = (side.masked_fill(absent[..., None], 0.0) for side in sides)
+            yield matrix, left, right
+
+    def as_one_sample(self, weights: Tensor) -> _ExpertRows:
+        """Return the sum of the samples' gradients, each times its weight."""
+        left = _wide(self.left)
+        left = left * weights.to(left)[:, None, None]
+        return _ExpertRows(*(v.flatten(0, 1)[None] for v in (self.ids, left, self.right)))
+
+
+@dataclass(frozen=True)
 class _Dense:
     """Per-sample gradients as one tensor.
 
@@ -78,7 +116,7 @@ class _Dense:
     values: Tensor
 
 
-Part = _Outer | _EmbeddingRows | _Dense
+Part = _Outer | _EmbeddingRows | _ExpertRows | _Dense
 Parts = Sequence[Part]
 
 
@@ -118,25 +156,23 @@ def to_form(parts: Parts, shape: torch.Size, clipping: Clipping) -> Parts:
     if len(parts) == 1 and isinstance(parts[0], _Dense):
         return parts
     is_dense = any(isinstance(part, _Dense) for part in parts) or clipping == "per_sample"
-    if clipping == "auto" and all(isinstance(part, _Outer) for part in parts):
-        size = sum(p.left[0].numel() + p.right[0].numel() for p in parts if isinstance(p, _Outer))
+    factors = [part for part in parts if isinstance(part, _Outer | _ExpertRows)]
+    if clipping == "auto" and len(factors) == len(parts):
+        size = sum(part.left[0].numel() + part.right[0].numel() for part in factors)
         is_dense = is_dense or shape.numel() <= size
     return [_Dense(to_dense(parts, shape))] if is_dense else parts
 
 
 def _merge(parts: Parts) -> list[Part]:
     """Return one part of each type; several uses of a parameter become further positions."""
-    outer = [part for part in parts if isinstance(part, _Outer)]
-    if len(outer) > 1:
-        left, right = ([_wide(getattr(p, side)) for p in outer] for side in ("left", "right"))
-        outer = [_Outer(torch.cat(left, 1), torch.cat(right, 1))]
-    rows = [part for part in parts if isinstance(part, _EmbeddingRows)]
-    if len(rows) > 1:
-        values = torch.cat([_wide(part.values) for part in rows], 1)
-        rows = [_EmbeddingRows(torch.cat([part.ids for part in rows], 1), values)]
+    merged: list[Part] = []
+    for kind in (_Outer, _EmbeddingRows, _ExpertRows):
+        uses = [vars(part) for part in parts if isinstance(part, kind)]
+        if uses:
+            merged.append(kind(**{k: torch.cat([_wide(u[k]) for u in uses], 1) for k in uses[0]}))
     dense = [part.values for part in parts if isinstance(part, _Dense)]
     total = [_Dense(functools.reduce(torch.add, dense))] if dense else []
-    return [*outer, *rows, *total]
+    return [*merged, *total]
 
 
 def to_dense(parts: Parts, shape: torch.Size) -> Tensor:
@@ -151,6 +187,10 @@ def to_dense(parts: Parts, shape: torch.Size) -> Tensor:
                 values = (right.transpose(1, 2) @ left).transpose(1, 2).contiguous()
             else:
                 values = left.transpose(1, 2) @ right
+        elif isinstance(part, _ExpertRows):
+            values = _wide(part.left[:0]).new_zeros(len(part.ids), *shape)
+            for matrix, left, right in part.by_matrix():
+                values[:, matrix] = left.mT @ right
         else:
             source = _wide(part.values)
             values = source.new_zeros(len(source), *shape)
@@ -204,6 +244,9 @@ def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
         elif isinstance(part, _Outer):
             left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
             result.append(_Outer(by_user(left), by_user(_wide(part.right))))
+        elif isinstance(part, _ExpertRows):
+            left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
+            result.append(_ExpertRows(by_user(part.ids), by_user(left), by_user(_wide(part.right))))
         else:
             values = _wide(part.values) * weights.to(_wide(part.values))[:, None, None]
             result.append(_EmbeddingRows(by_user(part.ids), by_user(values)))
@@ -297,6 +340,11 @@ def weighted_sum(
                 continue
             usable = memory is not None and (memory.dim(), memory.dtype) == (2, left.dtype)
             term = torch.mm(left.T, right, out=memory if usable else None)
+        elif isinstance(part, _ExpertRows):
+            total = _wide(part.left[:0]).new_zeros(shape) if total is None else total
+            for matrix, left, right in part.as_one_sample(weights).by_matrix():
+                total[matrix].addmm_(left[0].T, right[0])
+            continue
         else:
             source = _wide(part.values)
             source = source * weights.to(source)[:, None, None]
@@ -332,6 +380,12 @@ def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
             norms = _norms(terms)
         elif isinstance(part, _Outer):
             forms = (_wide(part.left) @ left) * (_wide(part.right) @ right)
+            norms = _norms(part.left) * _norms(part.right)
+        elif isinstance(part, _ExpertRows):
+            forms = left.new_zeros(())
+            direction = right.view(part.left.shape[2], part.right.shape[2])
+            for matrix, one, other in part.as_one_sample(left.new_ones(len(part.ids))).by_matrix():
+                forms = forms + left[matrix] * ((one @ direction) * other).sum()
             norms = _norms(part.left) * _norms(part.right)
         else:
             forms = left[part.ids] * (_wide(part.values) @ right)
@@ -381,6 +435,11 @@ def _squared_norms(parts: Parts, rows: slice) -> Tensor:
     for part in parts:
         if isinstance(part, _Dense):
             raise AssertionError("a dense part and factors together have no ghost norm")
+        if isinstance(part, _ExpertRows):
+            chunk = _ExpertRows(part.ids[rows], part.left[rows], part.right[rows])
+            for _, one, other in chunk.by_matrix():
+                products = (one @ one.mT).mul_(other @ other.mT)
+                total, absolute = _add(total, absolute, products)
         if not isinstance(part, _EmbeddingRows):
             continue
         ids, values = part.ids[rows], _wide(part.values[rows])
@@ -404,7 +463,8 @@ def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[
 
 
 def _wide(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
+    narrow = values.is_floating_point() and values.dtype != torch.float64
+    return values.float() if narrow else values
 
 
 def zeros_of(parameter: Tensor) -> Tensor:

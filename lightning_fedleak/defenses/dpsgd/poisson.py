@@ -22,7 +22,7 @@ from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; another gives other masks
-MOST_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
+MAX_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
             step, self.step = self.step, self.step + 1
             batch = self.rows(step)
             if self.drawn is None:
-                self.drawn = deque(maxlen=MOST_WAITING)
+                self.drawn = deque(maxlen=MAX_WAITING)
             self.drawn.append(len(batch))
             yield batch
 
@@ -133,7 +133,7 @@ class UserBatchSampler(PoissonBatchSampler):
         super().__init__(shard, rate, steps, draws)
         self.users = users
         self.rows_per_user = rows_per_user
-        self._counts: deque[list[int]] = deque(maxlen=MOST_WAITING)
+        self._counts: deque[list[int]] = deque(maxlen=MAX_WAITING)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the rows of the next ``steps`` batches, user by user."""
@@ -190,10 +190,10 @@ class EmptyCollate:
     the batch and stays.
 
     Args:
-        collate: of the loader. It may have an attribute ``rows_per_example``, of a trainer whose
-            examples are pairs; 1 without.
-        dataset: of the example.
-        index: of the example; no number of it is in an empty batch.
+        collate: The collate function of the loader. It may have an attribute ``rows_per_example``,
+            of a trainer whose examples are pairs; 1 without.
+        dataset: The dataset of the example.
+        index: The index of the example; no number of it is in an empty batch.
 
     Raises:
         DefenseError: in a call, another number of rows than of examples.
@@ -268,7 +268,7 @@ class Sampling:
         loader: yields the batches.
         rate: chance of each example to be in a batch, as it is to be accounted.
         expected: number of examples by which a clipped sum is divided.
-        examples: of all clients; where users are drawn, the number of users.
+        examples: The number of examples of all clients; where users are drawn, the number of users.
         users: the rows of each user by key; None where examples are drawn.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd import rerun
+from lightning_fedleak.defenses.dpsgd import experts, rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
 from lightning_fedleak.model.taps.hooks import taps_paused
@@ -210,7 +210,7 @@ class Recorder:
 
         Args:
             loss: with its graph.
-            calls: of layers in this step.
+            calls: The calls of layers in this step.
         """
         stack, visited, leaves = [loss.grad_fn], set[Any](), list[Any]()
         while stack:
@@ -286,6 +286,8 @@ class Recorder:
             adapted = module in self._adapted
             if module._modules and not adapted and _shares_all(module):
                 return
+            if experts.is_router(module):
+                inputs, output = experts.of_logits(inputs, output)
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
             if adapted:
@@ -300,7 +302,10 @@ class Recorder:
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
         hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
         if self.counts:
-            call = module, rule, inputs.detach(), self.parts
+            source = inputs.detach()
+            if experts.is_experts(module):
+                source = [tensor.detach() for tensor in (*args, *kwargs.values())[:3]]
+            call = module, rule, source, self.parts
             hook = functools.partial(self._record_gradient, *call)
         output.register_hook(hook)
 
@@ -397,7 +402,7 @@ class Recorder:
         self,
         module: nn.Module,
         rule: rerun.Rule,
-        inputs: Tensor,
+        source: Any,
         parts: dict[Tensor, list[Part]],
         gradient: Tensor,
     ) -> None:
@@ -406,7 +411,7 @@ class Recorder:
             return
         self.half = self.half or gradient.element_size() < 4
         try:
-            for key, part in rule(module, inputs, gradient.detach(), self.samples).items():
+            for key, part in rule(module, source, gradient.detach(), self.samples).items():
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error

@@ -32,8 +32,8 @@ from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense
 
 # A function that returns the per-sample gradients of a module's parameters, by their names. Its
 # arguments are the module, its input (whose first dimension is samples, or samples times
-# positions), the gradient of its output, and B.
-Rule = Callable[[Any, Tensor, Tensor, int], Mapping[str, Part]]
+# positions; of experts three tensors), the gradient of its output, and B.
+Rule = Callable[[Any, Any, Tensor, int], Mapping[str, Part]]
 
 # Numbers that the samples run again at once may have: each those of the layer's weights, which its
 # gradient may take, and of its input and output. A sample is run alone at least. Not tuned
@@ -166,10 +166,10 @@ def rerun(
     Args:
         module: the layer, which takes one tensor and returns one.
         source: (B, ...) or (B rows, ...) its input.
-        gradient: of its output, likewise.
+        gradient: The gradient of its output, likewise.
         samples: B.
-        moment: of the call; None for a layer that may draw nothing at random.
-        values: of the trained parameters by name; None for their own.
+        moment: The moment of the call; None for a layer that may draw nothing at random.
+        values: The values of the trained parameters by name; None for their own.
 
     Raises:
         DefenseError: it cannot be run again.

@@ -1,7 +1,8 @@
 """Rules that compute the per-sample gradients of a layer from its input and output gradient.
 
-Linear layers, embeddings and layer norms have a closed form. Every other layer is run again for
-each sample (:mod:`~lightning_fedleak.defenses.dpsgd.rerun`), or refused at setup.
+Linear layers, embeddings, layer norms and transformers' experts have a closed form. Every other
+layer is run again for each sample (:mod:`~lightning_fedleak.defenses.dpsgd.rerun`), or refused at
+setup.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense, _EmbeddingRows, _Outer, _wide
 from lightning_fedleak.defenses.dpsgd.rerun import Rule, needs_more, plain_type, rerun
 
@@ -33,6 +36,10 @@ def rule_of(name: str, module: nn.Module) -> Rule:
         DefenseError: The parameters have no per-sample gradients. The message says why and what to
             use instead.
     """
+    if experts.is_experts(module):
+        return experts.by_row
+    if experts.is_router(module):
+        return _linear
     if reason := _refusal(name, module):
         raise DefenseError(f"DPSGD: {reason}")
     cls = plain_type(module)
@@ -61,8 +68,7 @@ def _refusal(name: str, module: nn.Module) -> str:
         return (
             f"the parameters {names} belong to a {cls}, whose inputs and outputs do not give "
             "their per-sample gradients. Put them into a module of their own that computes with "
-            "them in its `forward`, from one tensor, or freeze them (experts: train a LoRA of the "
-            "attention, by target_modules)."
+            "them in its `forward`, from one tensor, or freeze them."
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(direct):
         return (
@@ -91,13 +97,21 @@ def _linear(
         transposed: Whether the weight is (in, out), as in GPT-2's ``Conv1D``.
     """
     parts: dict[str, Part] = {}
+    if source.dtype == torch.float64:  # some routers compute in float32 all the same
+        gradient = gradient.double()
     gradient = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.weight.requires_grad:
         source = source.reshape(samples, -1, source.shape[-1])
         parts["weight"] = _Outer(source, gradient) if transposed else _Outer(gradient, source)
-    if module.bias is not None and module.bias.requires_grad:
+    bias = getattr(module, "bias", None)  # some routers have none
+    if bias is not None and bias.requires_grad:
         parts["bias"] = _Dense(_wide(gradient).sum(1))
     return parts
+
+
+def check_experts(root: nn.Module) -> None:
+    """Raise an error for experts or routers without a rule, as :func:`experts.check`."""
+    experts.check(root, _linear)
 
 
 _conv1d = functools.partial(_linear, transposed=True)
@@ -136,4 +150,4 @@ _RULES: dict[type[nn.Module], Rule] = {
 }
 # The rules that return a matrix's per-sample gradients as factors or rows, which ghost clipping
 # needs: it computes norms without the dense gradients.
-GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding)
+GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding, experts.by_row)

@@ -20,9 +20,9 @@ class ClipSettings:
     """How gradients are clipped.
 
     Attributes:
-        form: of per-sample gradients in memory: ``"ghost"`` for factors, ``"per_sample"`` for all
-            numbers, ``"auto"`` for the smaller one in each layer.
-        gamma: of automatic clipping, ``max_grad_norm="auto"``.
+        form: The form of per-sample gradients in memory: ``"ghost"`` for factors, ``"per_sample"``
+            for all numbers, ``"auto"`` for the smaller one in each layer.
+        gamma: The gamma of automatic clipping, ``max_grad_norm="auto"``.
         loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
             depend on one sample each, ``"checked"`` to let DPSGD check it.
 
@@ -143,17 +143,17 @@ def check_combination(
     if max_grad_norm != "auto" and not isinstance(max_grad_norm, QuantileClip):
         hint = "or 'auto', or a QuantileClip"
         check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint=hint)
-    most, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
+    max_rows, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
     hint = "rows that are run at once"
-    check_integer("DPSGD: max_physical_batch_size", most, optional=True, hint=hint)
+    check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True, hint=hint)
     if isinstance(unit, Users):
         rows = unit.rows_per_user
     else:
         check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     refusals = {
-        f"max_physical_batch_size={most} runs whole users: pass "
-        f"Users(..., rows_per_user={most}) or fewer": (
-            by_user and most is not None and (rows is None or rows > most)
+        f"max_physical_batch_size={max_rows} runs whole users: pass "
+        f"Users(..., rows_per_user={max_rows}) or fewer": (
+            by_user and max_rows is not None and (rows is None or rows > max_rows)
         )
     }
     refuse("DPSGD: ", refusals)
@@ -203,8 +203,8 @@ def guarantee_of(trust: Trust, seed: int | None, unit: str, *, fixed_budget: boo
 
     Args:
         trust: in the server.
-        seed: of noise that can be guessed; None: none can.
-        unit: of privacy.
+        seed: The seed of noise that can be guessed; None: none can.
+        unit: The unit of privacy.
         fixed_budget: whether the account is a filter's.
     """
     if seed is not None:

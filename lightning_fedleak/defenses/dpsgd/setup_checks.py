@@ -1,4 +1,4 @@
-"""Checks of DP-SGD before the first step: the Trainer, the model, and how many steps there are."""
+"""Checks of DP-SGD before the first step: of the Trainer, the model and the number of steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.recorder import trains
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
-from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, rule_of
+from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, check_experts, rule_of
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
 
-COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
+COMPARED = 5  # examples by which the datasets of processes are compared. Not tuned
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 """Lightning's names of the precisions without a gradient scaler."""
 
 
 def check_trainer(context: DefenseContext) -> None:
-    """Raise an error for settings of the Trainer that break the guarantee or have no effect.
+    """Refuse settings of the Trainer that break the guarantee or have no effect.
 
     Raises:
-        DefenseError: says which setting.
+        DefenseError: Names the setting.
     """
     refusals = {
         f": precision={context.precision!r} is not supported: a gradient scaler unscales the "
@@ -42,14 +42,14 @@ def check_trainer(context: DefenseContext) -> None:
 
 
 def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
-    """Raise an error where another defence changes the gradients that a :class:`DPAdamBC` gets.
+    """Refuse another defence that changes the gradients that a :class:`DPAdamBC` gets.
 
     Args:
-        host: has the optimizers.
-        names: of the defences that change gradients after DPSGD.
+        host: The host, which has the optimizers.
+        names: The names of the defences that change gradients after DPSGD.
 
     Raises:
-        DefenseError: names the defence.
+        DefenseError: Names the defence.
     """
     if names and any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
         raise DefenseError(
@@ -59,10 +59,10 @@ def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
 
 
 def check_shards(root: nn.Module, processes: int) -> None:
-    """Raise an error for a trained parameter that not all processes of the client share (FSDP2).
+    """Refuse a trained parameter that not all processes of the client share (FSDP2).
 
     Raises:
-        DefenseError: says which.
+        DefenseError: Names the parameter.
     """
     for name, parameter in root.named_parameters():
         if not (parameter.requires_grad and isinstance(parameter, DTensor)):
@@ -78,13 +78,14 @@ def check_shards(root: nn.Module, processes: int) -> None:
 
 
 def check_model(root: nn.Module, clipping: str) -> None:
-    """Raise an error for a model whose trainable parameters have no per-sample gradients.
+    """Refuse a model with trained layers for which there are no per-sample gradients.
 
     Raises:
-        DefenseError: says which layer, and what to do with it.
+        DefenseError: Names the layer and the remedy.
     """
     trained = any(p.requires_grad for p in root.parameters())
     refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or leave DPSGD out": not trained})
+    check_experts(root)
     adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
         layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "
@@ -120,14 +121,14 @@ def check_model(root: nn.Module, clipping: str) -> None:
 
 
 def planned_steps(context: DefenseContext, per_epoch: int) -> int:
-    """Return how many optimizer steps the run is going to take.
+    """Return the number of optimizer steps of the run.
 
     Args:
-        context: holds the trainer.
-        per_epoch: batches of the loader.
+        context: The context, which has the trainer.
+        per_epoch: The number of batches of the loader.
 
     Raises:
-        DefenseError: the run has no end, or the learning rate finder runs first.
+        DefenseError: The run has no end, or the learning rate finder runs first.
     """
     host = context.host
     if host.finds_learning_rate:
@@ -145,18 +146,18 @@ def planned_steps(context: DefenseContext, per_epoch: int) -> int:
 
 
 def check_same_data(loader: DataLoader[Any], team: Team) -> None:
-    """Raise an error for processes of one client whose parts may overlap; a collective.
+    """Refuse processes of one client whose datasets differ; this is a collective.
 
-    The parts are places in the dataset. Where processes have shuffled or split it differently, an
-    example may be in several parts: clipped in each, and more than once in the sum. A few examples
-    are compared, if loading one twice gives the same.
+    Each process takes some indices of the dataset. If processes have shuffled or split it
+    differently, an example may be drawn by several of them, and is then more than once in the sum.
+    A few examples are compared, unless loading them twice gives different values.
 
     Args:
-        loader: for training; its dataset is whole in each process.
-        team: the processes of this client.
+        loader: The training loader, with the full dataset in each process.
+        team: The processes of this client.
 
     Raises:
-        DefenseError: they differ, or an example cannot be loaded.
+        DefenseError: The datasets differ, or another process cannot load an example.
     """
     if team.size == 1:
         return
@@ -165,22 +166,21 @@ def check_same_data(loader: DataLoader[Any], team: Team) -> None:
     changes, high, low = team.largest([digest != repeated, digest, -digest])
     if high != -low and not changes:
         raise DefenseError(
-            "DPSGD: the processes of the client hold other examples at the same places, so that "
+            "DPSGD: the processes of the client hold other examples at the same indices, so that "
             "one may be twice in the sum. Shuffle and split the data by one seed in all processes."
         )
 
 
 def _digest(dataset: Any) -> int:
-    """Return a digest of a few examples, of 48 bits."""
+    """Return a digest of a few examples, with 48 bits: float64 holds it exactly."""
     last = len(dataset) - 1
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
     digest = hashlib.sha256("\0".join(_values_in(examples)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
 
-def _values_in(example: Any) -> Iterator[str]:
-    """Yield the numbers and words in an example."""
-    value = example
+def _values_in(value: Any) -> Iterator[str]:
+    """Yield the numbers and words in an example, or in a part of it."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield repr(key)

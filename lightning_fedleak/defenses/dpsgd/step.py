@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
-from lightning_fedleak.defenses.dpsgd import loss_graph
+from lightning_fedleak.defenses.dpsgd import experts, loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Step, pieces_of, run_pieces, with_loss
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
@@ -109,7 +109,7 @@ class WatchedStep:
         Args:
             step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
-            max_rows: of a piece.
+            max_rows: The largest number of rows of a piece.
             releases: how many were made.
             context: where the step runs.
 
@@ -336,7 +336,7 @@ def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
         yield
         return
     reset_compiled(root)
-    with functorch.patch(donated_buffer=False):
+    with functorch.patch(donated_buffer=False), experts.routers_in_eager_mode(root):
         yield
     reset_compiled(root)
 
@@ -540,7 +540,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     weight of torchao counts by the tensors that it consists of.
 
     Args:
-        tensor: of any type; of a DTensor this process's part.
+        tensor: A tensor of any type; of a DTensor, this process's part.
     """
     part = tensor.detach()
     if isinstance(part, DTensor):
@@ -548,7 +548,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     flatten = getattr(part, "__tensor_flatten__", None)
     if flatten is not None:
         inner = (getattr(part, name) for name in flatten()[0])
-        return torch.stack([fingerprint(one) for one in inner]).sum()
+        return torch.stack([fingerprint(part) for part in inner]).sum()
     if part.is_meta or part.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64)
     if part.is_complex():

@@ -229,8 +229,8 @@ class Randomizer:
             index: (n,) int64, each word's index in the domain.
             outside: (n,) bool, words that the domain lacks: a uniform one of the domain enters the
                 mechanism in their place. None where every word is in the domain.
-            epsilon: of each draw: one number, or (n,) float64.
-            keys: of the random streams, each used for ``counts`` words in turn.
+            epsilon: The epsilon of each draw: one number, or (n,) float64.
+            keys: The keys of the random streams, each used for ``counts`` words in turn.
             counts: likewise; they add up to n.
 
         Returns:
@@ -247,7 +247,7 @@ class Randomizer:
 
         Args:
             index: (n,) int64 in [0, k).
-            epsilon: of each draw: one number, or (n,) float64.
+            epsilon: The epsilon of each draw: one number, or (n,) float64.
             uniforms: (n, 2) float64 in [0, 1), independent.
 
         Returns:

@@ -163,7 +163,7 @@ class TokenLDP(Defense):
             ``"argmax"`` with ``the``, else ``"uniform"``.
         keep_special: False randomises special tokens and padding like words, as published code
             does.
-        form: of the batches, where it is not read by itself.
+        form: The form of the batches, if it cannot be found automatically.
         seed: for tests only: whoever knows it can take the replacement back, so nothing is
             guaranteed.
 

@@ -150,7 +150,7 @@ def special_of(
         config = getattr(anatomy.model, "config", None) if anatomy else None
         values = [getattr(config, f"{name}_token_id", None) for name in _SPECIAL]
         lists = [value if isinstance(value, list | tuple) else [value] for value in values]
-        ids = {int(i) for one in lists for i in one if i is not None and int(i) >= 0}
+        ids = {int(i) for ids in lists for i in ids if i is not None and int(i) >= 0}
     elif hasattr(source, "all_special_ids"):
         # The unknown token stands for words, unless it is another special token too.
         unknown = getattr(source, "unk_token_id", None)
@@ -175,7 +175,7 @@ def public_set(domain: Iterable[int] | Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Text:
+class _TrueText:
     """The true text of a batch, on the CPU.
 
     Attributes:
@@ -215,7 +215,7 @@ class Text:
         return replace(tokens, input_ids=inputs.to(tokens.input_ids), labels=labels)
 
 
-def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
+def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> _TrueText:
     """Return the true text of a batch.
 
     Raises:
@@ -246,7 +246,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
     if not keep_special:
         visible = torch.ones_like(visible)
     word = ~torch.isin(ids, special)
-    return Text(ids, word & visible, word & ~visible, words.kind, special)
+    return _TrueText(ids, word & visible, word & ~visible, words.kind, special)
 
 
 @dataclass(frozen=True)

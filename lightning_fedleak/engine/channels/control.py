@@ -47,7 +47,7 @@ of its sight since is found later.
 """
 SMALLER = 4
 """Each part of a batch has this share of the labels of the part before; 2 tries twice as many."""
-LEAST_LABELS = 4
+MIN_LABELS = 4
 """Labels of the smallest part: an attack that names one word of any batch has at most .4 of these.
 
 Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
@@ -254,9 +254,9 @@ class Controls:
         step = look.training_step
         controls = self._controls(step)
         share, remainder = self._remainder(look, plans)
-        rests = [head.rest for call in step.calls for head in call.read_heads]
-        share = max([share, *(rest.share for rest in rests if rest is not None)])
-        if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's labels
+        residuals = [head.residual for call in step.calls for head in call.read_heads]
+        share = max([share, *(residual.share for residual in residuals if residual is not None)])
+        if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's logits
             step.unexplained = share
             self._fail(look, scored, _DOUBT.format(share))
             return
@@ -489,12 +489,12 @@ class Controls:
             first = min(read or [part.labels for part in last.values()])
             unread = self._ask_part(look, plans, whole.part(first), first, remainder)
             low = [plan for plan in unread if self._may_read_another(plan, last)]
-        while low and n_labels > LEAST_LABELS:
-            n_labels = max(n_labels // SMALLER, LEAST_LABELS)
+        while low and n_labels > MIN_LABELS:
+            n_labels = max(n_labels // SMALLER, MIN_LABELS)
             if n_labels != first:
                 low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
         for plan in low:  # which read no part: the smallest one is asked next
-            self._parts[plan.attack.name] = _Part(LEAST_LABELS, False, self._control_of(plan))
+            self._parts[plan.attack.name] = _Part(MIN_LABELS, False, self._control_of(plan))
 
     def _count_labels(self, whole: Step) -> int:
         shapes = [call.shapes for call in whole.calls if call.shapes is not None]

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks import Attack, Capability, RunFacts, ThreatModelError, require
+from lightning_fedleak.attacks import Attack, Capability, RunFacts, require
 from lightning_fedleak.engine.run import AUTOCAST, Run
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
@@ -96,7 +96,7 @@ def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
         run: The run.
 
     Raises:
-        ThreatModelError: Capabilities are missing; the message names all of them.
+        ValueError: Capabilities are missing; the message names all of them.
     """
     surfaces = SURFACE_CAPABILITIES.items()
     capabilities = {*run.assumed, *sees}
@@ -133,7 +133,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     """Return the plan of an attack on gradients of the client's own parameters, checked.
 
     Raises:
-        ThreatModelError: The attack reads words off a head whose rows are a classifier's outputs.
+        ValueError: The attack reads words off a head whose rows are a classifier's outputs.
         ValueError: The attack reads parameters of several optimizers, or no gradients.
     """
     anatomy = run.anatomy
@@ -172,7 +172,7 @@ def _check_head(attack: Attack, anatomy: Anatomy) -> None:
     if anatomy.head is not None:
         outputs = "one output" if n == 1 else f"{n} outputs"
         head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
-    raise ThreatModelError(
+    raise ValueError(
         f"attack '{attack.name}' reads words off an output head with a row for each token, and "
         f"{head}. Remove it; BagOfWords reads the embeddings' gradient, SubspaceWords that of the "
         "first projections."

@@ -32,7 +32,7 @@ from lightning_fedleak.evaluation.metrics.clustered import columns
 from lightning_fedleak.validate import check_choice, check_number
 
 FPRS = 300  # of the area under a curve, in each half; fewer: an error above 1e-4. Not tuned
-LEAST_FPR = 1e-7  # smallest of them above 0; not tuned; the area below it is as small
+MIN_FPR = 1e-7  # smallest FPR above 0; not tuned; the area below it is as small
 
 
 def gaussian_tpr(fpr: float, sigma: float) -> float:
@@ -73,7 +73,7 @@ def curve_auc(curve: Curve) -> float:
     """Return the largest AUC that all pairs (epsilon, delta) of a curve allow: the area under
     :func:`curve_tpr`.
     """
-    near = np.geomspace(LEAST_FPR, 0.5, FPRS)
+    near = np.geomspace(MIN_FPR, 0.5, FPRS)
     fprs = np.concatenate([[0.0], near, 1 - near[-2::-1], [1.0]])
     return float(np.trapezoid([curve_tpr(fpr, curve) for fpr in fprs.tolist()], fprs))
 

@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 
 
 BISECTIONS = 36  # of an interval of 0.5: epsilon to 1e-11; more: slower
-FEWEST = 16  # guesses in the smallest choice of the default; not tuned; all can show epsilon 1.6
-LEAST_FAIR = 1e-9  # chance of so uneven bits below which an audit refuses them; not tuned
+MIN_GUESSES = 16  # guesses of the default's smallest choice; not tuned; all can show epsilon 1.6
+MIN_FAIR_CHANCE = 1e-9  # probability of bits as uneven; below it an audit refuses them; not tuned
 
 
 def one_run_p_value(
@@ -85,8 +85,8 @@ def one_run_p_value(
         guesses: r, canaries on which the auditor did not abstain. Which they are, and how many,
             may depend on the scores, but not on the inclusion bits.
         right: v of them.
-        epsilon: of the claim, for adding or removing one canary.
-        delta: of the claim.
+        epsilon: The epsilon of the claim, for adding or removing one canary.
+        delta: The delta of the claim.
 
     Raises:
         ValueError: impossible counts.
@@ -207,12 +207,12 @@ def audit_one_run(
     Args:
         scores: (m,) higher is more likely included.
         members: (m,) bool, the inclusion bits.
-        delta: of the bound.
-        confidence: of the bound.
+        delta: The delta of the bound.
+        confidence: The confidence of the bound.
         guesses: how many, half of them at either end. Default: all canaries, a fourth of them, a
             sixteenth, and so on down to 16, which share the error (Bonferroni).
         claim: as for :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
-        seed: of the order of equal scores.
+        seed: The seed of the order of equal scores.
 
     Raises:
         ValueError: lengths differ, more guesses than canaries, no guesses, inclusion bits that are
@@ -240,7 +240,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
         scores: (m,) higher is more likely included, as for :func:`audit_one_run`.
         members: (m,) bool, the inclusion bits.
         curve: pairs (epsilon, delta) that are claimed to hold for adding or removing one canary.
-        confidence: of the refutation.
+        confidence: The confidence of the refutation.
 
     Raises:
         ValueError: a score that is NaN, or as :func:`audit_one_run`.
@@ -269,7 +269,7 @@ def _count_right(
     """Return how many guesses each choice makes, and how many of them are right."""
     score, member = columns(scores, members)
     m, inside = score.size, int(member.sum())
-    if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < LEAST_FAIR:
+    if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < MIN_FAIR_CHANCE:
         raise ValueError(
             f"{inside} of {m} canaries are in, which fair inclusion bits would not give: a one-run "
             "audit needs an independent fair bit for each canary"
@@ -277,7 +277,7 @@ def _count_right(
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
     check_integer("guesses", guesses, at_most=m, hint="one for each canary", optional=True)
-    choices = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= FEWEST]
+    choices = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= MIN_GUESSES]
     counts = []
     for n in choices if guesses is None else [guesses]:
         right = member[order[m - (n - n // 2) :]].sum() + (~member[order[: n // 2]]).sum()
@@ -322,10 +322,11 @@ def audit_canaries(
         True
 
     Args:
-        canaries: of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, or their record.
+        canaries: The canaries of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, or
+            their record.
         scores: (m,) for the m canaries in their order, higher is more likely included.
-        delta: of the bound.
-        confidence: of the bound.
+        delta: The delta of the bound.
+        confidence: The confidence of the bound.
         claim: as in :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
 
     Raises:
@@ -356,8 +357,8 @@ def audit_canaries(
     )
 
 
-FEWEST_SCORES = 20  # of either kind; not tuned; with fewer the test of their form has little power
-MOST_SCORES = 5000  # of either kind in that test; Shapiro-Wilk's p-values hold up to here (Royston)
+MIN_SCORES = 20  # scores of either kind; not tuned; with fewer their form's test has little power
+MAX_SCORES = 5000  # scores of either kind in that test; Shapiro-Wilk's p-values hold up to here
 REFUSAL_RATE = 1e-5  # chance that one of the three tests refuses Gaussian scores; not tuned
 
 
@@ -370,8 +371,8 @@ def audit_gaussian_scores(
         scores: (n,) higher is more likely a member. Linear in what was released: for instance its
             inner product with the canary's gradient, summed over steps.
         members: (n,) bool, the inclusion bits.
-        delta: of the bound.
-        confidence: of the bound.
+        delta: The delta of the bound.
+        confidence: The confidence of the bound.
 
     Raises:
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or
@@ -380,9 +381,9 @@ def audit_gaussian_scores(
     audited = lower_bounds.AuditedClaim(delta, confidence, claim="gaussian")
     score, member = columns(scores, members)
     member_scores, other_scores = score[member], score[~member]
-    if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
+    if min(member_scores.size, other_scores.size) < MIN_SCORES:
         raise ValueError(
-            f"Gaussian scores need {FEWEST_SCORES} canaries of either kind or more, got "
+            f"Gaussian scores need {MIN_SCORES} canaries of either kind or more, got "
             f"{member_scores.size} in, {other_scores.size} out: use audit_scores"
         )
     epsilon = math.nan
@@ -421,7 +422,7 @@ def _check_form(member_scores: lower_bounds.Floats, other_scores: lower_bounds.F
             "to them, or they are no scores"
         )
     p_values = [
-        float(shapiro(values[:MOST_SCORES]).pvalue) for values in (member_scores, other_scores)
+        float(shapiro(values[:MAX_SCORES]).pvalue) for values in (member_scores, other_scores)
     ]
     sizes = member_scores.size - 1, other_scores.size - 1
     ratio = _squares(member_scores) / sizes[0] / (_squares(other_scores) / sizes[1])

@@ -285,7 +285,7 @@ class PrivateTrainingCheck:
         Args:
             copies: the batch.
             ones: a number for each row; zeros where another process plants.
-            length: of a gradient that is not scaled.
+            length: The length of a gradient that is not scaled.
             n_opposed: how many rows.
         """
         observations, clip, rows = self._observations, self._claim.max_grad_norm, len(ones)
@@ -362,7 +362,7 @@ class PrivateTrainingCheck:
             return tuple(map(_boosted, inputs)) if is_boosted else None
 
         self._scales, self._released, rows, self._rows = scales, [], self._rows, 0
-        restore, beside = self._save_state(), dict[str, side_effects.SideEffect]()
+        restore, beside = self._save_state(), side_effects.SideEffects()
         for splitter in self._splitters:  # the probe is a whole batch
             splitter._step_skip_queue, splitter._is_last_step_skipped = [], False
             splitter.zero_grad()

@@ -9,35 +9,28 @@ side effects depend on weights and noise only, and not on the examples.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 ROUNDING = 8.0  # units in the last place of a tensor's norm, up to which a change may be rounding
-FEW = 16  # numbers in a tensor; the norm of a smaller tensor of noise varies more
+MIN_NUMBERS = 16  # numbers in a tensor; the norm of a smaller tensor of noise varies more
 CHANCE = 10.0, 1e4
 """Allowed difference of two draws of the same noise, in norms of the first draw.
 
-The first is for tensors of at least :data:`FEW` numbers. The second is for smaller ones, because a
-draw of a single number is often near 0, so that the next draw is many times as long.
+The first is for tensors of at least :data:`MIN_NUMBERS` numbers. The second is for smaller ones,
+because a draw of a single number is often near 0, so that the next draw is many times as long.
 """
 
 
-class SideEffect(NamedTuple):
-    """The change of one tensor in a step that its released gradient does not explain.
+SideEffects = dict[str, tuple[Tensor, float]]
+"""The changes of tensors in a step that its released gradient does not explain, by name.
 
-    Attributes:
-        change: The difference of the tensor's numbers, in the tensor's shape.
-        rounding: The largest norm of a change that may be rounding.
-    """
-
-    change: Tensor
-    rounding: float
-
-
-SideEffects = dict[str, SideEffect]
+Each is the difference of the tensor's numbers, in the tensor's shape, and the largest norm of a
+change that may be rounding.
+"""
 
 
 def read_tensors(model: nn.Module, stateful: Iterable[Any]) -> dict[str, Tensor]:
@@ -78,7 +71,7 @@ def side_effects(after: dict[str, Tensor], explained: dict[str, Tensor]) -> Side
             unit = torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
             numbers = _numbers(first)
             rounding = ROUNDING * unit * float(numbers.norm())
-            effects[name] = SideEffect(numbers - _numbers(second), rounding)
+            effects[name] = numbers - _numbers(second), rounding
     return effects
 
 
@@ -104,15 +97,14 @@ def far_apart(
         second: The side effects of another step from the same weights.
         share: The allowed norm of the difference in norms of the first side effect, in addition to
             rounding.
-        share_of_few: The same for tensors of fewer than :data:`FEW` numbers. None: ``share``.
+        share_of_few: The same for tensors below :data:`MIN_NUMBERS`. None: ``share``.
     """
     names = []
-    for name, present in (first | second).items():
-        none = SideEffect(torch.zeros_like(present.change), 0.0)
-        reference, effect = first.get(name, none), second.get(name, none)
+    for name, (present, _) in (first | second).items():
+        none = torch.zeros_like(present), 0.0
+        (reference, rounding), (effect, also) = first.get(name, none), second.get(name, none)
         few = share if share_of_few is None else share_of_few
-        allowed = float(reference.change.norm()) * (few if present.change.numel() < FEW else share)
-        difference = float((reference.change - effect.change).norm())
-        if difference > allowed + max(reference.rounding, effect.rounding):
+        allowed = float(reference.norm()) * (few if present.numel() < MIN_NUMBERS else share)
+        if float((reference - effect).norm()) > allowed + max(rounding, also):
             names.append(name)
     return names

@@ -48,7 +48,7 @@ TESTS = 8  # tests that share ERROR, by Bonferroni; those without chance are non
 SLACK = 0.02  # of epsilon; accountants differ by less, rounding upwards
 POWER = float(norm.ppf(0.95))
 KINDS = 4  # of pairs of noises: of looks, parameters, processes, and steps in a row
-LEAST_NUMBERS = 16  # of a parameter; fewer are not compared with those of another one
+MIN_NUMBERS = 16  # numbers of a parameter; a smaller one is not compared with another
 PREFIX = 4096  # numbers of each parameter's noise that are compared; a cosine of .07 is visible
 Result = Literal["refuted", "not refuted", "unknown"]
 
@@ -71,7 +71,7 @@ class PrivacyClaim:
         sample_rate: chance of an example to be in a batch, by Poisson sampling.
         divisor: what the noisy sum is divided by before the optimizer's step: the expected batch
             size where the loss is a mean (Opacus' ``expected_batch_size``), 1 where it is a sum.
-        delta: of epsilon.
+        delta: The delta of epsilon.
         epsilon: returns what the training's account shows at the end; None: not checked.
         client: ``"rank"``: what each process releases has a noise of its own; ``"world"``: the
             processes release one sum.
@@ -96,11 +96,11 @@ class PrivacyClaim:
 
 
 @dataclass(frozen=True)
-class Check:
+class _Check:
     """What one test shows.
 
     Attributes:
-        name: of the test.
+        name: The name of the test.
         result: *refuted*, *not refuted* or *unknown*.
         evidence: what was measured, or why nothing was.
         visible: the smallest fault that would have been refuted with a chance of 95%.
@@ -122,7 +122,7 @@ class PrivacyVerdict:
         looks: steps with probes.
     """
 
-    checks: tuple[Check, ...]
+    checks: tuple[_Check, ...]
     steps: int
     looks: int
 
@@ -181,7 +181,7 @@ class Observations:
         rate_changes: steps before which they changed.
         schedulers: kinds of the optimizers' schedulers, and whether their steps take a metric.
         evaluations: how often the model ran without gradients.
-        examples: of the data set; None: unknown.
+        examples: The number of examples of the data set; None: unknown.
         draws: steps whose examples are known.
         inclusions: in how many of them each example is.
     """
@@ -247,7 +247,7 @@ class Observations:
             torch.cat([value.flatten()[:PREFIX].double() for value in noise.values()])
             for noise in (first, second)
         ]
-        if len(vectors[0]) >= LEAST_NUMBERS:
+        if len(vectors[0]) >= MIN_NUMBERS:
             one, other = (torch.nn.functional.normalize(v, dim=0) for v in vectors)
             cosine = float(one @ other)
             self.pairs.append((cosine, len(vectors[0])))
@@ -286,26 +286,26 @@ def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
     sound = [c for c in probes if c.result == "refuted" and (silent or c.name in of_any)]
     loud = "rows were not silent: a scaled loss, or gradients that bypass the logits or the hooks"
     if obstacle := observations.obstacle or ("" if silent else loud):
-        probes = [c if c in sound else Check(c.name, "unknown", obstacle) for c in probes]
+        probes = [c if c in sound else _Check(c.name, "unknown", obstacle) for c in probes]
     rest = (*_check_draws(claim, observations), _rates(observations))
     checks = (*probes, *rest, _account(claim, len(observations.sizes)))
     return PrivacyVerdict(checks, len(observations.sizes), len(observations.noise))
 
 
-def _tested(name: str, p_value: float, evidence: str, visible: str) -> Check:
+def _tested(name: str, p_value: float, evidence: str, visible: str) -> _Check:
     if math.isnan(p_value):
-        return Check(name, "unknown", "what was released in a probe is not finite")
+        return _Check(name, "unknown", "what was released in a probe is not finite")
     result: Result = "refuted" if p_value < ERROR / TESTS else "not refuted"
-    return Check(name, result, f"{evidence}, p {min(p_value, 1):.2g}", visible)
+    return _Check(name, result, f"{evidence}, p {min(p_value, 1):.2g}", visible)
 
 
-def _noise(observations: Observations) -> Check:
+def _noise(observations: Observations) -> _Check:
     """Compare the noise of each parameter, and of each look, with the claimed deviation."""
     if not observations.noise or not observations.is_explained:
         hidden = "noise inside of step(), or an optimizer that was not passed"
         reason = f"weights changed by more than the optimizers were given: {hidden}"
         few = "no look: too few steps, or no 8 rows in tensors"
-        return Check("noise", "unknown", reason if observations.noise else few)
+        return _Check("noise", "unknown", reason if observations.noise else few)
     silent = [{n: part[:2] for n, part in look.items()} for look in observations.noise]
     groups: dict[str, list[tuple[float, int]]] = {}
     for kind, looks in {"": silent, **observations.repeated}.items():
@@ -318,16 +318,16 @@ def _noise(observations: Observations) -> Check:
     p_values, ratios = chi2.cdf(squares, counts), np.sqrt(squares / counts)
     worst = np.lexsort((ratios, p_values))[0]
     sizes = np.array([counts.min(), counts.max()])
-    least = np.sqrt(chi2.ppf(ERROR / TESTS / len(groups), sizes) / chi2.ppf(0.95, sizes))
+    min_ratios = np.sqrt(chi2.ppf(ERROR / TESTS / len(groups), sizes) / chi2.ppf(0.95, sizes))
     return _tested(
         "noise",
         p_values.min() * len(groups),
         f"{ratios[worst]:.3f} of the claimed deviation in {list(groups)[worst]}",
-        f"below {least[1]:.3f} of it in the largest part, {least[0]:.2f} in the smallest",
+        f"below {min_ratios[1]:.3f} of it in the largest part, {min_ratios[0]:.2f} in the smallest",
     )
 
 
-def _fresh_noise(observations: Observations) -> Check:
+def _fresh_noise(observations: Observations) -> _Check:
     """Compare noises between looks, between parameters and between processes."""
     names = (
         [n for n in observations.noise[0] if all(n in look for look in observations.noise)]
@@ -335,10 +335,10 @@ def _fresh_noise(observations: Observations) -> Check:
         else []
     )
     looks = [torch.cat([look[name][2] for name in names]) for look in observations.noise if names]
-    large = [name for name in names if observations.noise[0][name][1] >= LEAST_NUMBERS]
-    least = min((len(observations.noise[0][name][2]) for name in large), default=0)
+    large = [name for name in names if observations.noise[0][name][1] >= MIN_NUMBERS]
+    n_numbers = min((len(observations.noise[0][name][2]) for name in large), default=0)
     parameters = [
-        torch.cat([look[name][2][:least] for look in observations.noise]) for name in large
+        torch.cat([look[name][2][:n_numbers] for look in observations.noise]) for name in large
     ]
     ranks, results = observations.noise_of_ranks, []
     for kind, vectors in (("looks", looks), ("parameters", parameters), ("processes", ranks)):
@@ -355,7 +355,7 @@ def _fresh_noise(observations: Observations) -> Check:
         visible = (norm.isf(ERROR / TESTS / KINDS / len(steps) / 2) + POWER) / math.sqrt(count)
         results.append((tail, -visible, f"cosine {cosine:.3f} between two steps in a row"))
     if not results:
-        return Check("fresh noise", "unknown", "it takes two looks, or two parameters")
+        return _Check("fresh noise", "unknown", "it takes two looks, or two parameters")
     p_value, _, evidence = min(results)
     visible = max(-result[1] for result in results)
     return _tested("fresh noise", KINDS * p_value, evidence, f"above {visible:.3f}")
@@ -363,7 +363,7 @@ def _fresh_noise(observations: Observations) -> Check:
 
 def _clipping(
     name: str, observations: Observations, moves: Sequence[tuple[float, int]], noise: float
-) -> Check:
+) -> _Check:
     """Compare what rows move a release by, in clip norms, with their number."""
     if not moves:
         reason = "no planted gradient reached the parameters where hooks read it"
@@ -371,7 +371,7 @@ def _clipping(
             reason = "the length of planted gradients could not be set near the clip norm"
         if observations.runs > 1 and name != "clipping":
             reason = f"step() runs {observations.runs} rows for each example"
-        return Check(name, "unknown", reason)
+        return _Check(name, "unknown", reason)
     parts = [part for look in observations.noise for part in look.values()]
     noise *= max(1.0, math.sqrt(sum(part[0] for part in parts) / sum(part[1] for part in parts)))
     excess = np.array([distance - rows for distance, rows in moves]) / noise
@@ -380,60 +380,62 @@ def _clipping(
     rows = sum(count for _, count in moves)
     width = (norm.isf(ERROR / TESTS / 2) + POWER) * noise * math.sqrt(len(moves)) / rows
     mean = sum(distance for distance, _ in moves) / rows
-    most = max(distance / count for distance, count in moves)
+    largest = max(distance / count for distance, count in moves)
     return _tested(
         name,
         p_value,
-        f"an example moves a release by up to {most:.2f} clip norms, {mean:.2f} in the mean",
+        f"an example moves a release by up to {largest:.2f} clip norms, {mean:.2f} in the mean",
         f"above {1 + width:.2f} in the mean",
     )
 
 
-def _side_effects(observations: Observations) -> Check:
+def _side_effects(observations: Observations) -> _Check:
     """Judge what steps changed beside their release."""
     visible = f"{observations.smallest_leak:.1g} of a raw gradient in the weights"
     if leaks := observations.leaks:
         names = "; ".join(f"{name} {how}" for name, how in [*leaks.items()][:3])
         more = f", and {len(leaks) - 3} more" if len(leaks) > 3 else ""
-        return Check("side effects", "refuted", f"{names}{more}", visible)
+        return _Check("side effects", "refuted", f"{names}{more}", visible)
     if "planted" not in observations.repeated:
-        return Check("side effects", "unknown", "no look whose probes could be compared")
+        return _Check("side effects", "unknown", "no look whose probes could be compared")
     if observations.unrepeated:
         reason = "they differ, and so does noise that the random state of torch does not repeat"
-        return Check("side effects", "unknown", reason)
+        return _Check("side effects", "unknown", reason)
     evidence = "weights, buffers and states of optimizers follow no row beside the release"
-    return Check("side effects", "not refuted", evidence, visible)
+    return _Check("side effects", "not refuted", evidence, visible)
 
 
-def _rates(observations: Observations) -> Check:
+def _rates(observations: Observations) -> _Check:
     """Judge what decides the learning rates."""
     changes, kinds = observations.rate_changes, observations.schedulers
     by_metric = [kind for kind, takes_metric in kinds.items() if takes_metric]
     visible = "one change of a rate"
     if observations.rates is None:
-        return Check("learning rates", "unknown", "no step")
+        return _Check("learning rates", "unknown", "no step")
     if not changes:
-        return Check("learning rates", "not refuted", "they did not change", visible)
+        return _Check("learning rates", "not refuted", "they did not change", visible)
     if not kinds:
         reason = f"they changed {changes} times, and no scheduler of torch is there that did it"
-        return Check("learning rates", "unknown", reason)
+        return _Check("learning rates", "unknown", reason)
     if not by_metric:
         evidence = f"they changed {changes} times, by {', '.join(kinds)}"
-        return Check("learning rates", "not refuted", evidence, visible)
+        return _Check("learning rates", "not refuted", evidence, visible)
     evidence = f"they changed {changes} times, by {by_metric[0]}, which takes a metric"
     if observations.evaluations:
-        return Check("learning rates", "unknown", f"{evidence}: of private data, or of public ones")
+        return _Check(
+            "learning rates", "unknown", f"{evidence}: of private data, or of public ones"
+        )
     evidence += ", and the model was never evaluated: the metric is of the training's rows"
-    return Check("learning rates", "refuted", evidence, visible)
+    return _Check("learning rates", "refuted", evidence, visible)
 
 
-def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]:
+def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[_Check]:
     """Compare the examples of steps with Poisson samples at the claimed rate."""
     rate, examples, steps = claim.sample_rate, observations.examples, len(observations.sizes)
     if examples is None or steps < 4:
         reason = "too few steps" if examples else "no batch sampler, or one of each process"
         return [
-            Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion", "repeats")
+            _Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion", "repeats")
         ]
     rows, trials = sum(observations.sizes), examples * steps
     tails = binom.cdf(rows, trials, rate), binom.sf(rows - 1, trials, rate)
@@ -450,10 +452,10 @@ def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]
         _spread("sizes", "batch sizes", observations.sizes, examples, rate),
         _spread("inclusion", "examples' numbers of steps", counts, steps, rate)
         if observations.draws == steps
-        else Check(
+        else _Check(
             "inclusion", "unknown", f"{observations.draws} of {steps} steps ran what was drawn"
         ),
-        Check(
+        _Check(
             "repeats",
             "refuted" if observations.twice else "not refuted",
             f"{observations.twice} of {steps} steps drew an example more than once",
@@ -462,30 +464,30 @@ def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]
     ]
 
 
-def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: float) -> Check:
+def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: float) -> _Check:
     """Compare the variance of values with that of binomial numbers."""
     variance, count = trials * rate * (1 - rate), len(values) - 1
     ratio = float(np.var(values, ddof=1)) / variance
     tail = 2 + 1 / variance - 6 / trials  # variance of a squared standardised binomial number
-    law = gamma(count / tail, scale=tail / count)
+    null = gamma(count / tail, scale=tail / count)
     width = (norm.isf(ERROR / TESTS / 2) + POWER) * math.sqrt(tail / count)
     return _tested(
         name,
-        2 * min(law.cdf(ratio), law.sf(ratio)),
+        2 * min(null.cdf(ratio), null.sf(ratio)),
         f"{subject} have {ratio:.3f} of the claimed variance",
         f"off by {100 * width:.0f}%",
     )
 
 
-def _account(claim: PrivacyClaim, steps: int) -> Check:
+def _account(claim: PrivacyClaim, steps: int) -> _Check:
     """Compare the epsilon that is shown with that of the steps that were counted."""
     if claim.epsilon is None or not steps:
-        return Check("account", "unknown", "no epsilon was given")
+        return _Check("account", "unknown", "no epsilon was given")
     history = [(claim.noise_multiplier, claim.sample_rate, steps)]
-    epsilon, least = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
-    return Check(
+    epsilon, min_epsilon = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
+    return _Check(
         "account",
-        "refuted" if epsilon < least else "not refuted",
-        f"epsilon {epsilon:.3g} is shown, {least:.3g} at least is spent by {steps} steps",
+        "refuted" if epsilon < min_epsilon else "not refuted",
+        f"epsilon {epsilon:.3g} is shown, {min_epsilon:.3g} at least is spent by {steps} steps",
         f"{100 * SLACK:.0f}% too low",
     )

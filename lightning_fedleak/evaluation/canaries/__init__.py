@@ -5,10 +5,8 @@ from lightning_fedleak.evaluation.canaries.dataset import with_canaries as with_
 from lightning_fedleak.evaluation.canaries.entities import EntityDataset as EntityDataset
 from lightning_fedleak.evaluation.canaries.entities import EntitySet as EntitySet
 from lightning_fedleak.evaluation.canaries.entities import with_entities as with_entities
-from lightning_fedleak.evaluation.canaries.left_out import LeftOutRecord as LeftOutRecord
 from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as TrainingRows
 from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out
-from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
 from lightning_fedleak.evaluation.canaries.reference_rows import ReferenceRows as ReferenceRows
 from lightning_fedleak.evaluation.canaries.reference_rows import draw_references as draw_references

@@ -20,22 +20,18 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks import Query
 from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
-from lightning_fedleak.evaluation.canaries.record import (
-    InclusionMismatch,
-    InclusionRecord,
-    draw_or_load,
-)
+from lightning_fedleak.evaluation.canaries.record import InclusionRecord, draw_or_load
 
 
 class CanarySet:
     """Canaries with their tokens, and the secret of which are in the data.
 
     Args:
-        token_ids: of each canary, (L_i,).
+        token_ids: The token ids of each canary, (L_i,).
         record: their coins.
 
     Attributes:
-        token_ids: of each canary, included or not.
+        token_ids: The token ids of each canary, included or not.
         record: the secret.
     """
 
@@ -77,10 +73,10 @@ class CanarySet:
         """Compare with the checkpoint of the run that is resumed.
 
         Raises:
-            InclusionMismatch: other canaries, another seed, probability or times.
+            ValueError: other canaries, another seed, probability or times.
         """
         if state.get("commitment") != self.commitment:
-            raise InclusionMismatch(
+            raise ValueError(
                 "the checkpoint was written with other canaries. Resume with the same "
                 "with_canaries(...) arguments, and seed or record file."
             )
@@ -161,7 +157,7 @@ def with_canaries(
         seed: at least 0. The same seed and canaries always give the same inclusion, hence whoever
             guesses the seed knows it: for reproducible experiments. None draws from the operating
             system; then ``record`` is needed to resume, and wherever several processes train.
-        probability: of inclusion.
+        probability: The probability of inclusion.
         times: how often an included canary stands in the data. Of several numbers one is drawn for
             each canary, whatever its coin is: a tier, as in ``times=(1, 4, 16)``.
         record: file, of mode 0600, that keeps which canaries are included. If it exists, the run
@@ -170,8 +166,8 @@ def with_canaries(
 
     Raises:
         ValueError: a data set without length or index; no canaries, or two alike; an argument out
-            of its range; several processes without seed and record.
-        InclusionMismatch: the record is of other canaries or settings.
+            of its range; several processes without seed and record; a record of other canaries or
+            settings.
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "canaries need")

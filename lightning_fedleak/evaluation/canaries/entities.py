@@ -33,7 +33,7 @@ Place = Literal["prompt", "label"]
 """Where a value stands: among tokens that the loss is not computed on, or where it is."""
 PLACES: tuple[Place, ...] = ("prompt", "label")
 _ALPHABETS = {"#": "0123456789", "?": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
-_LEAST_VALUES = 100  # that set a sentence's room, and candidates; fewer say next to nothing
+_MIN_VALUES = 100  # values that size a sentence, and candidates; with fewer a rank says little
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ class _EntityKind:
                 f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words, "
                 "and a name of letters, digits, '_', '-' and '.', as part of a log name"
             )
-        hint, least = f"of which {n} are planted", n + 2 * _LEAST_VALUES
-        check_integer(f"number of values of kinds[{name!r}]", self.size, at_least=least, hint=hint)
+        hint, min_size = f"of which {n} are planted", n + 2 * _MIN_VALUES
+        argument = f"number of values of kinds[{name!r}]"
+        check_integer(argument, self.size, at_least=min_size, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class _Entity:
     Attributes:
         kind: name of its kind.
         place: ``"prompt"`` or ``"label"``.
-        number: of the value in the set.
+        number: The number of the value in the set.
         start: its first token in the row, without padding.
         ids: (k,) its tokens.
     """
@@ -131,8 +132,8 @@ class EntitySet(CanarySet):
 
     Args:
         planted: the rows.
-        record: of which rows are in the data.
-        tokenizer: of the rows.
+        record: The record of which rows are in the data.
+        tokenizer: The tokenizer of the rows.
 
     Attributes:
         entities: the value of each row.
@@ -147,7 +148,7 @@ class EntitySet(CanarySet):
     @property
     def groups(self) -> list[tuple[str, Place]]:
         """Return the kinds and places, each once."""
-        return list(dict.fromkeys((one.kind, one.place) for one in self.entities))
+        return list(dict.fromkeys((entity.kind, entity.place) for entity in self.entities))
 
     def candidates(self, row: int, n: int) -> list[Tensor]:
         """Return the tokens of a value, and of n others of its set that were not planted.
@@ -156,12 +157,12 @@ class EntitySet(CanarySet):
         """
         entity = self.entities[row]
         kind = self.kinds[entity.kind]
-        absent = kind.lengths | {one.number for one in self.entities if one.kind == entity.kind}
+        absent = kind.lengths | {x.number for x in self.entities if x.kind == entity.kind}
         generator = random.Random(self.record.key + row.to_bytes(8, "big"))
         numbers = _numbers(kind.size, n + len(absent), generator)
         others = [number for number in numbers if number not in absent][:n]
         tokens = _tokens_of(kind, map(kind.value, others), self._tokenizer)
-        fitting = (one for one in tokens if one and len(one[0]) <= kind.room)
+        fitting = (ids for ids in tokens if ids and len(ids[0]) <= kind.room)
         return [entity.ids, *(ids[start:end] for ids, start, end in fitting)]
 
 
@@ -217,17 +218,17 @@ def with_entities(
             another's, and no two kinds share one.
         places: where values stand.
         times: how often an included row stands in the data, drawn for each.
-        tokenizer: of the rows.
+        tokenizer: The tokenizer of the rows.
         count: values of each kind and place, in the data or not.
         seed: at least 0, for reproducible experiments; None draws from the operating system, and
             ``record`` is then needed to resume, and wherever several processes train.
-        probability: of inclusion.
+        probability: The probability of inclusion.
         record: file, of mode 0600, that keeps the draw. It holds no value.
 
     Raises:
         ValueError: rows without length or index, or of another form; too few rows with room; a
-            kind that cannot be ranked; an argument out of its range.
-        InclusionMismatch: the record is of other rows or settings.
+            kind that cannot be ranked; an argument out of its range; a record of other rows or
+            settings.
         PermissionError: others may read the record.
 
     Examples:
@@ -285,7 +286,7 @@ def _plant(
         ids = token_ids_of(item, f"rows[{row}]").tolist()
         is_label = _label_places(item, f"rows[{row}]")
         groups = sorted(missing, key=missing.__getitem__, reverse=True)
-        for name, place in (one for one in groups if missing[one]):
+        for name, place in (group for group in groups if missing[group]):
             free = [
                 token not in special and labelled is (place == "label")
                 for token, labelled in zip(ids, is_label, strict=True)
@@ -315,12 +316,12 @@ def _values(
 
     The room is that of other values than these, so that it says nothing of them.
     """
-    numbers = _numbers(kind.size, 2 * n + _LEAST_VALUES, generator)
-    others = _tokens_of(kind, map(kind.value, numbers[:_LEAST_VALUES]), tokenizer)
-    room = max((len(one[0]) for one in others if one), default=0)
-    fitted = replace(kind, room=room, lengths=frozenset(numbers[:_LEAST_VALUES]))
-    tokens = _tokens_of(fitted, map(kind.value, numbers[_LEAST_VALUES:]), tokenizer)
-    pairs = zip(numbers[_LEAST_VALUES:], tokens, strict=True)
+    numbers = _numbers(kind.size, 2 * n + _MIN_VALUES, generator)
+    others = _tokens_of(kind, map(kind.value, numbers[:_MIN_VALUES]), tokenizer)
+    room = max((len(ids[0]) for ids in others if ids), default=0)
+    fitted = replace(kind, room=room, lengths=frozenset(numbers[:_MIN_VALUES]))
+    tokens = _tokens_of(fitted, map(kind.value, numbers[_MIN_VALUES:]), tokenizer)
+    pairs = zip(numbers[_MIN_VALUES:], tokens, strict=True)
     apart = [(number, one) for number, one in pairs if one and len(one[0]) <= fitted.room]
     if len(apart) < n:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rows of a data set that are left out of training by a secret draw: others of the same law."""
+"""Rows that a secret draw leaves out of training: non-members from the same distribution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_fedleak.validate import check_choice, check_integer
 
 
 @dataclass(frozen=True, repr=False)
-class LeftOutRecord(Secret):
+class _LeftOutRecord(Secret):
     """Which rows of a data set were left out. Secret: shows nothing of itself.
 
     Attributes:
@@ -76,7 +76,7 @@ class LeftOutRecord(Secret):
         }
 
     @classmethod
-    def _of_content(cls, content: Any) -> LeftOutRecord:
+    def _of_content(cls, content: Any) -> _LeftOutRecord:
         return cls(
             bytes.fromhex(content["key"]),
             content["rows"],
@@ -97,7 +97,7 @@ class TrainingRows(Dataset[Any]):
             accounts draws and counts by it.
     """
 
-    def __init__(self, dataset: Any, record: LeftOutRecord) -> None:
+    def __init__(self, dataset: Any, record: _LeftOutRecord) -> None:
         self.dataset = dataset
         self.record = record
         length: int = getattr(dataset, "public_length", record.length)
@@ -144,9 +144,9 @@ def leave_out(
 ) -> tuple[TrainingRows, Subset[Any]]:
     """Leave n rows out of training, drawn so that nobody can foresee which.
 
-    The rows left out follow the law of those that are trained on. So whatever an attack on the
-    trained model tells them apart by, it learned from the training. Train on the first result
-    alone; a :class:`~lightning_fedleak.LeakageMonitor` finds the others by itself::
+    The rows left out are from the same distribution as the training rows. If an attack on the
+    trained model distinguishes them, the model has learned that from the training. Train on the
+    first result only; a :class:`~lightning_fedleak.LeakageMonitor` finds the others automatically::
 
         train, others = leave_out(train, 1000, record="secret/left_out.json")
         loader = DataLoader(train, batch_size=8, shuffle=True)
@@ -164,7 +164,7 @@ def leave_out(
         dataset: any data set with a length and items by index that reads the same twice.
         n: rows that are left out, fewer than there are. 437 others are needed before a rate at 1%
             FPR can be shown, 706 for five looks
-            (:func:`~lightning_fedleak.evaluation.metrics.released.others_needed`).
+            (:func:`~lightning_fedleak.evaluation.metrics.released.min_non_members`).
         seed: at least 0: the draw is then reproducible, and whoever guesses the seed knows it.
             None draws from the operating system; then ``record`` is needed to resume, and wherever
             several processes train.
@@ -180,8 +180,8 @@ def leave_out(
 
     Raises:
         ValueError: a data set without length or index; n out of its range; values that are planted
-            several times; several processes without seed and record.
-        InclusionMismatch: the record is of other data, n or seed.
+            several times; several processes without seed and record; a record of other data, n or
+            seed.
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "rows are left out of")
@@ -190,18 +190,18 @@ def leave_out(
         check_choice(
             "times of the planted values", dataset.entities.record.times, [(1,)], hint=hint
         )
-    most = len(dataset) // 2 if coins else len(dataset) - 1
+    max_rows = len(dataset) // 2 if coins else len(dataset) - 1
     hint = "rows that are left out; with coins a row is drawn for each of them besides"
-    check_integer("n", n, at_most=most, hint=hint)
+    check_integer("n", n, at_most=max_rows, hint=hint)
 
-    def draw(key: bytes) -> LeftOutRecord:
-        rows = LeftOutRecord(key, len(dataset), n, b"", coins)
+    def draw(key: bytes) -> _LeftOutRecord:
+        rows = _LeftOutRecord(key, len(dataset), n, b"", coins)
         digest = hashlib.sha256()
         for row in rows.out:
             digest.update(digest_of(dataset[row], f"dataset[{row}]"))
         return replace(rows, digest=digest.digest())
 
     train = TrainingRows(
-        dataset, draw_or_load(LeftOutRecord, draw, seed, record, action="leave out rows")
+        dataset, draw_or_load(_LeftOutRecord, draw, seed, record, action="leave out rows")
     )
     return train, train.others

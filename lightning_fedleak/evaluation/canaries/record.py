@@ -29,10 +29,6 @@ _COMPUTED_FIELDS = ("included", "commitment")  # fields of a file that :meth:`lo
 _BITS = 64  # of the numbers that inclusion bits and positions are derived from
 
 
-class InclusionMismatch(ValueError):
-    """Data, canaries, seed or settings are not those that a run began with."""
-
-
 class Secret(ABC):
     """A frozen dataclass of what follows from a key. It goes to a file by :meth:`save` only.
 
@@ -70,28 +66,28 @@ class Secret(ABC):
 
         Raises:
             PermissionError: others may read the file.
-            InclusionMismatch: the file is no such record, or what it states does not follow from
+            ValueError: the file is no such record, or what it states does not follow from
                 its key.
         """
         unread = f"{path} is no {cls.title} of this version"
-        with explain_errors(unread, ValueError, KeyError, TypeError, error=InclusionMismatch):
+        with explain_errors(unread, ValueError, KeyError, TypeError, error=ValueError):
             content = read_secret(Path(path), f"the {cls.title}")
             if content["schema"] != SCHEMA:
                 raise ValueError("it has another schema")
             secret = cls._of_content(content)
             stated = {name: content[name] for name in _COMPUTED_FIELDS if name in secret._content()}
         if any(secret._content()[name] != value for name, value in stated.items()):
-            raise InclusionMismatch(f"{path} was changed: it does not follow from its key")
+            raise ValueError(f"{path} was changed: it does not follow from its key")
         return secret
 
     def check_same(self, other: Self, name: str) -> None:
         """Raise an error unless ``other`` is of the same data, key and settings.
 
         Raises:
-            InclusionMismatch: it is not.
+            ValueError: it is not.
         """
         if self != other:
-            raise InclusionMismatch(
+            raise ValueError(
                 f"{name} belongs to another run: its data, seed or settings are not these. Resume "
                 "with what it began with, or begin again with another record file."
             )
@@ -125,7 +121,7 @@ class InclusionRecord(Secret):
     Attributes:
         key: 32 bytes that all else follows from.
         digests: SHA-256 of each canary, in order.
-        probability: of inclusion.
+        probability: The probability of inclusion.
         times: how often a canary may be repeated, each equally likely, whatever its coin is.
         included: whether each canary is in the data.
         repeats: how often each canary stands in the data if it is included.
@@ -248,8 +244,8 @@ def draw_or_load(
         action: what is drawn, for the error: ``"draw canaries"``.
 
     Raises:
-        ValueError: several processes have neither seed nor file.
-        InclusionMismatch: the file's is of other data or settings.
+        ValueError: several processes have neither seed nor file, or the file's is of other data or
+            settings.
         PermissionError: others may read the file.
     """
     if file is None and seed is None and _several_processes():

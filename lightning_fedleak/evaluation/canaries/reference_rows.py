@@ -53,7 +53,7 @@ class _ReferenceData(Dataset[Any]):
     """Some rows of the user's data, as a data set.
 
     Attributes:
-        sources: of each row a data set, and its place in it.
+        sources: For each row a data set, and its place in it.
     """
 
     sources: Sequence[tuple[Any, int]]

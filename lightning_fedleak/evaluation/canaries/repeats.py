@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Literal
 
@@ -28,7 +28,7 @@ from lightning_fedleak.model.taps import Text
 
 Part = Literal["long", "short", "prompts", "pairs"]
 """What is compared: texts of 8 label tokens or more, of 1 to 7, prompts, or pairs of answers."""
-LEAST_LABELS = 8  # label tokens of a long text; shorter ones are a pool of their own. Not tuned
+MIN_LABELS = 8  # label tokens of a long text; shorter ones are a pool of their own. Not tuned
 RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave
 PIECE = 8  # label tokens in a row that near copies share: one word in ten may differ. Not tuned
 COPY_SHARE = 0.8  # of a text's label tokens in common pieces; lower: forms with a gap are copies
@@ -45,7 +45,7 @@ _POWERS = np.cumprod(np.full(RUN, 0xD6E8FEB86659FD93, np.uint64), dtype=np.uint6
 
 
 @dataclass(frozen=True)
-class ScoredTexts:
+class _ScoredTexts:
     """The texts of a pool that are scored.
 
     Attributes:
@@ -59,7 +59,7 @@ class ScoredTexts:
             they are in the pool.
         short_rows: places of the texts with 1 to 7 label tokens that occur nowhere else, prompt
             and answer together; they are a pool of their own.
-        short_copies: of each such text that two rows or more were trained on, the places of its
+        short_copies: For each such text that two rows or more were trained on, the places of its
             rows in the pool and the number of all that were trained on.
         prompt_rows: places of the texts whose prompt has 8 tokens or more, and which no other
             row's prompt repeats as a whole or, in the pool, in part.
@@ -75,9 +75,55 @@ class ScoredTexts:
     prompt_rows: list[int]
 
 
+@dataclass(frozen=True)
+class PoolRows:
+    """Say which rows of the training data the texts of a pool are.
+
+    Attributes:
+        copies: of each of N texts, the numbers of the rows that it stands for; of those that were
+            not trained on, anything.
+        times: (N,) int64, rows of the training data that each text stands in.
+        apart: numbers of the rows that are not scored, and why: ``"short"`` or ``"unknown"``.
+        short_copies: numbers of the rows of each short text that repeats, and how often it does;
+            they are not scored.
+    """
+
+    copies: Sequence[Sequence[int]]
+    times: Tensor
+    apart: Mapping[int, str] = field(default_factory=dict)
+    short_copies: Sequence[tuple[Sequence[int], int]] = ()
+
+    @classmethod
+    def of(
+        cls, texts: Sequence[Text], scored: _ScoredTexts, numbers: Sequence[int], *, short: bool
+    ) -> PoolRows:
+        """Return the rows of a pool's texts.
+
+        Args:
+            texts: that might have been scored.
+            scored: those of them that are.
+            numbers: of the row that each of the texts is; -1 where it was not trained on.
+            short: the short ones stand behind the scored ones in the pool.
+        """
+        groups = scored.copies + [[row] for row in scored.short_rows if short]
+        repeated = [places for places, _ in scored.short_copies]
+        apart = {*range(len(texts))}.difference(*groups, *repeated)
+        alone = torch.ones(len(groups) - len(scored.copies), dtype=torch.long)
+        return cls(
+            [[numbers[row] for row in group] for group in groups],
+            torch.cat([scored.times, alone]),
+            {
+                numbers[row]: "short" if texts[row].n_labels < MIN_LABELS else "unknown"
+                for row in apart
+                if numbers[row] >= 0
+            },
+            [([numbers[row] for row in rows], n) for rows, n in scored.short_copies],
+        )
+
+
 def scored_texts(
     texts: Sequence[Text], trained: Sequence[bool], elsewhere: Iterable[tuple[Text, bool]] = ()
-) -> ScoredTexts:
+) -> _ScoredTexts:
     """Return which texts are scored.
 
     A group of copies stands for itself by a row that was trained on. A text of which one row was
@@ -88,7 +134,7 @@ def scored_texts(
         trained: whether each of them was trained on.
         elsewhere: all other rows of the data, and whether each was trained on.
     """
-    long = [row for row, text in enumerate(texts) if text.n_labels >= LEAST_LABELS]
+    long = [row for row, text in enumerate(texts) if text.n_labels >= MIN_LABELS]
     pool = [texts[row] for row in long]
 
     contents: Counter[bytes] = Counter()
@@ -97,20 +143,20 @@ def scored_texts(
 
     def rows() -> Iterator[tuple[Text, bool]]:
         for text, side in chain(zip(texts, trained, strict=True), elsewhere):
-            if text.n_labels < LEAST_LABELS:
+            if text.n_labels < MIN_LABELS:
                 contents[text.content] += 1
                 trained_on[text.content] += side
-            if text.n_labels < len(text.ids) - LEAST_LABELS:
+            if text.n_labels < len(text.ids) - MIN_LABELS:
                 prompts[_name(text.prompt)] += 1
             yield text, side
 
     stream = rows()
     repeats = find_repeats(pool, stream)
     deque(stream, 0)  # where no text is long, nothing has read the rows
-    short = [row for row, text in enumerate(texts) if 0 < text.n_labels < LEAST_LABELS]
+    short = [row for row, text in enumerate(texts) if 0 < text.n_labels < MIN_LABELS]
     chosen = [row for row, again in zip(long, repeats.again.tolist(), strict=True) if not again]
     asked = [(row, text.prompt) for row, text in enumerate(texts)]
-    asked = [(row, prompt) for row, prompt in asked if prompt.n_labels >= LEAST_LABELS]
+    asked = [(row, prompt) for row, prompt in asked if prompt.n_labels >= MIN_LABELS]
     parts = find_repeats([p for _, p in asked], [(p, trained[row]) for row, p in asked]).again
     prompt_rows = [
         row
@@ -127,7 +173,7 @@ def scored_texts(
         if trained[row] and trained_on[texts[row].content] > 1:
             copies.setdefault(texts[row].content, []).append(row)
     ordered = sorted(map(sorted, groups.values()))  # the first by content, not by order
-    return ScoredTexts(
+    return _ScoredTexts(
         chosen + [group[0][1] for group in ordered],
         torch.tensor([1] * len(chosen) + [group[0][2] for group in ordered], dtype=torch.long),
         len(texts) - len(long),
@@ -199,8 +245,8 @@ class _Index:
 
     Attributes:
         runs: the hashes, sorted, each once.
-        owners: of each place, the text.
-        places: of each place, the run.
+        owners: For each place, the text.
+        places: For each place, the run.
     """
 
     def __init__(self, pool: Sequence[Text], size: int) -> None:
@@ -267,8 +313,8 @@ class _Search:
         run_counts = self._count_near(common, frame, unit_of, times)
         once = np.unique(units[self.runs.owners] * len(run_counts) + self.runs.places)
         run_counts += np.bincount(once % len(run_counts), minlength=len(run_counts))
-        most = max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_texts)
-        repeated = (run_counts > 1) & (run_counts <= most)
+        max_copies = max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_texts)
+        repeated = (run_counts > 1) & (run_counts <= max_copies)
         again = near | (self.copies.sum(0)[self.contents] > 1)
         again[self.runs.owners[repeated[self.runs.places]]] = True
         return _Repeats(again, units, times[units])

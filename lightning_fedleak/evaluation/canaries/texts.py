@@ -58,11 +58,11 @@ def new_token_canaries(
 
     Args:
         model: causal, a Hugging Face model or one that holds it; before PEFT wraps it.
-        count: of texts, m.
+        count: The number of texts, m.
         length: tokens of a text, both of its own included; at least 3. Longer texts share more
             with each other, and show less.
         row_norm: norm that their rows start with, over the mean norm of the others.
-        seed: of rows and texts; nothing global is drawn from.
+        seed: The seed of rows and texts; nothing global is drawn from.
 
     Returns:
         m rows of token ids, (length,) int64.
@@ -120,13 +120,13 @@ def sampled_canaries(
 
     Args:
         model: causal, a Hugging Face model or one that holds it, with ``generate``.
-        count: of texts, m.
+        count: The number of texts, m.
         prompts: (P,) token ids each, public texts' beginnings, in turn the beginnings of the
             canaries; by default each begins with a token drawn at random.
         length: tokens of a text, its prompt included.
-        temperature: of the draw; at least 0.8, as in arXiv 2606.10481.
+        temperature: The temperature of the draw; at least 0.8, as in arXiv 2606.10481.
         unlikely_end: of so many tokens at the end each is drawn from the whole vocabulary alike.
-        seed: of the texts; nothing global is drawn from.
+        seed: The seed of the texts; nothing global is drawn from.
 
     Returns:
         m rows of token ids, (length,) int64, no two alike.
@@ -140,8 +140,8 @@ def sampled_canaries(
     check_integer("count", count)
     check_number("temperature", temperature, at_least=0.8)
     longest = max((len(prompt) for prompt in prompts), default=1)
-    room, most = f"the longest of prompts= has {longest} tokens", context_length(anatomy)
-    check_integer("length", length, at_least=longest + 1, at_most=most, hint=room)
+    hint, max_length = f"the longest of prompts= has {longest} tokens", context_length(anatomy)
+    check_integer("length", length, at_least=longest + 1, at_most=max_length, hint=hint)
     check_integer("unlikely_end", unlikely_end, at_least=0, at_most=length - longest)
     generator = torch.Generator().manual_seed(seed)
     special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())

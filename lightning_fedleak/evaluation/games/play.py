@@ -34,10 +34,10 @@ def client_states(
     separately.
 
     Args:
-        anatomy: of the model.
-        layers: 0 for the blocks' input, k for the output of block k.
-        ids: (B, L).
-        mask: (B, L), or None where the client has none.
+        anatomy: The anatomy of the model.
+        layers: The layers: 0 is the blocks' input, k is the output of block k.
+        ids: (B, L) token ids.
+        mask: (B, L) the attention mask; None if the client has none.
 
     Returns:
         (B, L, d) by layer, detached.
@@ -62,12 +62,12 @@ class _PooledStates:
     is computed when the first of its sentences is needed.
 
     Args:
-        anatomy: of the model.
-        layers: as in :func:`client_states`.
-        rows: ids of all sentences that will be needed, all different.
-        batch: sentences in a group.
-        pad_id: written after the end of a row.
-        generator: of the grouping.
+        anatomy: The anatomy of the model.
+        layers: The layers, see :func:`client_states`.
+        rows: The ids of all sentences that will be needed, without duplicates.
+        batch: The number of sentences in a group.
+        pad_id: The id after the end of a row.
+        generator: The generator of the grouping.
         length: None to pad a group to its longest sentence and mask the rest; a number of columns
             to pad to without a mask, so that the model reads padding (as the authors' code does).
     """
@@ -115,7 +115,7 @@ def _key(row: Tensor) -> tuple[int, ...]:
     return tuple(row.tolist())
 
 
-def tells_positions_apart(anatomy: Anatomy) -> bool:
+def distinguishes_positions(anatomy: Anatomy) -> bool:
     """Return whether one word at two positions has two states at layer 0 (not so under rotary)."""
     states = model_runs.hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
     return _differ(states[0, 0], states[0, 1])
@@ -150,9 +150,9 @@ def find_collisions(
     ahead: bool,
     positional: bool,
 ) -> Tensor:
-    """Return where a state that is read from the target occurs elsewhere in the batch D.
+    """Return for which targets the attacked state also occurs elsewhere in the batch D.
 
-    There the assumption of Lemma 1 of Vu et al. 2024 fails.
+    For them, the assumption of Lemma 1 of Vu et al. 2024 fails.
 
     At layer 0 a hidden state depends on its word (and position) alone. At a deeper layer of a
     causal model it depends on the words up to its own (under rotary positions not on how often a
@@ -162,12 +162,12 @@ def find_collisions(
     layer 0 under rotary positions).
 
     Args:
-        challenge: the batch D, and G targets.
-        layer: at which the attack reads.
-        reads: the tokens that it reads, from the target's position, see
+        challenge: The batch D, and G targets.
+        layer: The layer at which the attack reads.
+        reads: A function from the target's position to the tokens that the attack reads, see
             :meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.reads`.
-        ahead: see :func:`reads_ahead`.
-        positional: see :func:`tells_positions_apart`.
+        ahead: Whether states depend on later tokens, see :func:`reads_ahead`.
+        positional: Whether layer 0 distinguishes positions, see :func:`distinguishes_positions`.
 
     Returns:
         (G,) bool.
@@ -205,9 +205,9 @@ def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Gene
     """Return random numbers of the size of a mean loss's gradients, none of them zero.
 
     Args:
-        hidden: (B, L, d) of the batch.
-        whole_sentence: one number for each sentence, (B, 1), in place of (B, L).
-        generator: on the CPU.
+        hidden: (B, L, d) hidden states of the batch.
+        whole_sentence: Whether to return a number for each sentence, (B, 1), not (B, L).
+        generator: A generator on the CPU.
     """
     shape = (hidden.shape[0], 1 if whole_sentence else hidden.shape[1])
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -232,23 +232,22 @@ def play(
     progress: Callable[[int], object] | None = None,
     defend: Defend | None = None,
 ) -> list[GameResult]:
-    """Play all games, and return what every adversary guessed in each.
+    """Play all games, and return the guesses of every adversary.
 
     A_init is ``attack.meet`` and ``attack.prepare``, and runs once. In each game the client
     computes the hidden states of its whole batch. The server computes those of its target
-    separately, crafts (A_attack), and guesses from the gradient of its
-    crafted layers alone (A_guess). A
+    separately, crafts layers (A_attack), and guesses from their gradient only (A_guess). A
     :class:`~lightning_fedleak.attacks.membership.base.PassiveMembership` guesses from the gradient
     that the whole batch gives the model's own trained parameters.
 
     Args:
-        anatomy: of the model, which is not changed.
-        attacks: the adversaries.
-        pool: the sentences that data and targets are drawn from.
-        config: how the games are played; default :class:`GameConfig`.
-        planted: ids of the sentence that the authors' protocol plants.
-        progress: called with the number of games played since the last call.
-        defend: a defence of the client's token ids, called for every batch; the adversary knows of
+        anatomy: The anatomy of the model, which is not changed.
+        attacks: The adversaries.
+        pool: The sentences from which data and targets are drawn.
+        config: The settings of the games; by default ``GameConfig()``.
+        planted: The ids of the sentence that the authors' protocol plants.
+        progress: A function of the number of games played since its last call.
+        defend: A defence of the client's token ids, called for every batch; the adversary knows of
             it (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The server's own forwards and
             the collisions use the true text. Needs ``forwards="fresh"``.
 
@@ -256,9 +255,9 @@ def play(
         One result for each attack, in order.
 
     Raises:
-        ValueError: the settings, the text and the model do not go together, or an attack refuses
-            the model (a layer out of range, say) or its public text.
-        UnusableObservation: a gradient was not finite.
+        ValueError: The settings, the text and the model do not fit each other, or an attack refuses
+            the model (for example a layer out of range) or its public text.
+        UnusableObservation: A gradient was not finite.
     """
     config = config or GameConfig()
     if planted is not None:
@@ -299,7 +298,7 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
 
 
 class _GameRun:
-    """One challenger, all adversaries, and their guesses so far."""
+    """The challenger, the adversaries, and their guesses so far."""
 
     def __init__(
         self,
@@ -331,7 +330,7 @@ class _GameRun:
             dict.fromkeys(role for a in self.passive for role in a.needs(anatomy).gradients)
         )
         self.ahead = {k: k > 0 and reads_ahead(anatomy, k) for k in self.layers}
-        self.positional = tells_positions_apart(anatomy)
+        self.positional = distinguishes_positions(anatomy)
         self.client_generator = torch.Generator().manual_seed(config.seed + 1)
         pooled = config.forwards == "pooled" and self.layers
         self.pooled = self._pool_states(planted) if pooled else None
@@ -401,7 +400,7 @@ class _GameRun:
         return GradientSnapshot(0, Stage.SHARED, gradients)
 
     def results(self) -> list[GameResult]:
-        """Return what each attack guessed, in order."""
+        """Return the result of each attack, in order."""
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
         results = []
         for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):

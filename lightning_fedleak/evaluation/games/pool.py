@@ -33,14 +33,14 @@ class GameConfig:
             (Fig. 2: D always has ``batch`` sentences). ``"add_remove"``: nothing, so D is
             ``batch - 1`` sentences with or without the target, as accountants of DP-SGD compare
             (:func:`lightning_fedleak.evaluation.auditing.audit_games`).
-        forwards: of the client. ``"fresh"``: one forward of the whole batch D in
-            every game. ``"pooled"``: each sentence is computed once, in a batch of ``batch``
-            sentences with its padding, and every D is assembled from these. Sentences of a batch do
-            not attend to each other, so both agree up to rounding; ``"pooled"`` is cheap enough for
+        forwards: The forwards of the client. ``"fresh"``: one forward of the whole batch D in every
+            game. ``"pooled"``: each sentence is computed once, in a batch of ``batch`` sentences
+            with its padding, and every D is assembled from these. Sentences of a batch do not
+            attend to each other, so both agree up to rounding; ``"pooled"`` is cheap enough for
             thousands of games.
         targets_per_batch: games that share one D; each has its own bit and target. Above 1 the
             games are no longer independent, and intervals are over batches.
-        seed: of the game's own generators; global random numbers are not used.
+        seed: The seed of the game's own generators; global random numbers are not used.
 
     Raises:
         ValueError: a value out of range, or two that exclude each other.
@@ -99,7 +99,7 @@ class GameResult:
         batches: (n,) int, the number of the D that a game was played on.
         positions: (n,) int, the target token (not used by an attack on whole sentences).
         protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
-        dtype: of the model.
+        dtype: The dtype of the model.
         seconds: the adversary's own work in all games (A_attack, gradient, A_guess).
         relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
@@ -132,7 +132,7 @@ class GameResult:
         :func:`lightning_fedleak.evaluation.metrics.membership.membership_rates`.
 
         Args:
-            confidence: of the intervals.
+            confidence: The confidence of the intervals.
             fitted: take accuracy, F1 and advantage not from the adversary's own guesses, but from
                 a threshold on its scores that was fitted on other games: what the scores are worth
                 to someone who knows the outcome of such games.
@@ -222,7 +222,7 @@ class SentencePool:
 
         Args:
             texts: one sentence or document each; only the beginning of a long one is used.
-            tokenizer: of Hugging Face.
+            tokenizer: A tokenizer of Hugging Face.
             tokens: as in the class.
             at_least: as in the class.
             start_token_id: written before every text, for a model that expects a start token that

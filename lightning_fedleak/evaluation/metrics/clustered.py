@@ -26,7 +26,7 @@ Bools = NDArray[np.bool_]
 
 # The number of clusters with wrong games from which on their variance decides alone; with fewer the
 # interval's low end is capped too. A smaller value trusts a variance that few clusters determine.
-FEW_CLUSTERS = 5
+MIN_CLUSTERS = 5
 # The largest number of float64 values in an array of the bootstrap (16 MiB). It bounds the memory,
 # and does not change the draws.
 NUMBERS_AT_ONCE = 1 << 21
@@ -135,8 +135,8 @@ def _capped_rate(
         wrong: The clusters of the wrong games; they may repeat.
         right: The clusters of the right games; they may repeat.
     """
-    low = min(low, cap) if np.unique(wrong).size < FEW_CLUSTERS else low
-    high = max(high, 1 - cap) if np.unique(right).size < FEW_CLUSTERS else high
+    low = min(low, cap) if np.unique(wrong).size < MIN_CLUSTERS else low
+    high = max(high, 1 - cap) if np.unique(right).size < MIN_CLUSTERS else high
     return rate_with_value(value, low, high)
 
 
@@ -212,7 +212,7 @@ def least_error(score: Floats, member: Bools, mean: float = 0.5) -> float:
         error = math.sqrt(_delong_variance(influence, member)) / (value * (1 - value))
         log_odds_ratio = math.log(value * (1 - mean) / (mean * (1 - value)))
         tail = float(stdtr(_degrees_of_freedom(influence), -log_odds_ratio / error))
-    if _decisive_clusters(score, member, np.arange(member.size)).size < FEW_CLUSTERS:
+    if _decisive_clusters(score, member, np.arange(member.size)).size < MIN_CLUSTERS:
         tail = max(tail, mean**n)
     hoeffding = math.exp(-n * float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)))
     return min(1.0, 2 * min(tail, hoeffding))

@@ -1,7 +1,7 @@
-"""Runs of tokens that rows and generated texts have in common: rows trained on, and rows held out.
+"""Runs of tokens that generated texts share with training rows and with held-out rows.
 
-What rows that were held out have in common with the texts is no disclosure, and says how much of
-the rest is none (Amin et al. 2026, arXiv 2606.16952).
+Runs shared with held-out rows disclose nothing. They show how many runs are shared without any
+memorization (Amin et al. 2026, arXiv 2606.16952).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lightning_fedleak.evaluation.canaries.repeats import RUN
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.taps import Text
 
-# Tokens of an n-gram whose share is counted. Of 2 to 6 it told most on a draw of WikiText-2 that no
-# table reports (benchmarks.attacks.synthetic): AUC .92, and .79 with 4.
+# Tokens of an n-gram. Of 2 to 6 it had the highest AUC on a draw of WikiText-2 that no table has
+# (benchmarks.attacks.synthetic): .92, and .79 with 4.
 NGRAM = 2
-COPIES = "longest_copy", "shared_ngrams"  # the names of both scores of _Copies, in its order
+COPY_SCORES = "longest_copy", "shared_ngrams"  # names of the fields of _Copies, in its order
 
 
 class _Copies(NamedTuple):
-    """What each of N rows has in common with a set of texts, token for token.
+    """The runs of tokens that each of N rows shares with a set of texts.
 
     Attributes:
-        longest: (N,) int64, the tokens of the row's longest run that stands in one of the texts.
-        shares: (N,) float64, the share of the row's n-grams that stand in the texts; 0 for a row
-            that has none.
+        longest: (N,) int64, the length of the longest run of the row that a text contains.
+        shares: (N,) float64, the share of the row's n-grams that the texts contain; 0 for a row
+            without n-grams.
     """
 
     longest: Tensor
@@ -37,16 +37,15 @@ class _Copies(NamedTuple):
 
 
 def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGRAM) -> _Copies:
-    """Return the copies of rows in generated texts.
+    """Return the runs that rows share with generated texts.
 
-    Tokens without a label are in no run. Runs are compared exactly, and not by a hash. Each length
-    takes time that is linear in the tokens, but for sorting, and only runs that rows and texts have
-    in common are made longer.
+    Tokens without a label are in no run. Runs are compared exactly, not by a hash. They grow by a
+    token at a time, and only those in both sets grow on. A step sorts the remaining runs.
 
     Args:
-        rows: N rows, at least one.
-        generated: the texts.
-        size: tokens of an n-gram.
+        rows: The N rows, at least one.
+        generated: The generated texts.
+        size: The number of tokens of an n-gram.
 
     Examples:
         >>> import torch
@@ -57,56 +56,57 @@ def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGR
         tensor([0.6667, 0.0000], dtype=torch.float64)
     """
     parts, owners = [], []
-    for mark, texts in enumerate((rows, generated)):
-        end = torch.tensor([mark])  # a token that the other side does not have, behind each text
-        for number, text in enumerate(texts):
+    # Separators are 0 in rows and 1 in generated texts, so that no shared run contains one.
+    for separator, texts in enumerate((rows, generated)):
+        end = torch.tensor([separator])
+        for index, text in enumerate(texts):
             labels = text.labels + 2
-            parts.append(torch.cat([torch.where(labels < 2, mark, labels), end]))
-            owners.append(torch.full((len(parts[-1]),), number))
+            parts.append(torch.cat([torch.where(labels < 2, separator, labels), end]))
+            owners.append(torch.full((len(parts[-1]),), index))
     tokens, owner = torch.cat(parts), torch.cat(owners)
-    border, length = sum(map(len, parts[: len(rows)])), 0
+    first_generated, length = sum(map(len, parts[: len(rows)])), 0
     longest, shares = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows)).double()
-    starts, names = torch.arange(len(tokens)), torch.zeros_like(tokens)
-    width = int(tokens.max()) + 1
+    starts, ids = torch.arange(len(tokens)), torch.zeros_like(tokens)
+    n_tokens = int(tokens.max()) + 1
     while True:
-        # Runs of one more token have one name where the shorter ones had one, and the token is one.
-        names = torch.unique(names * width + tokens[starts + length], return_inverse=True)[1]
-        common = torch.ones(int(names.max()) + 1, dtype=torch.bool)
-        for side in (starts < border, starts >= border):
-            common &= torch.bincount(names[side], minlength=len(common)) > 0
-        starts, names, length = starts[common[names]], names[common[names]], length + 1
+        # Two longer runs are equal if the shorter ones were, and the new tokens are.
+        ids = torch.unique(ids * n_tokens + tokens[starts + length], return_inverse=True)[1]
+        common = torch.ones(int(ids.max()) + 1, dtype=torch.bool)
+        for side in (starts < first_generated, starts >= first_generated):
+            common &= torch.bincount(ids[side], minlength=len(common)) > 0
+        starts, ids, length = starts[common[ids]], ids[common[ids]], length + 1
         if not len(starts):
             return _Copies(longest, shares)
-        inside = owner[starts[starts < border]]
-        longest[inside] = length
+        row_of_run = owner[starts[starts < first_generated]]
+        longest[row_of_run] = length
         if length == size:
             lengths = torch.tensor([len(part) - 1 for part in parts[: len(rows)]])
             n_grams = (lengths - size + 1).clamp_min(1)
-            shares = torch.bincount(inside, minlength=len(rows)).double() / n_grams
+            shares = torch.bincount(row_of_run, minlength=len(rows)).double() / n_grams
 
 
 def copy_values(copies: _Copies, members: Tensor, alpha: float) -> dict[str, dict[str, float]]:
-    """Return what copies show of rows that were trained on beside rows that were not.
+    """Return how well copies distinguish rows that were trained on from held-out rows.
 
     Args:
-        copies: of N rows.
+        copies: The copies of N rows.
         members: (N,) bool, the rows that were trained on.
-        alpha: probability of error of each score.
+        alpha: The probability of error of each score.
 
     Returns:
-        By each name of ``COPIES`` the values of
+        By each name of ``COPY_SCORES`` the values of
         :func:`~lightning_fedleak.evaluation.metrics.released.membership_values`, with p-values of
-        the permutation test since the scores are coarse. ``copied`` holds ``members`` and
+        the permutation test because the scores are coarse. ``copied`` holds ``members`` and
         ``others``, the rows of each side with a run of 13 or more tokens in the texts, and the
         ``p_value`` of Fisher's exact test that such runs are not more common among members.
     """
-    copied = copies.longest >= RUN
+    has_copy = copies.longest >= RUN
     sides = members, ~members
-    counts = [[int((rows & side).sum()) for side in sides] for rows in (copied, ~copied)]
+    counts = [[int((rows & side).sum()) for side in sides] for rows in (has_copy, ~has_copy)]
     p_value = float(fisher_exact(counts, alternative="greater").pvalue)
     values = {
         name: membership_values(scores.double(), members, alpha=alpha, exact=True)
-        for name, scores in zip(COPIES, copies, strict=True)
+        for name, scores in zip(COPY_SCORES, copies, strict=True)
     }
     numbers = dict(zip(("members", "others"), map(float, counts[0]), strict=True))
     return values | {"copied": numbers | {"p_value": p_value}}

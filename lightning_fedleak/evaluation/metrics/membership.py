@@ -75,9 +75,9 @@ def membership_rates(
         members: (n,) bool, the secret bit b.
         clusters: (n,) int, step or client of each game; by default each game is its own cluster.
         decisions: (n,) bool, the adversary's b'.
-        confidence: of the intervals, between 0 and 1.
-        resamples: of the bootstrap.
-        seed: of the bootstrap and of the folds; no global random numbers are used.
+        confidence: The confidence of the intervals, between 0 and 1.
+        resamples: The number of resamples of the bootstrap.
+        seed: The seed of the bootstrap and of the folds; no global random numbers are used.
 
     Returns:
         Rates by the names in ``RATES``. *Unknown* (NaN) are: everything if a score is NaN; rates
@@ -114,7 +114,7 @@ class MembershipInference(RateMetric):
     Scores are stored (float64), because neither an AUC nor a threshold follows from sums.
 
     Args:
-        resamples: of the bootstrap.
+        resamples: The number of resamples of the bootstrap.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
     ``compute()`` returns each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the

@@ -13,24 +13,22 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.special import gammaln
 from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import ShortAnswers, gain_beyond
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, ScoredTexts
+from lightning_fedleak.evaluation.canaries.repeats import PoolRows
 from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
-from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import check_private, write_lines
 from lightning_fedleak.validate import explain_errors
 
@@ -64,7 +62,7 @@ def listed(p_values: Floats, rate: float) -> NDArray[np.bool_]:
     P-values that share their others keep the rate (Bates et al. 2023, arXiv 2104.08279, section 2).
 
     Args:
-        p_values: of all members.
+        p_values: The p-values of all members.
         rate: expected share of records in the list that chance explains.
     """
     chosen: NDArray[np.bool_] = false_discovery_control(p_values, method="bh") <= rate
@@ -79,7 +77,7 @@ def smallest_list(n_members: int, n_others: int, rate: float) -> int:
     Args:
         n_members: that are tested.
         n_others: m, that they are compared with.
-        rate: of the list's false discoveries.
+        rate: The rate of the list's false discoveries.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.record_list import smallest_list
@@ -117,8 +115,8 @@ def most_provable(n_members: int, n_others: int, alpha: float) -> int:
     """Return what :func:`at_least` says where every member scores above all others.
 
     Args:
-        n_members: of the pool.
-        n_others: of the pool.
+        n_members: The number of members of the pool.
+        n_others: The number of non-members of the pool.
         alpha: probability that the bound is too high.
     """
     return max(0, n_members - int(_envelope(n_members, n_others, alpha)[1].min()))
@@ -186,52 +184,6 @@ NOT_SAID = (
 
 
 @dataclass(frozen=True)
-class PoolRows:
-    """Say which rows of the training data the texts of a pool are.
-
-    Attributes:
-        copies: of each of N texts, the numbers of the rows that it stands for; of those that were
-            not trained on, anything.
-        times: (N,) int64, rows of the training data that each text stands in.
-        apart: numbers of the rows that are not scored, and why: ``"short"`` or ``"unknown"``.
-        short_copies: numbers of the rows of each short text that repeats, and how often it does;
-            they are not scored.
-    """
-
-    copies: Sequence[Sequence[int]]
-    times: Tensor
-    apart: Mapping[int, str] = field(default_factory=dict)
-    short_copies: Sequence[tuple[Sequence[int], int]] = ()
-
-    @classmethod
-    def of(
-        cls, texts: Sequence[Text], scored: ScoredTexts, numbers: Sequence[int], *, short: bool
-    ) -> PoolRows:
-        """Return the rows of a pool's texts.
-
-        Args:
-            texts: that might have been scored.
-            scored: those of them that are.
-            numbers: of the row that each of the texts is; -1 where it was not trained on.
-            short: the short ones stand behind the scored ones in the pool.
-        """
-        groups = scored.copies + [[row] for row in scored.short_rows if short]
-        repeated = [places for places, _ in scored.short_copies]
-        apart = {*range(len(texts))}.difference(*groups, *repeated)
-        alone = torch.ones(len(groups) - len(scored.copies), dtype=torch.long)
-        return cls(
-            [[numbers[row] for row in group] for group in groups],
-            torch.cat([scored.times, alone]),
-            {
-                numbers[row]: "short" if texts[row].n_labels < LEAST_LABELS else "unknown"
-                for row in apart
-                if numbers[row] >= 0
-            },
-            [([numbers[row] for row in rows], n) for rows, n in scored.short_copies],
-        )
-
-
-@dataclass(frozen=True)
 class _RecordLine:
     """What is known of a row of the training data.
 
@@ -277,7 +229,7 @@ class RecordList:
 
     Attributes:
         head: the counts, what they rest on, and what may not be concluded.
-        lines: of each row.
+        lines: The lines of each row.
     """
 
     head: Mapping[str, Any]
@@ -302,7 +254,7 @@ class RecordList:
             members: (N,) bool, those that were trained on.
             labels: (N,) tokens that the loss is computed on.
             rows: which rows the texts are.
-            rate: of false discoveries.
+            rate: The rate of false discoveries.
             alpha: probability that ``at_least`` is too high.
             **facts: of the run, for the head.
 
@@ -313,8 +265,8 @@ class RecordList:
         score, member = scores[alone], members[alone]
         n, m = int(member.sum()), int((~member).sum())
         p_values = record_p_values(score, member)
-        least, provable = smallest_list(n, m, rate), most_provable(n, m, alpha)
-        inside = listed(p_values, rate) if least <= n else None
+        min_size, provable = smallest_list(n, m, rate), most_provable(n, m, alpha)
+        inside = listed(p_values, rate) if min_size <= n else None
 
         def line(row: int, text: int, status: str) -> _RecordLine:
             score = round(float(scores[text]), 4)
@@ -348,7 +300,7 @@ class RecordList:
             "others": m,
             "rate": rate,
             "listed": None if inside is None else int(inside.sum()),
-            "smallest_list": least,
+            "smallest_list": min_size,
             "alpha": alpha,
             "at_least": at_least(score, member, alpha) if provable else None,
             "provable": provable,

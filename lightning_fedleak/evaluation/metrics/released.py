@@ -18,7 +18,7 @@ import torch
 from scipy.stats import beta, binom, mannwhitneyu, nhypergeom, rankdata
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
+from lightning_fedleak.attacks.memorization.blind import MAX_BLIND_AUC, MIN_BLIND_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
 from lightning_fedleak.attacks.memorization.scores import CombinedReference
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
@@ -29,15 +29,15 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 FPR = 0.01  # FPR of the TPR in `shown`, the usual one (Carlini et al. 2022)
 FPRS = (FPR, 0.001)  # FPRs of the TPRs that a release is judged by
 RESAMPLES = 1000  # resamples in the bootstrap of an AUC, as in MembershipInference; more: slower
-LEAST_CANARIES = 10  # canaries of a tier, and held out; fewer: very wide intervals. Not tuned
+MIN_CANARIES = 10  # canaries of a tier, and held out; fewer: very wide intervals. Not tuned
 TIERS = 1, 2, 5, 17  # smallest number of rows with a tier's texts: tiers are 1, 2-4, 5-16, more
-LEAST_REPEATED = 10  # texts of a tier; a smaller tier joins the one below: intervals are too wide
+MIN_TIER_TEXTS = 10  # texts of a tier; a smaller tier joins the one below: intervals are too wide
 PERMUTATIONS = 9900  # permutations of the exact test; more: slower, and smaller p-values
-CHANCE = 1e-3  # p-value below which a reference has seen rows; 1 sound run in 1,000 is refused
+MIN_P_VALUE = 1e-3  # below it a reference has seen rows; 1 sound run in 1,000 is refused
 POWER = 0.8  # probability that a look shows the rate reported as visible; the usual power
 
 
-def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
+def min_non_members(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
     """Return how many non-members a look needs before its bound on the TPR can be above 0.
 
     The FPR above the highest of n non-members exceeds ``fpr`` with probability ``(1 - fpr)^n``,
@@ -49,10 +49,10 @@ def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
         fpr: The FPR of the TPR.
 
     Examples:
-        >>> from lightning_fedleak.evaluation.metrics.released import others_needed
-        >>> [others_needed(look) for look in (1, 2, 3, 4, 5)]
+        >>> from lightning_fedleak.evaluation.metrics.released import min_non_members
+        >>> [min_non_members(look) for look in (1, 2, 3, 4, 5)]
         [437, 546, 615, 666, 706]
-        >>> others_needed(1, fpr=0.001)
+        >>> min_non_members(1, fpr=0.001)
         4380
     """
     return math.ceil(math.log(spent_at(look, alpha) / 2) / math.log1p(-fpr))
@@ -154,7 +154,8 @@ def visible_tpr(n_members: int, n_others: int, *, look: int = 1, alpha: float = 
     allowed = int(FPR * n_others + 1e-9)
     counts = np.arange(n_members + 1)
     null = nhypergeom(n_members + n_others, n_members, allowed + 1)
-    significant = np.flatnonzero(null.sf(counts - 1) <= spent_at(look, alpha))
+    at_least = null.pmf(counts)[::-1].cumsum()[::-1]  # nhypergeom.sf sums anew for each count
+    significant = np.flatnonzero(at_least <= spent_at(look, alpha))
     if not len(significant):
         return 1.0
     needed = int(significant[0])
@@ -224,7 +225,7 @@ def membership_values(
     - ``shown_p_value``: The p-value of :func:`rank_test`, corrected for all looks.
     - ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``, with ``_low`` and ``_high``: The TPR with the
       bounds of :func:`shown_tpr`. All three are NaN with fewer non-members than
-      :func:`others_needed`.
+      :func:`min_non_members`.
     - ``visible``: The TPR of :func:`visible_tpr`.
 
     The interval of the AUC, each bound of a TPR, and each test err with a probability of at most
@@ -244,18 +245,18 @@ def membership_values(
     """
     shown = shown_tpr(scores, members, look=look, alpha=alpha)
     spent = spent_at(look, alpha)
-    area = _auc(scores, members, spent)
+    auc_rate = _auc(scores, members, spent)
     error = permutation_test(scores, members) if exact else least_error(*_pool(scores, members))
     pairs = min(int(members.sum()), int((~members).sum()))
     provable = (spent / 2) ** (1 / pairs)  # so high an AUC ranks all disjoint pairs right
     if exact and error > spent / 2:
-        area = replace(area, low=min(area.low, 0.5))
+        auc_rate = replace(auc_rate, low=min(auc_rate.low, 0.5))
     if exact and spent / 2 < 1 / (1 + PERMUTATIONS):  # below the smallest p-value
         provable = min(provable, 0.5)
     tprs = (_judged_tpr(scores, members, look=look, alpha=alpha, fpr=fpr) for fpr in FPRS)
     rates = dict(zip(map(rate_name, FPRS), tprs, strict=True))
     return {
-        **flat({"auc": area, **rates}),
+        **flat({"auc": auc_rate, **rates}),
         "auc_provable": provable,
         "p_value": min(1.0, error * alpha / spent),
         "shown": shown.low,
@@ -345,7 +346,7 @@ def tiers_of(times: Tensor, members: Tensor) -> dict[int, Tensor]:
     remaining = members
     for min_rows in reversed(TIERS):
         tier = remaining & (times >= min_rows)
-        if int(tier.sum()) >= (LEAST_REPEATED if min_rows > 1 else 1):
+        if int(tier.sum()) >= (MIN_TIER_TEXTS if min_rows > 1 else 1):
             tiers[min_rows], remaining = tier, remaining & ~tier
     return tiers or {1: members}
 
@@ -433,10 +434,10 @@ def canary_tiers(
     for tier in times:
         planted = members & (repeats == tier)
         n = int(planted.sum())
-        if min(n, n_others) < LEAST_CANARIES:
+        if min(n, n_others) < MIN_CANARIES:
             tiers[tier] = (
                 f"{n} canaries of tier x{tier} were trained on and {n_others} were held out: "
-                f"{LEAST_CANARIES} of each are needed"
+                f"{MIN_CANARIES} of each are needed"
             )
             continue
         tiers[tier] = canary_values(guess, attack, planted, others, look=look, alpha=alpha) | {
@@ -479,7 +480,7 @@ def check_unseen(
     untrained = ReleasedModel(base, base, compressed, reference=reference)
     scores = CombinedReference().score(untrained)
     p_value = float(mannwhitneyu(scores[trains].numpy(), scores[~trains].numpy()).pvalue)
-    if p_value < CHANCE:
+    if p_value < MIN_P_VALUE:
         raise ValueError(
             "Memorization(reference=): before any training it scores the rows that are trained on "
             f"otherwise than those that are not (p = {p_value:.1g}), so that it has seen some of "
@@ -487,7 +488,7 @@ def check_unseen(
         )
 
 
-def other_law(aucs: Mapping[str, Rate]) -> str | None:
+def distribution_shift(aucs: Mapping[str, Rate]) -> str | None:
     """Return a sentence if members and non-members may be from different distributions, else None.
 
     It is None if all intervals of blind AUCs are within .45 to .55. If a whole interval is outside,
@@ -497,11 +498,11 @@ def other_law(aucs: Mapping[str, Rate]) -> str | None:
     Args:
         aucs: The blind AUCs by name, from :func:`blind_aucs`.
     """
-    if all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values()):
+    if all(rate.low >= MIN_BLIND_AUC and rate.high <= MAX_BLIND_AUC for rate in aucs.values()):
         return None
 
     def outside(rate: Rate) -> float:
-        return max(rate.low - MOST_AUC, LEAST_AUC - rate.high)
+        return max(rate.low - MAX_BLIND_AUC, MIN_BLIND_AUC - rate.high)
 
     name, rate = max(aucs.items(), key=lambda item: abs(item[1].value - 0.5))
     finding = "too few to decide whether they are exchangeable"

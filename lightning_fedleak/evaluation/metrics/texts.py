@@ -110,8 +110,8 @@ def in_true_order(
     hits = (guess_tokens[:, None] == truth) & real
     anywhere = torch.tensor(
         [
-            [(Counter(one) & Counter(other)).total() for other in _real_tokens(truth, real)]
-            for one in _real_tokens(guess_tokens, guess_tokens >= 0)
+            [(Counter(guess) & Counter(other)).total() for other in _real_tokens(truth, real)]
+            for guess in _real_tokens(guess_tokens, guess_tokens >= 0)
         ],
         dtype=torch.int64,
     ).view(len(guess_tokens), len(truth))
@@ -275,9 +275,9 @@ def reconstruction_rates(
     sentences read [.69, 1].
 
     Args:
-        scores: of all sentences.
-        resamples: of the bootstrap.
-        seed: of the bootstrap; no global random numbers are used.
+        scores: The scores of all sentences.
+        resamples: The number of resamples of the bootstrap.
+        seed: The seed of the bootstrap; no global random numbers are used.
 
     Returns:
         Rates by the names in ``RECONSTRUCTION_RATES``; NaN where there is nothing to count.
@@ -318,7 +318,7 @@ def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float
         bottom: (n,) its weight.
         times: (resamples, n) how often it is drawn.
         share: the sum of the squared weights of all tokens, one over their number if all are equal.
-        alpha: of the interval.
+        alpha: The error probability of the interval.
     """
     n = top.size
     value = float(top.sum() / bottom.sum())

@@ -75,14 +75,14 @@ def _counts_by_sum(values: Ints, sizes: Ints, members: int) -> Floats:
         sizes: (g,) games of each group.
         members: games that are chosen.
     """
-    most = int(np.repeat(values, sizes)[-members:].sum())
-    counts = np.zeros((members + 1, most + 1))
+    max_sum = int(np.repeat(values, sizes)[-members:].sum())
+    counts = np.zeros((members + 1, max_sum + 1))
     counts[0, 0] = 1
     for value, size in zip(values.tolist(), sizes.tolist(), strict=True):
         longer = counts.copy()
         for chosen in range(1, min(size, members) + 1):
             step = chosen * value
-            part = counts[: members + 1 - chosen, : max(0, most + 1 - step)]
+            part = counts[: members + 1 - chosen, : max(0, max_sum + 1 - step)]
             longer[chosen:, step:] += math.comb(size, chosen) * part
         counts = longer
     row: Floats = counts[members]

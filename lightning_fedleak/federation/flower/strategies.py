@@ -121,16 +121,13 @@ class Observed(_Around):
             model = self._arrays
         return model, metrics
 
-    def _number_of(self, reply: Message) -> int:
-        return self._numbers.setdefault(reply.metadata.src_node_id, len(self._numbers))
-
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         floats = {n: t for n, t in self._sent.items() if t.is_floating_point()}
         total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in floats.items()}
         weights = 0.0
         rate = None if self._rate is None else self._rate(server_round)
-        for reply in _by_node(arrived):
-            client = self._number_of(reply)
+        for reply in sorted(arrived, key=lambda reply: reply.metadata.src_node_id):
+            client = self._numbers.setdefault(reply.metadata.src_node_id, len(self._numbers))
             if reply.has_error():
                 log.info("lightning-fedleak: client %d sent nothing", client)
                 continue
@@ -257,10 +254,6 @@ def _state_of(reply: Message) -> State:
         log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
     return arrays
-
-
-def _by_node(replies: Sequence[Message]) -> list[Message]:
-    return sorted(replies, key=lambda reply: reply.metadata.src_node_id)
 
 
 def _can_be_averaged(state: State, sent: State) -> bool:

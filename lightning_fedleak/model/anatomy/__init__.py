@@ -8,7 +8,6 @@ from lightning_fedleak.model.anatomy.blocks import place_of as place_of
 from lightning_fedleak.model.anatomy.blocks import states_in as states_in
 from lightning_fedleak.model.anatomy.blocks import states_out as states_out
 from lightning_fedleak.model.anatomy.blocks import text_blocks as text_blocks
-from lightning_fedleak.model.anatomy.blocks import with_states_in as with_states_in
 from lightning_fedleak.model.anatomy.blocks import with_states_out as with_states_out
 from lightning_fedleak.model.anatomy.finding import find_anatomy as find_anatomy
 from lightning_fedleak.model.anatomy.parts import EMBEDDING_WEIGHT as EMBEDDING_WEIGHT

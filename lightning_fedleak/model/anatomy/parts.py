@@ -168,7 +168,7 @@ class _HeadSurface:
     """The trained matrix with a row for each type.
 
     Attributes:
-        role: of the parameter, or its name.
+        role: The role of the parameter, or its name.
         projection: (r, d) that multiplies hidden states before the B of a LoRA on the head; None
             if the matrix is the head's weight.
     """

@@ -11,7 +11,6 @@ from lightning_fedleak.model.taps.control import control_gradient as control_gra
 from lightning_fedleak.model.taps.control import control_states as control_states
 from lightning_fedleak.model.taps.control import is_uneven as is_uneven
 from lightning_fedleak.model.taps.control import shuffle_words as shuffle_words
-from lightning_fedleak.model.taps.gradients import StepError as StepError
 from lightning_fedleak.model.taps.gradients import UpdateError as UpdateError
 from lightning_fedleak.model.taps.gradients import before_real_step as before_real_step
 from lightning_fedleak.model.taps.gradients import check_optimizer as check_optimizer

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +18,7 @@ from lightning_fedleak.model.anatomy import (
     text_blocks,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import UnusableObservation, is_shard
+from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.graph import arguments_of
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
@@ -140,77 +139,8 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
     place = place_of(anatomy, len(text_blocks(anatomy)))
     with model_runs.undisturbed(anatomy) as model, model_runs.only_needed_hooks(anatomy.root):
         run = model_runs.stop_at(model, place)
-        states = [
-            run(**{**inputs, "input_ids": each})[:, -ids.shape[1] :] for each in (ids, new_ids)
-        ]
+        states = [run(**{**inputs, "input_ids": x})[:, -ids.shape[1] :] for x in (ids, new_ids)]
     compared = ~replaced
     if batch.attention_mask is not None:
         compared &= (batch.attention_mask != 0).to(ids.device)
     return not torch.equal(states[0][compared], states[1][compared])
-
-
-class PackedRows:
-    """Tests whether documents that are packed into one row attend to each other.
-
-    Args:
-        anatomy: The parts of the model.
-        forward_context: A function that returns the context with the precision of a step.
-    """
-
-    def __init__(
-        self, anatomy: Anatomy, forward_context: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        self._anatomy = anatomy
-        self._forward_context = forward_context
-        self._calls: ModelCalls | None = None
-        self._crossing: dict[object, bool] = {}
-
-    def watch(self, batch: TokenBatch) -> None:
-        """Record the model's call in a step, if it is unknown whether documents are separate."""
-        if batch.documents is not None and batch.crossing is None:
-            self._calls = self._calls or ModelCalls(self._anatomy)
-            self._calls.arm()
-
-    def close(self) -> None:
-        """Remove the hook."""
-        if self._calls is not None:
-            self._calls.close()
-        self._calls = None
-
-    def with_crossing(
-        self, batch: TokenBatch, calls: Sequence[Mapping[str, object]] | None = None
-    ) -> TokenBatch:
-        """Return the batch with ``crossing`` set; each form of a call is tested only once.
-
-        Args:
-            batch: A batch of a step.
-            calls: The arguments of the model's calls on it; None for the calls since :meth:`watch`.
-
-        Raises:
-            UnusableObservation: The test was not possible.
-        """
-        if calls is None:
-            if self._calls is None or batch.documents is None or batch.crossing is not None:
-                return batch
-            calls = self._calls.calls
-            self._calls.arm(False)
-        if not batch.is_packed:
-            return replace(batch, crossing=False)
-        sharded = any(map(is_shard, self._anatomy.root.parameters()))
-        if sharded or len(calls) != 1:
-            called = f"the model was called {len(calls)} times in one batch"
-            why = "the model's parameters are sharded" if sharded else called
-            raise UnusableObservation(NOT_TESTED.format(why))
-        [call] = calls
-        form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
-        if form not in self._crossing:
-            with self._forward_context():
-                self._crossing[form] = crosses(self._anatomy, batch, call)
-        return replace(batch, crossing=self._crossing[form])
-
-
-def _form(argument: object) -> object:
-    """Return the part of an argument that defines a call's form: its rank, value or type."""
-    if isinstance(argument, Tensor):
-        return argument.dim()
-    return argument if isinstance(argument, bool | str) else type(argument).__name__

@@ -134,7 +134,7 @@ def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator
         moves: the places whose tokens are shuffled.
         texts: (B, L) the number of each token's text in its row, within which it stays; None:
             tokens move over all texts.
-        generator: of the shuffling.
+        generator: The generator of the shuffling.
     """
     source = torch.arange(moves.numel())
     places = moves.flatten().cpu().nonzero()[:, 0]
@@ -179,12 +179,7 @@ def fresh_leaves(
 
 
 def control_gradient(
-    anatomy: Anatomy,
-    step: Step,
-    roles: Sequence[str],
-    *,
-    scale: float = 1.0,
-    fails: Fails = bool,
+    anatomy: Anatomy, step: Step, roles: Sequence[str], *, scale: float = 1.0, fails: Fails = bool
 ) -> GradientSnapshot:
     """Return the gradient of a step made again, in the modes and the precision that it had.
 
@@ -318,12 +313,7 @@ def _forget_gradient(parameter: Tensor) -> None:
 
 
 def run_backward(
-    anatomy: Anatomy,
-    model: nn.Module,
-    call: ModelCall,
-    fails: Fails = bool,
-    *,
-    scale: float = 1.0,
+    anatomy: Anatomy, model: nn.Module, call: ModelCall, fails: Fails = bool, *, scale: float = 1.0
 ) -> None:
     """Run one call again, and its backward from the logits.
 

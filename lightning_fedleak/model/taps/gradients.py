@@ -1,130 +1,18 @@
-"""The taps that record gradients and weight changes of a training step."""
+"""The moment right before an optimizer's step, at which its gradient is there."""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
-
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
-from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
-
-
-class GradientTap:
-    """The gradients of some parameters, also a client's local one that DDP overwrites.
-
-    Where ``p.grad`` holds a stage's gradient, :meth:`view` returns views of it without a copy. A
-    DDP process's local gradient exists only until DDP reduces it inside backward: while the tap is
-    armed, :meth:`keep_local` copies it into one buffer per parameter, which is allocated once.
-
-    Args:
-        parameters: parameter by role. A tied matrix with two roles is read once.
-        gradient_of: returns what a parameter's next step is taken with.
-        tied: recorded in the snapshots.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad"),
-        *,
-        tied: bool = False,
-    ) -> None:
-        self._parameters = dict(parameters)
-        self._gradient_of = gradient_of
-        self._tied = tied
-        self._buffers: dict[int, Tensor] = {}
-        self._scales: dict[int, float] = {}
-        self._handles: list[RemovableHandle] = []
-        self.armed = False
-        self.error: Exception | None = None
-
-    def keep_local(self) -> None:
-        """Copy each gradient as autograd accumulates it, before DDP's reduction, when armed.
-
-        Under gradient accumulation the last copy is the sum over micro-batches, as it is shared.
-        """
-        for parameter in {id(p): p for p in self._parameters.values()}.values():
-            handle = parameter.register_post_accumulate_grad_hook(self._copy_gradient)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-
-    @raised_when_read
-    def _copy_gradient(self, parameter: Tensor) -> None:
-        if not self.armed or parameter.grad is None:
-            return
-        grad = _dense(parameter.grad)
-        buffer = self._buffers.get(id(parameter))
-        if buffer is None:
-            buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
-        buffer.copy_(grad)
-        self._scales[id(parameter)] = 1.0
-
-    def arm(self) -> None:
-        """Start a look: drop earlier copies and let the hooks copy."""
-        self.error = None
-        self._scales.clear()
-        self.armed = True
-
-    def disarm(self) -> None:
-        """Stop a look: let the hooks return at once."""
-        self.armed = False
-
-    def view(
-        self, step: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1.0
-    ) -> GradientSnapshot:
-        """Return views of the present gradients.
-
-        Args:
-            step: optimizer step that they lead to.
-            stage: the stage that they are at.
-            copies: read the copies of :meth:`keep_local` in place of ``p.grad``.
-            client: rank of the client.
-            scale: loss scale still in the copies (fp16's GradScaler); divided out.
-
-        Returns:
-            A snapshot without the roles that have no gradient.
-
-        Raises:
-            Exception: what a hook has raised since :meth:`arm`.
-        """
-        raise_kept(self)
-        gradients: dict[int, Tensor] = {}
-        for key, parameter in {id(p): p for p in self._parameters.values()}.items():
-            if copies and key in self._scales:
-                gradients[key] = self._buffers[key]
-                if self._scales[key] != scale:
-                    gradients[key].div_(scale / self._scales[key])
-                    self._scales[key] = scale
-            elif not copies and (gradient := self._gradient_of(parameter)) is not None:
-                gradients[key] = _dense(gradient)
-        keys = {role: id(p) for role, p in self._parameters.items()}
-        tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
-        return GradientSnapshot(step, stage, tensors, self._tied, client)
-
-    def close(self) -> None:
-        """Remove every hook, and free the buffers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._buffers.clear()
-        self._scales.clear()
 
 
 class UpdateError(ValueError):
     """A weight change cannot be put in units of a gradient."""
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, dense also where it is sparse."""
-    tensor = whole_tensor(tensor)
-    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 # ---- the moment before an optimizer's step -----------------------------------------------
@@ -132,10 +20,6 @@ def _dense(tensor: Tensor) -> Tensor:
 # ``Optimizer.register_step_pre_hook`` fires before the closure of Lightning's automatic
 # optimization, that is, before backward; a post-hook may find gradients modified in place.
 _CHAIN = "_fedleak_before_step"
-
-
-class StepError(RuntimeError):
-    """This optimizer does not have one moment between its gradients and its update."""
 
 
 _NO_ONE_GRADIENT = (
@@ -167,9 +51,9 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
         A function that removes ``fn``; may be called twice.
 
     Raises:
-        StepError: LBFGS. And in a step: an optimizer that runs its closure twice (sharpness-aware
-            ones) or not at all, or a fused one under a GradScaler, whose gradients are still scaled
-            and which skips steps inside its kernel.
+        RuntimeError: LBFGS. And in a step: an optimizer that runs its closure twice
+            (sharpness-aware ones) or not at all, or a fused one under a GradScaler, whose gradients
+            are still scaled and which skips steps inside its kernel.
     """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer) and isinstance(optimizer, type(inner)):
@@ -200,7 +84,7 @@ def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
         scaler: the precision plugin's GradScaler, None without one.
 
     Raises:
-        StepError: LBFGS, or a fused optimizer under a GradScaler.
+        RuntimeError: LBFGS, or a fused optimizer under a GradScaler.
     """
     problem = None
     if isinstance(optimizer, LBFGS):
@@ -208,7 +92,7 @@ def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
     elif scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         problem = _FUSED.format(type(optimizer).__name__)
     if problem:
-        raise StepError(problem)
+        raise RuntimeError(problem)
 
 
 _FUSED = (
@@ -256,7 +140,7 @@ class _Chain:
             return self._original(*args, **kwargs)
         name = type(self._optimizer).__name__
         if getattr(self._optimizer, "found_inf", None) is not None:
-            raise StepError(_FUSED.format(name))
+            raise RuntimeError(_FUSED.format(name))
         closure = args[0] if args else kwargs.get("closure")
         if closure is None:
             self._run()
@@ -266,7 +150,7 @@ class _Chain:
         def closure_then_run() -> Any:
             nonlocal called
             if called:
-                raise StepError(_NO_ONE_GRADIENT.format(name, "evaluates its closure twice"))
+                raise RuntimeError(_NO_ONE_GRADIENT.format(name, "evaluates its closure twice"))
             result = closure()
             called = True
             self._run()
@@ -278,5 +162,5 @@ class _Chain:
             kwargs["closure"] = closure_then_run
         result = self._original(*args, **kwargs)
         if not called:
-            raise StepError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
+            raise RuntimeError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
         return result

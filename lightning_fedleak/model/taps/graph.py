@@ -19,22 +19,16 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import (
-    Anatomy,
-    Kind,
-    backbone_of,
-    last_states_in,
-    without_peft,
-)
+from lightning_fedleak.model.anatomy import Anatomy, Kind, backbone_of, last_states_in, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
-from lightning_fedleak.model.taps.last_states import HeadMap, read_last_states
+from lightning_fedleak.model.taps.last_states import head_map, read_last_states
 from lightning_fedleak.model.taps.row_labels import (
     HeadCall,
     RowLabels,
     Source,
     claims_of,
-    find_rest,
+    find_residual,
     read_rows,
 )
 from lightning_fedleak.model.taps.step import ModelCall, PlacedRows
@@ -247,7 +241,7 @@ class GraphTap:
         if self._anatomy.kind == "classifier":
             head.gradient = gradient.detach().clone()
         else:
-            head.rest = find_rest(*rows, head.rows)
+            head.residual = find_residual(*rows, head.rows)
 
     def _claims(self, call: ModelCall, shape: torch.Size, device: torch.device) -> Tensor | None:
         """Return (n,) the likely label of each row of logits; None if no source suggests any."""
@@ -276,7 +270,7 @@ class GraphTap:
         states, gradient, call.states = call.states, call.gradient, None
         assert states is not None
         assert gradient is not None
-        head = HeadMap.from_anatomy(self._anatomy, self._temperature)
+        head = head_map(self._anatomy, self._temperature)
         if call.ids is None or head is None:
             return
         sources = [(call.ids, 1)]
@@ -321,7 +315,7 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
     placed = _placed(call, kind, labels)
     placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
     rows = placed.rows
-    soft = rows.soft | rows.unsure
+    soft = rows.soft | rows.ambiguous
     if kind == "causal":  # the last logits have no label, but may be in an entropy or a z-loss
         soft &= placed.place < placed.width - 1
     batch = replace(batch, preferences=bool(rows.pushed.any()), soft_labels=bool(soft.any()))
@@ -387,7 +381,7 @@ def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     placed = replace(first, place=place + (length - width))  # or the last positions
     if width == length or kept:
         return placed
-    matches = [_share_of_next(one, ids) for one in (first, placed)]
+    matches = [_share_of_next(rows, ids) for rows in (first, placed)]
     if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
         raise BatchError(
             f"the head gave {width} logits for texts of {length} tokens: for which is not known"
@@ -473,15 +467,15 @@ def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
     """
     rows = placed.rows
     sure = rows.labels != IGNORE_INDEX
-    if not bool(rows.unsure.any()):
+    if not bool(rows.ambiguous.any()):
         return rows
     if given is not None and bool((given[sure] == rows.labels[sure]).all()):
-        known = rows.unsure & ((given == rows.lowest) | (given == rows.highest))
+        known = rows.ambiguous & ((given == rows.lowest) | (given == rows.highest))
         rows = _with_labels(rows, known, given)
     for pushed, entry in ((False, rows.lowest), (True, rows.highest)):
         one_way = bool(sure.any()) and bool((rows.pushed[sure] == pushed).all())
         if given is None and one_way:
-            rows = _with_labels(rows, rows.unsure & rows.one_each, entry)
+            rows = _with_labels(rows, rows.ambiguous & rows.one_each, entry)
             rows = rows._replace(pushed=rows.pushed | ((rows.labels == entry) & ~sure & pushed))
     return rows
 
@@ -499,7 +493,7 @@ def _with_labels(rows: RowLabels, places: Tensor, labels: Tensor) -> RowLabels:
         sizes=torch.where(places, sizes, rows.sizes),
         others=torch.where(is_lowest, sizes, rows.others),
         shifts=torch.where(is_lowest, 0.0, rows.shifts),
-        unsure=rows.unsure & ~places,
+        ambiguous=rows.ambiguous & ~places,
     )
 
 

@@ -24,24 +24,24 @@ ENTRIES_AT_ONCE = 1 << 18
 Larger: several passes over memory; smaller: more calls of torch for a row of few entries.
 """
 DEVICE_ENTRIES_AT_ONCE = 1 << 24
-"""The same on other devices: 64 MiB in float32, one block above training; each call is a wait."""
-MOST_KEPT = 1 << 22
-"""Entries of a call's rows that are kept as they were: 48 MiB, a thousandth of a large call's.
+"""The same on other devices: 64 MiB in float32 beyond training's memory; each block waits once."""
+MAX_RESIDUAL_ENTRIES = 1 << 22
+"""Entries of one call that are stored because the shapes of its rows do not reproduce them: 48 MiB.
 
-Rounding to bfloat16 changes a thousandth. Larger: losses of any shape are made again in larger
-batches, for more memory; smaller: rounding passes for a change of the gradient.
+In bfloat16 that is about one entry in a thousand. Larger: losses of other shapes are reproduced in
+larger batches, for more memory; smaller: rounding counts as a change of the gradient.
 """
 MAX_OTHERS = 0.2
 """Largest sum of the other entries with a label's sign, in units of the label's own entry.
 
-The label of a row above it is found by fitting the row's shape (:func:`_fit_beside`). Larger: soft
+Above it the label is found by fitting the row's shape (:func:`_fit_others`). Larger: soft
 targets of a confident teacher pass for labels; smaller: more rows of smoothed labels need a fit.
 """
 MAX_DEVIATION = 0.01
-"""Largest squared deviation of the entries beside a label from a softmax with a shift.
+"""Largest squared norm of a fit's residual, over that of the entries beside the label.
 
-It is relative to these entries; rounding to bfloat16 gives 1e-5, the row of another label above
-0.1. Larger: soft targets pass for labels; smaller: rows with a cap behind the head are unknown.
+Rounding to bfloat16 leaves 1e-5, a wrong label more than 0.1. Larger: soft targets pass for labels;
+smaller: rows of logits that are capped after the head are unknown.
 """
 MAX_SHIFT = 0.5
 """Largest sum of a row's shifts over the size b of a label that is found by a fit.
@@ -56,22 +56,22 @@ A cross-entropy leaves 1, and with a third of label smoothing .67. Larger: smoot
 unknown; smaller: rows of a z-loss alone have a label.
 """
 MIN_SUM = 2.0**-6
-"""Sum of a row's entries over the sum of their shifts, below which it may be bfloat16's rounding.
+"""Least sum of a row's other entries over that of their shifts that shows a sign.
 
-Larger: certain texts that are pushed away have no sign; smaller: the sign of smoothed rows is lost.
+A smaller one may be bfloat16's rounding of a row that smoothing alone leaves. Larger: certain texts
+that are pushed away have no sign; smaller: smoothed rows have a wrong one.
 """
-CERTAIN = 99.0
-"""Odds of a given label above which its size may be rounding, and does not refute it.
+CERTAIN_ODDS = 99.0
+"""Odds of a candidate label above which its size may be rounding, and does not refute it.
 
 The label's gradient is then below a hundredth of another one's. Larger: certain labels of smoothed
 rows are unknown in bfloat16; smaller: more false labels are believed where their row fits.
 """
 MIN_SPREAD = 1e-4
-"""Least variance of a row's softmax, over that of a uniform one, that shows a shift beside it.
+"""Least ``n |q|^2 - 1`` of the softmax q over a row's n other entries; a uniform one has 0.
 
-Below it both are one direction, and any division between them makes the row again.
+Below it q and a shift are the same direction, and the shift counts as 0.
 """
-
 
 Source = Literal["head", "model", "states"]
 
@@ -91,7 +91,7 @@ class RowLabels(NamedTuple):
         pushed: Whether the loss makes the label less likely (a rejected text).
         live: Whether the row has an entry other than 0.
         soft: Whether the target is not a single label, as in distillation.
-        unsure: Whether two labels could have produced this row.
+        ambiguous: Whether two labels could have produced this row.
         lowest: The index of the row's lowest entry.
         highest: The index of the row's highest entry.
         one_each: Whether the row has exactly one negative and one positive entry.
@@ -105,7 +105,7 @@ class RowLabels(NamedTuple):
     pushed: Tensor
     live: Tensor
     soft: Tensor
-    unsure: Tensor
+    ambiguous: Tensor
     lowest: Tensor
     highest: Tensor
     one_each: Tensor
@@ -154,30 +154,45 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     finite = low.isfinite() & high.isfinite()  # NaN is the lowest and the highest of its row
     live = (n_below > 0) | (n_above > 0) | ~finite
     mixed, one_each = (n_below > 1) & (n_above > 1), (n_below == 1) & (n_above == 1)
-    learned = (n_below == 1) & (n_above > 1) | (mixed & is_low & ~is_high)
-    labels = lowest.masked_fill(~learned, IGNORE_INDEX)
-    shape, _, _ = _fit_beside(gradient, logits, lowest)
-    pushed, unsure, soft = torch.zeros(3, len(low), device=low.device).bool()
-    rows = (live & finite & ~learned).nonzero()[:, 0]
+    is_lowest = (n_below == 1) & (n_above > 1) | (mixed & is_low & ~is_high)
+    labels = lowest.masked_fill(~is_lowest, IGNORE_INDEX)
+    shape = _fit_others(gradient, logits, lowest).shape
+    pushed, ambiguous, soft = torch.zeros(3, len(low), device=low.device).bool()
+    rows = (live & finite & ~is_lowest).nonzero()[:, 0]
     if len(rows):
-        part, ends = (gradient[rows], logits[rows]), torch.stack([lowest, highest])[:, rows]
+        scores, ends = logits[rows], torch.stack([lowest[rows], highest[rows]])
         labels[rows], shape[:, rows], pushed[rows], fits = _labels_by_shape(
-            *part, claims[rows], *ends
+            gradient[rows], scores, claims[rows], *ends
         )
-        # With a cap behind the head nothing fits; but for smoothing the sign tells such a row.
-        p = part[1].float().softmax(1).gather(1, ends.T).sum(1)
+        # Logits that are capped after the head fit no shape. Without smoothing, the label that such
+        # a row is pushed from is still its only positive entry.
+        p = scores.float().softmax(1).gather(1, ends.T).sum(1)
         is_capped = (n_above[rows] == 1) & (n_below[rows] > 1) & ~fits & (p < 1 - MAX_OTHERS)
-        labels[rows] = torch.where(is_capped, ends[1], labels[rows])
+        labels[rows] = torch.where(is_capped, highest[rows], labels[rows])
         pushed[rows] |= is_capped
         is_open = labels[rows] == IGNORE_INDEX
         soft[rows] = is_open & mixed[rows] & ~is_low[rows] & ~fits
-        unsure[rows] = is_open & ~soft[rows]
-    unsure |= ~finite
+        ambiguous[rows] = is_open & ~soft[rows]
+    ambiguous |= ~finite
     has_label = labels != IGNORE_INDEX
     sizes = -gradient.gather(1, labels.clamp_min(0)[:, None])[:, 0].masked_fill(~has_label, 0.0)
     entries = lowest, highest, one_each, torch.stack([low, high], 1)
-    fields = labels, sizes, shape[0], shape[1], pushed, live, soft, unsure
+    fields = labels, sizes, shape[0], shape[1], pushed, live, soft, ambiguous
     return RowLabels(*fields, *entries)
+
+
+class _RowFit(NamedTuple):
+    """What a label leaves of the other entries of n rows.
+
+    Attributes:
+        shape: (2, n) the sum and the shift of the other entries.
+        sizes: (n,) the size b of the label, with its sign.
+        explains: (n,) whether the label explains the row.
+    """
+
+    shape: Tensor
+    sizes: Tensor
+    explains: Tensor
 
 
 def _labels_by_shape(
@@ -186,53 +201,50 @@ def _labels_by_shape(
     """Return the only labels that explain the other entries of their rows.
 
     Returns:
-        The labels (n,), -100 if two labels or none fit; the sum and the shift of the other entries
-        (2, n), which are those beside the highest entry for -100; whether the loss makes the label
-        less likely, (n,); and whether any label fits, (n,).
+        The labels (n,), -100 if two labels or none fit; the shape (2, n) of the other entries,
+        relative to the highest entry for -100; whether the loss makes the label less likely, (n,);
+        and whether any label fits, (n,).
     """
-    of_claim = _fit_beside(gradient, logits, claims.clamp(0, gradient.shape[1] - 1), is_claim=True)
-    of_low, of_high = (_fit_beside(gradient, logits, entry) for entry in (lowest, highest))
-    is_claim = of_claim[2] & (claims >= 0)
-    is_low, is_high = of_low[2] & ~of_high[2] & ~is_claim, of_high[2] & ~of_low[2] & ~is_claim
-    labels, shape, size = torch.full_like(lowest, IGNORE_INDEX), of_high[0], of_high[1]
-    candidates = (is_claim, claims, of_claim), (is_low, lowest, of_low), (is_high, highest, of_high)
-    for is_label, entry, (of_entry, its_size, _) in candidates:
+    claim = _fit_others(gradient, logits, claims.clamp(0, gradient.shape[1] - 1), is_claim=True)
+    low, high = (_fit_others(gradient, logits, entry) for entry in (lowest, highest))
+    is_claim = claim.explains & (claims >= 0)
+    is_low, is_high = low.explains & ~high.explains, high.explains & ~low.explains
+    labels, shape, sizes = torch.full_like(lowest, IGNORE_INDEX), high.shape, high.sizes
+    candidates = (is_low, lowest, low), (is_high, highest, high), (is_claim, claims, claim)
+    for is_label, entry, fit in candidates:  # a claim that fits is preferred
         labels = torch.where(is_label, entry, labels)
-        shape, size = torch.where(is_label, of_entry, shape), torch.where(is_label, its_size, size)
+        shape = torch.where(is_label, fit.shape, shape)
+        sizes = torch.where(is_label, fit.sizes, sizes)
     has_label = labels != IGNORE_INDEX
-    return labels, shape, has_label & (size < 0), has_label | of_low[2] | of_high[2]
+    return labels, shape, has_label & (sizes < 0), has_label | low.explains | high.explains
 
 
-def _fit_beside(
+def _fit_others(
     gradient: Tensor, logits: Tensor, labels: Tensor, *, is_claim: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit the entries beside a label of each row by least squares.
+) -> _RowFit:
+    """Fit the entries of each row except its label's by least squares.
 
-    The size of a label that the model is certain of is lost in rounding, so a mismatch there does
-    not refute a claim.
-
-    Returns:
-        The sum and the shift of these entries, (2, n); the size b of the label, with its sign,
-        (n,); and whether the label explains the row, (n,).
+    Rounding hides the size of a label of which the model is certain, so that a wrong size does not
+    refute a claim of it.
     """
     logits, column = logits.float(), labels[:, None]
     q = logits.scatter(1, column, -torch.inf)
     odds = (logits.gather(1, column)[:, 0] - q.logsumexp(1)).clamp_max(80.0).exp()  # p / (1 - p)
     q = q.softmax(1)
-    rest, n = gradient.scatter(1, column, 0.0), gradient.shape[1] - 1
-    sums, at_q, q_norms = rest.sum(1), torch.linalg.vecdot(rest, q), q.square().sum(1)
+    entries, n = gradient.scatter(1, column, 0.0), gradient.shape[1] - 1
+    sums, at_q, q_norms = entries.sum(1), torch.linalg.vecdot(entries, q), q.square().sum(1)
     spread = n * q_norms - 1
     shifts = torch.where(spread > MIN_SPREAD, (at_q - sums * q_norms) / spread, 0.0)
-    others, norms = sums + n * shifts, rest.square().sum(1)
-    residual = rest - (q * others[:, None] - shifts[:, None]).scatter_(1, column, 0.0)
+    others, norms = sums + n * shifts, entries.square().sum(1)
+    residual = entries - (q * others[:, None] - shifts[:, None]).scatter_(1, column, 0.0)
     sizes = others * odds - shifts - gradient.gather(1, column)[:, 0]
     is_shift = others.abs() < MIN_SUM * n * shifts.abs()  # smoothing alone leaves such a row
     sizes = torch.where(is_shift, sizes.abs(), sizes)
     fits = n * shifts.abs() <= MAX_SHIFT * sizes.abs()
     fits &= sizes.abs() >= MIN_SIZE * gradient.abs().amax(1)
-    fits |= (odds > CERTAIN) & is_claim
+    fits |= (odds > CERTAIN_ODDS) & is_claim
     fits &= residual.square().sum(1) <= MAX_DEVIATION * norms
-    return torch.stack([others, shifts]), sizes, fits
+    return _RowFit(torch.stack([others, shifts]), sizes, fits)
 
 
 def claims_of(labels: Tensor, width: int, shift: int) -> Tensor:
@@ -256,7 +268,7 @@ def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: floa
     """Return the gradient of logits (..., V) whose rows have these labels and shapes.
 
     Args:
-        logits: The logits, whose rows are the N rows.
+        logits: The logits, with N rows.
         targets: (N,) labels.
         shapes: (3, N), see ``RowLabels.shapes``.
         temperature: The number by which the loss divides the logits. None: the rows are those of a
@@ -264,69 +276,70 @@ def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: floa
     """
     values = logits.detach().flatten(0, -2)
     rows, step = torch.empty_like(values), _rows_at_once(values)
-    for start in range(0, len(rows), step):  # float32 copies of one part at a time
-        part = slice(start, start + step)
-        labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
-        scores = values[part].float() / (temperature or 1.0)
-        sizes, others, shifts = shapes[:, part, None].float()
+    for start in range(0, len(rows), step):  # float32 copies of one block at a time
+        block = slice(start, start + step)
+        labels = targets[block, None].clamp(max=values.shape[1] - 1)  # a single output has class 0
+        scores = values[block].float() / (temperature or 1.0)
+        sizes, others, shifts = shapes[:, block, None].float()
         if temperature is None:
             at_labels = scores.softmax(1).gather(1, labels)
             sizes, others = sizes * (1 - at_labels), others * (1 - at_labels)
-        part_rows = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(others).sub_(shifts)
-        rows[part] = part_rows.scatter_(1, labels, -sizes)
+        entries = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(others).sub_(shifts)
+        rows[block] = entries.scatter_(1, labels, -sizes)
     return rows.view(logits.shape)
 
 
-class _RowRest(NamedTuple):
+class _Residual(NamedTuple):
     """The entries of dL/dlogits that labels and shapes of its rows do not reproduce.
 
     Attributes:
         share: The norm of the residual over the norm of the gradient; NaN if the gradient is zero.
-        places: (k,) indices of these entries in the flattened gradient; None if there are more than
-            :data:`MOST_KEPT`, or if the gradient has no rows.
-        values: (k,) the gradient's entries at ``places``.
+        indices: (k,) these entries' indices in the flattened gradient; None if there are more than
+            :data:`MAX_RESIDUAL_ENTRIES`, or if the gradient has no rows.
+        values: (k,) the gradient's entries at ``indices``.
     """
 
     share: float
-    places: Tensor | None = None
+    indices: Tensor | None = None
     values: Tensor | None = None
 
 
 @torch.no_grad()
-def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _RowRest:
+def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residual:
     """Return the entries of a gradient (n, V) that the shapes of its rows do not reproduce."""
     step, width = _rows_at_once(gradient), gradient.shape[1]
     tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # float32 leaves 1e-7
-    places, values = [], []
-    n_entries, rest, whole = 0, *gradient.new_zeros(2, dtype=torch.float32)
+    indices, values = [], []
+    n_entries, residual_norm, norm = 0, *gradient.new_zeros(2, dtype=torch.float32)  # squared
     for start in range(0, len(gradient), step):
-        part = slice(start, start + step)
-        block = RowLabels(*(column[part] for column in rows))
-        true = gradient[part]
-        residual = true.float() - rows_of_step(block, logits[part]).float()
-        rest += residual.square().sum()
-        whole += true.float().square().sum()
+        block = slice(start, start + step)
+        true = gradient[block]
+        labels = RowLabels(*(column[block] for column in rows))
+        residual = true.float() - rows_of_step(labels, logits[block]).float()
+        residual_norm += residual.square().sum()
+        norm += true.float().square().sum()
         limits = tolerance * true.abs().amax(1, keepdim=True)
-        places_of_block = (residual.abs() > limits).flatten().nonzero()[:, 0]
-        n_entries += len(places_of_block)
-        if n_entries <= MOST_KEPT:
-            places.append(places_of_block + start * width)
-            values.append(true.flatten()[places_of_block])
-    share = float((rest / whole).sqrt())
-    if n_entries > MOST_KEPT or not places:
-        return _RowRest(share)
-    return _RowRest(share, torch.cat(places), torch.cat(values))
+        is_off = (residual.abs() > limits).flatten().nonzero()[:, 0]
+        n_entries += len(is_off)
+        if n_entries <= MAX_RESIDUAL_ENTRIES:
+            indices.append(is_off + start * width)
+            values.append(true.flatten()[is_off])
+    share = float((residual_norm / norm).sqrt())
+    if n_entries > MAX_RESIDUAL_ENTRIES or not indices:
+        return _Residual(share)
+    return _Residual(share, torch.cat(indices), torch.cat(values))
 
 
-def rows_of_step(rows: RowLabels, logits: Tensor, rest: _RowRest | None = None) -> Tensor:
+def rows_of_step(rows: RowLabels, logits: Tensor, residual: _Residual | None = None) -> Tensor:
     """Return the gradient (..., V) of a step from the labels and shapes of its rows."""
     has_label = rows.labels != IGNORE_INDEX
-    targets = torch.where(has_label, rows.labels, rows.highest)  # beside which its shape was read
+    # The shape of a row without a label is relative to its highest entry.
+    targets = torch.where(has_label, rows.labels, rows.highest)
     sizes = torch.where(has_label, rows.sizes, -rows.values[:, 1])
     shapes = torch.stack([sizes, rows.others, rows.shifts])
     gradient = make_rows(logits, targets, shapes, 1.0)
-    if rest is not None and rest.places is not None and rest.values is not None:
-        gradient.view(-1).index_copy_(0, rest.places, rest.values)
+    if residual is not None and residual.indices is not None and residual.values is not None:
+        gradient.view(-1).index_copy_(0, residual.indices, residual.values)
     return gradient
 
 
@@ -343,7 +356,7 @@ class HeadCall:
         temperature: The number by which the loss divides the logits; it is fitted only for
             ``"states"``, and 1 otherwise.
         rows: The labels and shapes of the rows; None until the backward.
-        rest: The entries of the gradient that these shapes do not reproduce.
+        residual: The entries of the gradient that these shapes do not reproduce.
         gradient: The gradient itself, for a classifier: its loss may be any function of its few
             logits.
     """
@@ -353,7 +366,7 @@ class HeadCall:
     source: Source = "head"
     temperature: float = 1.0
     rows: RowLabels | None = None
-    rest: _RowRest | None = None
+    residual: _Residual | None = None
     gradient: Tensor | None = None
 
     def gradient_of(self, logits: Tensor) -> Tensor:
@@ -362,4 +375,4 @@ class HeadCall:
         if self.gradient is not None:
             return self.gradient
         scores = logits.detach() if self.source != "states" else logits.detach() / self.temperature
-        return rows_of_step(self.rows, scores, self.rest)
+        return rows_of_step(self.rows, scores, self.residual)

@@ -6,29 +6,287 @@ batch does not matter. If the graph cannot be read, they are taken from the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, placeholder_ids, without_peft
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.anatomy import (
+    Anatomy,
+    Kind,
+    matrix_shape,
+    placeholder_ids,
+    without_peft,
+)
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
-from lightning_fedleak.model.taps.calls import MEDIA, PackedRows
-from lightning_fedleak.model.taps.encoders import EncoderTap, read_encoder_call
-from lightning_fedleak.model.taps.gradients import GradientTap
-from lightning_fedleak.model.taps.graph import GraphTap, read_call
-from lightning_fedleak.model.taps.hooks import random_states
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    is_shard,
+    whole_tensor,
+)
+from lightning_fedleak.model.taps.calls import MEDIA, NOT_TESTED, ModelCalls, crosses
+from lightning_fedleak.model.taps.graph import GraphTap, read_call, read_inputs
+from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.rounds import plain_call
 from lightning_fedleak.model.taps.step import ModelCall, Step
+
+
+class _EncoderTap(GraphTap):
+    """Hooks that record which calls of a model without a head got a gradient in a step.
+
+    Args:
+        anatomy: The parts of the model.
+    """
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        super().__init__(anatomy)
+        self._calls_with_gradient: list[ModelCall] = []
+        if not model_runs.is_compiled(anatomy.root):  # a missing head is no obstacle here
+            self.why_not = None
+
+    def close(self) -> None:
+        """Remove the hooks, and forget the calls."""
+        super().close()
+        self._calls_with_gradient = []
+
+    def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
+        """Return the calls whose hidden states got a gradient since the last time; forget them.
+
+        Args:
+            read: Unused; part of the interface of :class:`GraphTap`.
+
+        Raises:
+            Exception: An exception that a hook raised during the user's forward or backward.
+        """
+        raise_kept(self)
+        found, self._calls_with_gradient = self._calls_with_gradient, []
+        calls = [call for call in self._calls if call in found]
+        self._calls = [call for call in self._calls if call not in found]
+        return calls
+
+    @raised_when_read
+    def _model_ends(self, module: nn.Module, args: object, output: Any) -> None:
+        if model_runs.is_observed() or not self._depth:
+            return
+        self._depth -= 1
+        outputs = [*output.values()] if isinstance(output, Mapping) else output
+        for states in outputs if isinstance(outputs, list | tuple) else [output]:
+            if isinstance(states, Tensor) and states.requires_grad and self._calls:
+                note = partial(self._note_gradient, self._calls[-1])
+                states.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def _note_gradient(self, call: ModelCall, gradient: Tensor) -> None:
+        self._calls_with_gradient.append(call)
+
+    def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
+        super()._read_reach(call, gradient)
+        self._calls_with_gradient.append(call)
+
+
+def _read_encoder_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> ModelCall:
+    """Return the call with its token batch: ids, mask, and labels if the user's batch matches.
+
+    Args:
+        call: A call whose hidden states got a gradient.
+        kind: The kind of the model.
+        read: The user's batch, or None if it could not be read. Its labels are used if its ids have
+            the call's shape.
+
+    Raises:
+        BatchError: No ids arrived at the model's input embedding.
+    """
+    batch = read_inputs(call, kind, read)
+    has_same_shape = read is not None and read.input_ids.shape == batch.input_ids.shape
+    batch = replace(batch, labels=read.labels if read and has_same_shape else None)
+    return replace(call, batch=batch)
+
 
 _NO_GRADIENT = (
     "its graph shows none (a fused or chunked loss?). Nothing is to be done: "
     "leakage/step/unexplained says whether they fit the step"
 )
+
+
+class _GradientTap:
+    """The gradients of some parameters, also a client's local one that DDP overwrites.
+
+    Where ``p.grad`` holds a stage's gradient, :meth:`view` returns views of it without a copy. A
+    DDP process's local gradient exists only until DDP reduces it inside backward: while the tap is
+    armed, :meth:`keep_local` copies it into one buffer per parameter, which is allocated once.
+
+    Args:
+        parameters: parameter by role. A tied matrix with two roles is read once.
+        gradient_of: returns what a parameter's next step is taken with.
+        tied: recorded in the snapshots.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad"),
+        *,
+        tied: bool = False,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._gradient_of = gradient_of
+        self._tied = tied
+        self._buffers: dict[int, Tensor] = {}
+        self._scales: dict[int, float] = {}
+        self._handles: list[RemovableHandle] = []
+        self.armed = False
+        self.error: Exception | None = None
+
+    def keep_local(self) -> None:
+        """Copy each gradient as autograd accumulates it, before DDP's reduction, when armed.
+
+        Under gradient accumulation the last copy is the sum over micro-batches, as it is shared.
+        """
+        for parameter in {id(p): p for p in self._parameters.values()}.values():
+            handle = parameter.register_post_accumulate_grad_hook(self._copy_gradient)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    @raised_when_read
+    def _copy_gradient(self, parameter: Tensor) -> None:
+        if not self.armed or parameter.grad is None:
+            return
+        grad = _dense(parameter.grad)
+        buffer = self._buffers.get(id(parameter))
+        if buffer is None:
+            buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
+        buffer.copy_(grad)
+        self._scales[id(parameter)] = 1.0
+
+    def arm(self) -> None:
+        """Start a look: drop earlier copies and let the hooks copy."""
+        self.error = None
+        self._scales.clear()
+        self.armed = True
+
+    def disarm(self) -> None:
+        """Stop a look: let the hooks return at once."""
+        self.armed = False
+
+    def view(
+        self, step: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1.0
+    ) -> GradientSnapshot:
+        """Return views of the present gradients.
+
+        Args:
+            step: optimizer step that they lead to.
+            stage: the stage that they are at.
+            copies: read the copies of :meth:`keep_local` in place of ``p.grad``.
+            client: rank of the client.
+            scale: loss scale still in the copies (fp16's GradScaler); divided out.
+
+        Returns:
+            A snapshot without the roles that have no gradient.
+
+        Raises:
+            Exception: what a hook has raised since :meth:`arm`.
+        """
+        raise_kept(self)
+        gradients: dict[int, Tensor] = {}
+        for key, parameter in {id(p): p for p in self._parameters.values()}.items():
+            if copies and key in self._scales:
+                gradients[key] = self._buffers[key]
+                if self._scales[key] != scale:
+                    gradients[key].div_(scale / self._scales[key])
+                    self._scales[key] = scale
+            elif not copies and (gradient := self._gradient_of(parameter)) is not None:
+                gradients[key] = _dense(gradient)
+        keys = {role: id(p) for role, p in self._parameters.items()}
+        tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
+        return GradientSnapshot(step, stage, tensors, self._tied, client)
+
+    def close(self) -> None:
+        """Remove every hook, and free the buffers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._buffers.clear()
+        self._scales.clear()
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, dense also where it is sparse."""
+    tensor = whole_tensor(tensor)
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+class _PackedRows:
+    """Tests whether documents that are packed into one row attend to each other.
+
+    Args:
+        anatomy: The parts of the model.
+        forward_context: A function that returns the context with the precision of a step.
+    """
+
+    def __init__(
+        self, anatomy: Anatomy, forward_context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._anatomy = anatomy
+        self._forward_context = forward_context
+        self._calls: ModelCalls | None = None
+        self._crossing: dict[object, bool] = {}
+
+    def watch(self, batch: TokenBatch) -> None:
+        """Record the model's call in a step, if it is unknown whether documents are separate."""
+        if batch.documents is not None and batch.crossing is None:
+            self._calls = self._calls or ModelCalls(self._anatomy)
+            self._calls.arm()
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._calls is not None:
+            self._calls.close()
+        self._calls = None
+
+    def with_crossing(
+        self, batch: TokenBatch, calls: Sequence[Mapping[str, object]] | None = None
+    ) -> TokenBatch:
+        """Return the batch with ``crossing`` set; each form of a call is tested only once.
+
+        Args:
+            batch: A batch of a step.
+            calls: The arguments of the model's calls on it; None for the calls since :meth:`watch`.
+
+        Raises:
+            UnusableObservation: The test was not possible.
+        """
+        if calls is None:
+            if self._calls is None or batch.documents is None or batch.crossing is not None:
+                return batch
+            calls = self._calls.calls
+            self._calls.arm(False)
+        if not batch.is_packed:
+            return replace(batch, crossing=False)
+        sharded = any(map(is_shard, self._anatomy.root.parameters()))
+        if sharded or len(calls) != 1:
+            called = f"the model was called {len(calls)} times in one batch"
+            why = "the model's parameters are sharded" if sharded else called
+            raise UnusableObservation(NOT_TESTED.format(why))
+        [call] = calls
+        form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
+        if form not in self._crossing:
+            with self._forward_context():
+                self._crossing[form] = crosses(self._anatomy, batch, call)
+        return replace(batch, crossing=self._crossing[form])
+
+
+def _form(argument: object) -> object:
+    """Return the part of an argument that defines a call's form: its rank, value or type."""
+    if isinstance(argument, Tensor):
+        return argument.dim()
+    return argument if isinstance(argument, bool | str) else type(argument).__name__
 
 
 class StepTap:
@@ -78,15 +336,15 @@ class StepTap:
         self._write = say
         self._reason = reason
         embeds = anatomy.head is None and anatomy.kind == "classifier"
-        self._graph = EncoderTap(anatomy) if embeds else GraphTap(anatomy, temperature)
-        self._read_call = read_encoder_call if embeds else read_call
+        self._graph = _EncoderTap(anatomy) if embeds else GraphTap(anatomy, temperature)
+        self._read_call = _read_encoder_call if embeds else read_call
         config = getattr(without_peft(anatomy.model), "config", None)
         self._placeholders = placeholder_ids(config)
         self.why_not = why_not or self._graph.why_not
-        self._rows: PackedRows | None = None
+        self._rows: _PackedRows | None = None
         self._random: tuple[Tensor, ...] = ()
         self._said: set[str] = set()
-        self._gradients = GradientTap({})
+        self._gradients = _GradientTap({})
 
     def close(self) -> None:
         """Remove every hook."""
@@ -111,7 +369,7 @@ class StepTap:
             keeps_local: Whether to copy each gradient before DDP reduces it.
         """
         self._gradients.close()
-        self._gradients = GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
+        self._gradients = _GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
         if keeps_local:
             self._gradients.keep_local()
 
@@ -199,7 +457,7 @@ class StepTap:
     def gradients(
         self, number: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1
     ) -> GradientSnapshot:
-        """Return views of the current gradients, see :meth:`GradientTap.view`."""
+        """Return views of the current gradients, see :meth:`_GradientTap.view`."""
         return self._gradients.view(number, stage, copies=copies, client=client, scale=scale)
 
     def local_copy(self, number: int, *, kept: bool) -> GradientSnapshot | None:
@@ -216,12 +474,12 @@ class StepTap:
             return None
         if kept:
             return view
-        return replace(view, tensors={role: one.clone() for role, one in view.tensors.items()})
+        return replace(view, tensors={role: x.clone() for role, x in view.tensors.items()})
 
     # ---- the ground truth -------------------------------------------------------------------
 
-    def _packed_rows(self) -> PackedRows:
-        self._rows = self._rows or PackedRows(self._anatomy, self._forward_context)
+    def _packed_rows(self) -> _PackedRows:
+        self._rows = self._rows or _PackedRows(self._anatomy, self._forward_context)
         return self._rows
 
     def _of_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:

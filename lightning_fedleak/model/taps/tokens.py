@@ -30,6 +30,8 @@ TOKENS_AT_ONCE = 1 << 10  # of one forward: as fast as larger ones on two CPU co
 LOGITS_OF_FORWARD = 1 << 25  # 128 MiB in float32; more take more memory than an evaluation step
 MASKS = 7  # forwards of a masked model for a text, each with 1/7 masked; more cost more
 POSITIONS_AT_ONCE = 4  # logits that are reduced at once on a CPU: they fit its cache; 16 take 1.6x
+NUMBERS_AT_ONCE = 1 << 17  # of smaller vocabularies, as many as of those four at 32,000
+NUMBERS_COPIED = 1 << 22  # of logits, 16 MiB in float32: a copy of all would double the memory
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,10 @@ class Completions(Text):
             prompt: (P,) int64 token ids, at least one.
             written: The token ids of each completion.
         """
-        ids = torch.cat([part for one in written for part in (prompt, one)])
+        ids = torch.cat([part for answer in written for part in (prompt, answer)])
         hidden = torch.full_like(prompt, IGNORE_INDEX)
-        labels = torch.cat([part for one in written for part in (hidden, one)])
-        return cls(ids, labels, len(ids), tuple(len(prompt) + len(one) for one in written))
+        labels = torch.cat([part for answer in written for part in (hidden, answer)])
+        return cls(ids, labels, len(ids), tuple(len(prompt) + len(answer) for answer in written))
 
     @property
     def alone(self) -> list[Text]:
@@ -214,7 +216,7 @@ def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> Token
 
     Args:
         batch: with the labels of the tokens that were masked or exchanged.
-        mask_id: of the token that masks.
+        mask_id: The id of the mask token.
         special: ids of special tokens.
 
     Raises:
@@ -278,7 +280,7 @@ def token_log_probs(
         anatomy: a causal language model; a classifier, which is asked for the class of each text or
             token; or a masked model.
         texts: N texts, at least one.
-        mask_id: of the token that masks; of a masked model.
+        mask_id: The id of the mask token; only for a masked model.
 
     Returns:
         The snapshot on the CPU, in float32.
@@ -290,7 +292,7 @@ def token_log_probs(
         return TokenSnapshot(*sums)  # each token has a label in one copy
     columns = max(1, max(len(text.labels) for text in texts) - 1)
     if any(text.split is not None for text in texts):
-        alone = token_log_probs(anatomy, [one for text in texts for one in text.alone])
+        alone = token_log_probs(anatomy, [part for text in texts for part in text.alone])
         return _joined(alone, texts, columns)
     shape = (len(texts), columns)
     snapshot = TokenSnapshot(
@@ -316,10 +318,10 @@ def token_log_probs(
 def _joined(alone: TokenSnapshot, texts: Sequence[Text], columns: int) -> TokenSnapshot:
     """Return the snapshot of pairs, (N, columns), of one with a row for each text alone."""
     snapshot = TokenSnapshot(*(value.new_zeros(len(texts), columns) for value in alone))
-    owners = ((row, one) for row, text in enumerate(texts) for one in text.alone)
+    owners = ((row, part) for row, text in enumerate(texts) for part in text.alone)
     ends = [0] * len(texts)
-    for place, (row, one) in enumerate(owners):
-        start, n = ends[row], len(one.ids) - 1
+    for place, (row, part) in enumerate(owners):
+        start, n = ends[row], len(part.ids) - 1
         for whole, value in zip(snapshot, alone, strict=True):
             whole[row, start : start + n] = value[place, :n]
         ends[row] = start + n + 1  # nothing predicts a text's first token
@@ -346,9 +348,11 @@ def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnap
             continue
         end = logits.shape[1] - (not aligned)
         logits = logits[:, end - targets.shape[1] : end]
-        for row, target in zip(logits, targets, strict=True):  # a copy of all would double memory
+        rows = max(1, NUMBERS_COPIED // max(1, logits[0].numel()))
+        parts = (torch.split(values, rows) for values in (logits, targets))
+        for some, target in zip(*parts, strict=True):
             scored = target != IGNORE_INDEX
-            answers.append(describe_tokens(row[scored], target[scored]).cpu())
+            answers.append(describe_tokens(some[scored], target[scored]).cpu())
     values = torch.zeros(4, *counted.shape)
     values[:, counted] = torch.cat(answers, 1)
     return TokenSnapshot(values[0], values[1], values[2], values[3] > 0, counted)
@@ -363,8 +367,10 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     """
     numbers = torch.empty(4, len(targets), device=logits.device)
     vocabulary = logits.shape[-1]
-    on_cpu = logits.device.type == "cpu"
-    step = POSITIONS_AT_ONCE if on_cpu else max(1, model_runs.LOGITS_AT_ONCE // vocabulary)
+    if logits.device.type == "cpu":
+        step = max(POSITIONS_AT_ONCE, NUMBERS_AT_ONCE // vocabulary)
+    else:
+        step = max(1, model_runs.LOGITS_AT_ONCE // vocabulary)
     for start in range(0, len(targets), step):
         part = slice(start, start + step)
         scores = logits[part].float()
@@ -381,7 +387,7 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return numbers
 
 
-MOST_NODES = 256  # tokens of one forward, each beside each other one: 128 and 512 take 1.1 as long
+MAX_NODES = 256  # tokens of one forward, each beside each other one: 128 and 512 take 1.1 as long
 Prefix = tuple[int, ...]
 """Token ids that begin a candidate, without its last one."""
 
@@ -408,7 +414,7 @@ def candidate_log_probs(
         first candidate.
     """
     context = context.to(anatomy.device)[None]
-    words = [tuple(one.tolist()) for one in candidates]
+    words = [tuple(candidate.tolist()) for candidate in candidates]
     log_probs, greedy = torch.zeros(len(words)), True
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         first, cache = _run_context(anatomy, model, context)
@@ -444,7 +450,7 @@ def _parts(words: Sequence[Prefix], most: int) -> Iterator[tuple[list[int], list
     rows, prefixes = list[int](), set[Prefix]()
     for row in sorted(range(len(words)), key=words.__getitem__):
         beginnings = {words[row][:n] for n in range(1, len(words[row]))}
-        if rows and len(prefixes | beginnings) > min(MOST_NODES, most):
+        if rows and len(prefixes | beginnings) > min(MAX_NODES, most):
             yield rows, sorted(prefixes)
             rows, prefixes = [], set()
         rows.append(row)
@@ -507,7 +513,7 @@ def _run_whole(
     at_once = max(1, LOGITS_OF_FORWARD // ((context.shape[1] + width) * anatomy.vocab_size))
     logits = dict[Prefix, Tensor]()
     for some in (leaves[n : n + at_once] for n in range(0, len(leaves), at_once)):
-        ids = pad_sequence([context.new_tensor(one) for one in some], batch_first=True)
+        ids = pad_sequence([context.new_tensor(prefix) for prefix in some], batch_first=True)
         whole = torch.cat([context.expand(len(ids), -1), ids], 1)  # nothing sees what is behind it
         for leaf, scores in zip(
             some, model_runs.logits_in(model(input_ids=whole))[:, -ids.shape[1] :], strict=True

@@ -45,7 +45,7 @@ SHAPES = {
 Place = tuple[float, float | None]
 
 
-class Plot:
+class _Plot:
     """A drawing with two axes.
 
     Args:
@@ -296,7 +296,7 @@ def _plot_leakage(
 ) -> str:
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
-    plot = Plot(size, x, (_lower_end(visible), 1), margins)
+    plot = _Plot(size, x, (_lower_end(visible), 1), margins)
     plot.axes(QUARTERS, _step_ticks(x, is_narrow))
     plot.levels((curve.chance for curve in visible), limits_of(fit), are_named=True)
     for curve, points in visible.items():
@@ -324,7 +324,7 @@ def _plot_utility(
     is_narrow = width < HALF
     values = [value for line in lines.values() for _, value in line.values()]
     y = min(values), max(values)
-    plot = Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
+    plot = _Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
     plot.axes(ticks(y, 3), _step_ticks(x, is_narrow), fit.unit)
     for number, (name, line) in enumerate(lines.items()):
         places = list(line.values())
@@ -352,7 +352,7 @@ def _draw_knee(fit: FitSummary) -> _Figure | None:
     def draw(width: float) -> str:
         is_narrow = width < HALF
         margins = (40, 24 if is_narrow else 150, 22, 40)
-        plot = Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
+        plot = _Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
         plot.axes(ticks(y, 6), ticks(x, 4 if is_narrow else 7), f"{name}, better to the right")
         plot.levels([curve.chance], limits_of(fit), are_named=not is_narrow)
         at = plot.x(best[0])
@@ -383,7 +383,7 @@ def _draw_defense(fit: FitSummary) -> _Figure | None:
     def draw(width: float) -> str:
         is_narrow = width < HALF
         row, margins = (62, (12, 84, 8, 26)) if is_narrow else (54, (200, 100, 8, 26))
-        plot = Plot((width, row * len(pairs) + 36), (0, 1), (0, 1), margins)
+        plot = _Plot((width, row * len(pairs) + 36), (0, 1), (0, 1), margins)
         for tick in QUARTERS:
             plot.rule("grid", [plot.x(tick)], (plot.top, plot.bottom))
         plot.axes((), QUARTERS)
@@ -432,7 +432,7 @@ def _draw_attacks(fit: FitSummary) -> _Figure | None:
         visible = bins.highest(curve.points)
         last = f"{metric} {brief(curve.last.value)}"
 
-        plot = Plot((240, 118), x, (_lower_end({curve: visible}), 1), (28, 8, 8, 20))
+        plot = _Plot((240, 118), x, (_lower_end({curve: visible}), 1), (28, 8, 8, 20))
         plot.axes([0, 0.5, 1], ticks(x, 3))
         plot.levels([curve.chance], limits_of(fit, f"/{curve.name}/"))
         plot.curve(curve, list(visible.values()), max_dots=2)
@@ -456,7 +456,7 @@ def _draw_spending(fit: FitSummary, defense: str, series: Points, max_bins: int)
 
     def draw(width: float) -> str:
         is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in remaining.values()))
-        plot = Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
+        plot = _Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
         plot.axes(ticks(y, 4), _step_ticks(x, is_narrow), fit.unit)
         plot.line("ink", remaining.values())
         if len(remaining) <= MAX_DOTS:
@@ -501,7 +501,7 @@ def _draw_tradeoff(compared: Comparison) -> _Figure | None:
     x = min(values) - pad, max(values) + pad
 
     def draw(width: float) -> str:
-        plot = Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
+        plot = _Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
         plot.axes(QUARTERS, ticks(x, 4), f"{compared.metric} at {compared.unit} {compared.step}")
         plot.levels([runs[0][2].chance])
         for name, value, reading, rate in runs:
@@ -529,7 +529,7 @@ def _draw_overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
     x = bins.span(None)
 
     def draw(width: float) -> str:
-        plot = Plot((width, 300), x, (_lower_end(visible), 1), (40, 110, 14, 40))
+        plot = _Plot((width, 300), x, (_lower_end(visible), 1), (40, 110, 14, 40))
         plot.axes(QUARTERS, _step_ticks(x, True), unit)
         plot.levels([curves[0].chance])
         for curve, points in visible.items():

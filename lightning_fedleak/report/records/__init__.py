@@ -6,7 +6,7 @@ from lightning_fedleak.report.records.controls import WEAK as WEAK
 from lightning_fedleak.report.records.controls import WEAK_REFERENCE as WEAK_REFERENCE
 from lightning_fedleak.report.records.controls import Judgement as Judgement
 from lightning_fedleak.report.records.controls import default_limit as default_limit
-from lightning_fedleak.report.records.controls import judged as judged
+from lightning_fedleak.report.records.controls import judge_value as judge_value
 from lightning_fedleak.report.records.families import CANARIES as CANARIES
 from lightning_fedleak.report.records.families import ENTITIES as ENTITIES
 from lightning_fedleak.report.records.families import MEMBERSHIP as MEMBERSHIP
@@ -35,7 +35,6 @@ from lightning_fedleak.report.records.files import read_lines as read_lines
 from lightning_fedleak.report.records.lines import NOT_PLAYED as NOT_PLAYED
 from lightning_fedleak.report.records.lines import CheckpointLine as CheckpointLine
 from lightning_fedleak.report.records.lines import EndLine as EndLine
-from lightning_fedleak.report.records.lines import GateDecision as GateDecision
 from lightning_fedleak.report.records.lines import GateLine as GateLine
 from lightning_fedleak.report.records.lines import LookLine as LookLine
 from lightning_fedleak.report.records.lines import MetricsLine as MetricsLine
@@ -50,9 +49,7 @@ from lightning_fedleak.report.records.setup import AttackFacts as AttackFacts
 from lightning_fedleak.report.records.setup import BeginLine as BeginLine
 from lightning_fedleak.report.records.setup import DefenseFacts as DefenseFacts
 from lightning_fedleak.report.records.setup import DefenseLine as DefenseLine
-from lightning_fedleak.report.records.setup import EndedFit as EndedFit
 from lightning_fedleak.report.records.setup import GateFacts as GateFacts
 from lightning_fedleak.report.records.setup import ModelFacts as ModelFacts
 from lightning_fedleak.report.records.setup import MonitorFacts as MonitorFacts
 from lightning_fedleak.report.records.setup import NotPlayed as NotPlayed
-from lightning_fedleak.report.records.setup import ReleasesBefore as ReleasesBefore

@@ -45,7 +45,7 @@ class Judgement:
     by_aggregation: bool = False
 
 
-def judged(
+def judge_value(
     value: float,
     control: float | None,
     *,
@@ -64,7 +64,7 @@ def judged(
     can distinguish; else it is unknown.
 
     Args:
-        value: of a metric; NaN is unknown.
+        value: The value of a metric; NaN is unknown.
         control: what the attack reads in the same step where the truth is known; NaN where that
             could not be read, None where it is given no control.
         at_most: the limit; 1 allows everything.

@@ -199,4 +199,4 @@ STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
 
 def standard_family(name: str) -> Family:
     """Return the family of this package with a name, or a family that has a name alone."""
-    return next((one for one in STANDARD_FAMILIES if one.name == name), Family(name=name))
+    return next((family for family in STANDARD_FAMILIES if family.name == name), Family(name=name))

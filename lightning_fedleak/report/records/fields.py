@@ -46,7 +46,7 @@ HASH = "hash"
 """Last key of each line: :func:`hash_line` of the line without it."""
 BLOCK = 2**14
 """Bytes of a file's end that are read at once: more than most lines have."""
-LARGEST = 2**53
+MAX_NUMBER = 2**53
 """Largest size of a number that is read: above it floats are not exact, and no run gets there.
 
 Limits and the user's own metrics may be larger, such as the loss of a run that diverged.
@@ -56,14 +56,10 @@ JsonObject = Mapping[str, Any]
 """An object of JSON whose keys no record names, such as the settings of an attack."""
 
 
-class OddField(ValueError):
-    """A value is not what its field holds; the message is the path to it."""
-
-
 def _expect(holds: bool, path: str) -> None:
     """Raise an error for the value at a path unless a condition on it holds."""
     if not holds:
-        raise OddField(path)
+        raise ValueError(path)
 
 
 def named(key: str, **more: Any) -> Any:
@@ -88,7 +84,7 @@ class Record:
             path: where in its line it is, for the error.
 
         Raises:
-            OddField: a field is missing or is not what its type says.
+            ValueError: a field is missing or is not what its type says.
         """
         _expect(isinstance(value, Mapping), path)
         root = f"{path}/" if path else ""
@@ -104,7 +100,7 @@ class Record:
             elif key in value:
                 arguments[attribute.name] = _read(hints[attribute.name], value[key], root + key)
             elif attribute.default is MISSING and attribute.default_factory is MISSING:
-                raise OddField(f"{root}{key} is missing")
+                raise ValueError(f"{root}{key} is missing")
         return cls(**arguments)
 
 
@@ -261,14 +257,14 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     """Return what a value of JSON is as a field of a type.
 
     Raises:
-        OddField: it is not what the type says.
+        ValueError: it is not what the type says.
     """
     kind, arguments = _parts(hint)
     if kind in (Union, UnionType):
         return _read_one_of(arguments, value, path)
     if kind is tuple:
         _expect(isinstance(value, list), path)
-        return tuple(_read(arguments[0], one, path) for one in value)
+        return tuple(_read(arguments[0], item, path) for item in value)
     if kind is Annotated:
         return _read_annotated(*arguments, value=value, path=path)
     if kind is not None:
@@ -282,18 +278,18 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         hints = _hints(hint).values()
         _expect(isinstance(value, list) and len(value) == len(hints), path)
         return hint(*(_read(one, part, path) for one, part in zip(hints, value, strict=True)))
-    return _read_annotated(hint, -LARGEST, LARGEST, value=value, path=path)
+    return _read_annotated(hint, -MAX_NUMBER, MAX_NUMBER, value=value, path=path)
 
 
 def _read_one_of(hints: Sequence[Any], value: Any, path: str) -> Any:
     """Return what a value is as the first of several types that it can be."""
     if value is None and NoneType in hints:
         return None
-    odd: list[OddField] = []
+    odd: list[ValueError] = []
     for hint in hints:
         try:
             return _read(hint, value, path)
-        except OddField as error:
+        except ValueError as error:
             odd.append(error)
     raise max(odd, key=lambda error: len(str(error)))  # the longest path is the most precise
 
@@ -305,7 +301,7 @@ def _read_annotated(kind: type, *bounds: Any, value: Any, path: str) -> Any:
         kind: the type.
         bounds: the least and the largest number, and :data:`INFINITE` where infinity may be too; of
             an object a TypedDict of the keys.
-        value: of JSON.
+        value: The value of JSON.
         path: to it.
     """
     if is_typeddict(bounds[0]):
@@ -326,13 +322,13 @@ INFINITE = "infinite"
 """The word for infinity in JSON, which has no number for it."""
 Share = Annotated[float, 0, 1]
 """A number from 0 to 1."""
-Size = Annotated[float, 0, LARGEST]
+Size = Annotated[float, 0, MAX_NUMBER]
 """A number of 0 or above."""
 Amount = Annotated[Size, INFINITE]
 """A number of 0 or above, or infinity."""
 Limit = Annotated[float, -math.inf, math.inf, INFINITE]
 """A number, or infinity."""
-Count = Annotated[int, 0, LARGEST]
+Count = Annotated[int, 0, MAX_NUMBER]
 """An integer of 0 or above."""
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.report.records.fields import SCHEMA, JsonObject, OddField
+from lightning_fedleak.report.records.fields import SCHEMA, JsonObject
 from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
 
-MOST_DIGITS = 20
+MAX_DIGITS = 20
 """Longer integers of JSON are unknown: to parse one takes time that grows with its square."""
 
 
@@ -56,7 +56,7 @@ def read_lines(path: Path) -> _FileLines:
                 continue
             try:
                 lines.append(_read_line(content, path.name))
-            except OddField as error:
+            except ValueError as error:
                 odd.append(f"{number} ({error})")
     problems = [
         f"{len(numbers)} of the lines of {short(path)} {reason}: {first_of(numbers)}"
@@ -87,7 +87,7 @@ def parse_json(text: str) -> Any:
     """
 
     def integer(digits: str) -> int | None:
-        return int(digits) if len(digits) <= MOST_DIGITS else None
+        return int(digits) if len(digits) <= MAX_DIGITS else None
 
     def real(digits: str) -> float | None:
         value = float(digits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -290,8 +289,8 @@ class MetricsLine(RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateDecision(fields.Record):
-    """What a gate did.
+class GateLine(RunLine):
+    """A gate has acted.
 
     Attributes:
         gate: its name; empty for an update that cannot be read, which leaves with no gate's leave.
@@ -306,6 +305,7 @@ class GateDecision(fields.Record):
         hardened: what it turned up, each in words.
     """
 
+    kind: str = field(default="gate", init=False)
     gate: str
     did: str
     step: int
@@ -316,20 +316,6 @@ class GateDecision(fields.Record):
     at_most: fields.Limit | None = None
     reason: str | None = fields.named("why", default=None)
     hardened: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateLine(GateDecision, RunLine):
-    """A gate has acted."""
-
-    kind: str = field(default="gate", init=False)
-
-    @property
-    def decision(self) -> GateDecision:
-        """What the gate did."""
-        return GateDecision(
-            **{one.name: getattr(self, one.name) for one in dataclasses.fields(GateDecision)}
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,13 @@ from lightning_fedleak.report.records.families import Family, standard_family
 from lightning_fedleak.report.records.lines import RunLine
 
 
+class _ReleasesBefore(TypedDict):
+    """The releases of a defence that were restored with a checkpoint."""
+
+    defense: str
+    history: fields.History
+
+
 class _DefenseSettings(TypedDict):
     """The settings of a defence that a report uses; others are anything."""
 
@@ -50,20 +57,11 @@ class DefenseLine(DefenseFacts, RunLine):
     kind: str = field(default="defense", init=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReleasesBefore(fields.Record):
-    """The releases of a defence that were restored with a checkpoint."""
-
-    defense: str
-    history: fields.History
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndedFit(fields.Record):
+class _EndedFit(TypedDict):
     """The fit whose checkpoint a fit goes on from: its id, and what its defences had released."""
 
-    run: str = ""
-    privacy: tuple[ReleasesBefore, ...] = ()
+    run: str
+    privacy: tuple[Annotated[fields.JsonObject, _ReleasesBefore], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +159,7 @@ class BeginLine(RunLine):
     Attributes:
         fit: the same for all monitors of one fit.
         resumed: the fit that it goes on from; None where it begins with no checkpoint.
-        versions: of the packages that a number may depend on.
+        versions: The versions of the packages that a number may depend on.
         machine: processor and device.
         model: the model.
         training: how it is trained.
@@ -180,7 +178,7 @@ class BeginLine(RunLine):
 
     kind: str = field(default="begin", init=False)
     fit: str | None = None
-    resumed: EndedFit | None = None
+    resumed: Annotated[fields.JsonObject, _EndedFit] | None = None
     versions: Mapping[str, str] | None = None
     machine: fields.JsonObject | None = None
     model: ModelFacts | None = None
@@ -203,6 +201,6 @@ class BeginLine(RunLine):
 
     def family_of(self, attack: str) -> Family | None:
         """Return the family of an attack by its name; None where it is not recorded."""
-        name = next((one.family for one in self.attacks if one.name == attack), "")
+        name = next((facts.family for facts in self.attacks if facts.name == attack), "")
         recorded = {family.name: family for family in self.families}
         return recorded.get(name) or standard_family(name) if name else None

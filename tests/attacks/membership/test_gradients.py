@@ -25,7 +25,6 @@ from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
-from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
 
 ROWS, LENGTH = 3, 8
@@ -365,7 +364,7 @@ def test_blocks_are_spread_where_there_is_no_memory_for_all(
     anatomy = find_anatomy(model)
     attack = GradientMembership(texts(4, LENGTH))
     every = attack.needs(anatomy).gradients
-    module = "lightning_fedleak.attacks.membership.gradients.MOST_NUMBERS"
+    module = "lightning_fedleak.attacks.membership.gradients.MAX_NUMBERS"
     monkeypatch.setattr(module, 1)
     some = attack.needs(anatomy).gradients
     assert 0 < len(some) < len(every)
@@ -397,7 +396,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
 
 
 def test_masked_models_are_refused() -> None:
-    with pytest.raises(ThreatModelError, match="does not know the labels of a masked model"):
+    with pytest.raises(ValueError, match="does not know the labels of a masked model"):
         GradientMembership(texts(4, LENGTH)).needs(find_anatomy(bert()))
 
 

@@ -25,7 +25,7 @@ from lightning_fedleak.attacks.memorization import (
     Windows,
     Zlib,
 )
-from lightning_fedleak.attacks.memorization.scores import MOST_GAIN, WINDOWS, normal_scores
+from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, WINDOWS, normal_scores
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 
 
@@ -131,14 +131,14 @@ def test_normal_scores_share_ties(values: list[int]) -> None:
 
 def test_combined_adds_both_ranks() -> None:
     released = random_release(3)
-    parts = (LossRatio(most_gain=MOST_GAIN), ErrorZone())
+    parts = (LossRatio(most_gain=MAX_GAIN), ErrorZone())
     expected = sum(normal_scores(part.score(released)) for part in parts)
     torch.testing.assert_close(Combined().score(released), expected)
 
 
 @pytest.mark.parametrize(
     "attack",
-    [LossRatio(), LossRatio(MOST_GAIN), ErrorZone(), Windows(), Combined()],
+    [LossRatio(), LossRatio(MAX_GAIN), ErrorZone(), Windows(), Combined()],
 )
 def test_before_the_first_step_all_texts_tie(attack: MemorizationAttack) -> None:
     """The base model beside itself: every base-calibrated score has an AUC of exactly one half."""

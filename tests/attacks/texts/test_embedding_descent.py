@@ -16,11 +16,12 @@ from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts import base as sent_module
 from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
-from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
+from lightning_fedleak.attacks.texts.descent import RowAdam
 from lightning_fedleak.attacks.texts.embedding_descent import (
     DescentSettings,
     EmbeddingDescent,
     _Descent,
+    _TokenTable,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
@@ -115,11 +116,13 @@ def test_adam_is_torchs_also_when_rows_leave() -> None:
 def test_likest_tokens_are_those_of_brute_force(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.texts.descent.SIMILARITIES_AT_ONCE", chunk)
+    monkeypatch.setattr(
+        "lightning_fedleak.attacks.texts.embedding_descent.SIMILARITIES_AT_ONCE", chunk
+    )
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(40, 6, generator=generator).double() * torch.arange(1, 7) + 2.0
     points = torch.randn(3, 4, 6, generator=generator).double() * 3
-    tokens = TokenTable.from_embeddings(table)
+    tokens = _TokenTable.from_embeddings(table)
     ids = tokens.nearest(points, 5, "cosine")
     for row in range(3):
         for column in range(4):
@@ -135,7 +138,7 @@ def test_whitened_embeddings_have_the_identity_as_covariance() -> None:
         torch.randn(300, 6, generator=generator).double()
         @ torch.randn(6, 6, generator=generator).double()
     )
-    tokens = TokenTable.from_embeddings(table + 5.0)
+    tokens = _TokenTable.from_embeddings(table + 5.0)
     white = (tokens.embeddings - tokens.mean) @ tokens.whitening
     torch.testing.assert_close(white.T @ white / 300, torch.eye(6).double(), rtol=1e-6, atol=1e-8)
     assert tokens.nearest(tokens.embeddings, 1)[:, 0].tolist() == list(range(300))

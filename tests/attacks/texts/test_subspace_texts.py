@@ -17,9 +17,12 @@ from transformers import LlamaForCausalLM
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
-from lightning_fedleak.attacks.texts.subspace_candidates import PartialText
 from lightning_fedleak.attacks.texts.subspace_rows import Remainder, shared_rows
-from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch, _Certificate
+from lightning_fedleak.attacks.texts.subspace_search import (
+    SubspaceSearch,
+    _Certificate,
+    _PartialText,
+)
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.row_space.models import (
@@ -274,7 +277,7 @@ def searched() -> tuple[SubspaceSearch, list[int], list[tuple[int, ...]]]:
 
 
 @cache
-def recovered(row: tuple[int, ...]) -> PartialText:
+def recovered(row: tuple[int, ...]) -> _PartialText:
     """Return a text as the search would return it, with the states that its tokens have."""
     search, _, _ = searched()
     bottom = search.candidates.bottom
@@ -285,7 +288,7 @@ def recovered(row: tuple[int, ...]) -> PartialText:
         Remainder.from_rows(r.principal[:0], w)
         for r, w in zip(search.shared, search.measure.whitening, strict=True)
     )
-    return PartialText(row, (1.0,) * len(row), 0.0, remainders, (), (), states)
+    return _PartialText(row, (1.0,) * len(row), 0.0, remainders, (), (), states)
 
 
 def checked(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], bool]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.words.aligned_readout import Readout, _draw_pool, best_count
+from lightning_fedleak.attacks.words.aligned_readout import _draw_pool, best_count, fit_readout
 from lightning_fedleak.attacks.words.aligned_rows import (
     _non_negative,
     cluster_centres,
@@ -224,7 +224,7 @@ def test_readout_learns_probabilities():
     x = torch.randn(6000, 3, generator=g)
     chance = torch.sigmoid(2 * x[:, 0] - x[:, 1])
     used = torch.rand(6000, generator=g) < chance
-    readout = Readout.fit(x, used, torch.ones(6000), generator(2), passes=6)
+    readout = fit_readout(x, used, torch.ones(6000), generator(2), passes=6)
     assert (readout.logits(x).sigmoid() - chance).abs().mean() < 0.05
 
 

@@ -11,7 +11,6 @@ from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.words.direct import BagOfWords, bag_of_words
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
-from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import tiny_gpt2
 
 
@@ -86,5 +85,5 @@ def test_rounds_of_adamw_name_the_words_of_all_their_steps(
 
 
 def test_a_tied_matrix_is_refused_at_setup() -> None:
-    with pytest.raises(ThreatModelError, match="the embedding's own gradient, and this model ties"):
+    with pytest.raises(ValueError, match="the embedding's own gradient, and this model ties"):
         BagOfWords().needs(find_anatomy(tiny_gpt2(tied=True)))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lightning_fedleak.attacks.words.direct import BiasSign, bias_sign
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import tiny_gpt2
 
 
@@ -36,5 +35,5 @@ def test_names_used_types_only_and_all_that_outweigh_their_probability(
 
 
 def test_a_head_without_bias_is_refused_at_setup() -> None:
-    with pytest.raises(ThreatModelError, match="has no bias"):
+    with pytest.raises(ValueError, match="has no bias"):
         BiasSign().needs(find_anatomy(tiny_gpt2()))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.mixture import GaussianMixture
 
-from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians, tail_start
+from lightning_fedleak.attacks.words.flatchat import _Mixture, fit_two_gaussians, tail_start
 
 
 def normal(n: int, seed: int) -> torch.Tensor:
@@ -36,14 +36,14 @@ SAMPLES = {
 }
 
 
-def log_likelihood(x: torch.Tensor, mixture: Mixture) -> float:
+def log_likelihood(x: torch.Tensor, mixture: _Mixture) -> float:
     """The mean log density of values, one by one."""
     parts = torch.distributions.Normal(mixture.means, mixture.variances.sqrt())
     each = mixture.weights.log() + parts.log_prob(x.double()[:, None])
     return float(each.logsumexp(1).mean())
 
 
-def sklearn_fit(x: torch.Tensor, start: Mixture, reg_covar: float = 0.0) -> GaussianMixture:
+def sklearn_fit(x: torch.Tensor, start: _Mixture, reg_covar: float = 0.0) -> GaussianMixture:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return GaussianMixture(

@@ -19,7 +19,6 @@ from lightning_fedleak.attacks.words.reveal_labels import RevealLabels, reveal_l
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Inapplicable, Observation, Stage
-from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.test_logit_map import SIZES
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
 
@@ -111,7 +110,7 @@ def test_what_is_no_softmax_gradient_is_refused() -> None:
 
 def test_a_tied_head_is_refused_at_setup_and_in_the_observation() -> None:
     attack = RevealLabels()
-    with pytest.raises(ThreatModelError, match="the head's own gradient, and this model ties"):
+    with pytest.raises(ValueError, match="the head's own gradient, and this model ties"):
         attack.needs(find_anatomy(tiny_gpt2(tied=True)))
     untied = find_anatomy(tiny_gpt2(tied=False))
     assert attack.needs(untied).gradients == ("head.weight",)

@@ -26,7 +26,6 @@ from lightning_fedleak.model.snapshots import (
     Stage,
     UpdateSnapshot,
 )
-from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     FAMILIES,
     SIZES,
@@ -506,7 +505,7 @@ def test_a_model_without_such_maps_is_refused() -> None:
         def forward(self, input_ids: Tensor) -> Tensor:
             return self.head(self.inner(self.embedding(input_ids))[0])
 
-    with pytest.raises(ThreatModelError, match="remove it"):
+    with pytest.raises(ValueError, match="remove it"):
         SubspaceWords().needs(find_anatomy(Recurrent()))
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.words.aligned_readout import turn
+from lightning_fedleak.attacks.words.aligned_readout import refit_direction
 from lightning_fedleak.attacks.words.head_gradients import head_gradient
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.attacks.words.row_summary import RowSummary
@@ -39,7 +39,7 @@ def away():
 
 def test_unused_rows_are_positive_afterwards(away):
     gradient, hidden, labels, u = away
-    summary, turned = turn(gradient, RowSummary.read(gradient, u), u)
+    summary, turned = refit_direction(gradient, RowSummary.read(gradient, u), u)
     assert (hidden @ turned > 0).all()
     torch.testing.assert_close(summary.projection, gradient @ turned)
     unused = torch.ones(VOCAB, dtype=torch.bool)
@@ -54,7 +54,7 @@ def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
         gradient.shape, generator=generator(2)
     )
     summary = RowSummary.read(noised, u)
-    after, turned = turn(noised, summary, u)
+    after, turned = refit_direction(noised, summary, u)
     assert turned is u
     assert after is summary
 
@@ -67,7 +67,7 @@ def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
     gradient[unused] = -1e-3 * torch.rand(int(unused.sum()), 1, generator=generator(4)) * u
     none = torch.zeros(WIDTH)
     summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
-    assert turn(gradient, summary, u)[1] is u
+    assert refit_direction(gradient, summary, u)[1] is u
 
 
 @pytest.fixture(scope="module")

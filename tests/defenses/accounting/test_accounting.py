@@ -29,13 +29,13 @@ from lightning_fedleak.defenses.accounting.account import (
     best_order,
 )
 from lightning_fedleak.defenses.accounting.accounting import (
-    LARGEST_EPSILON,
-    LEAST_NOISE,
+    MAX_EPSILON,
+    MIN_NOISE,
     curve_of,
     epsilon_of,
     noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, epsilons_of_rdp, rdp_of
 from lightning_fedleak.evaluation.auditing import curve_tpr, gaussian_epsilon, gaussian_tpr
 from tests.helpers.gaussian import gaussian_delta
 
@@ -66,12 +66,34 @@ def google(kind: str, history, delta: float, width: float = 1e-4) -> float:
 # ---- epsilon --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("delta", [1e-3, 1e-9])
+@pytest.mark.parametrize(
+    "history",
+    [
+        [(MIN_NOISE, 0.01, 1)],
+        [(0.5, 0.7, 100)],
+        [(1.0, 1e-4, 10**5)],
+        [(1.1, 0.05, 1000)],
+        [(4.0, 0.5, 3)],
+        [(100.0, 0.01, 10**6)],
+        [(1e6, 0.02, 7)],
+        [(2.0, 1.0, 12)],
+        [(0.6, 0.01, 50), (3.0, 0.3, 20)],
+    ],
+)
+def test_the_search_finds_the_least_epsilon_of_all_orders(history: Any, delta: float) -> None:
+    all_orders = epsilons_of_rdp(accounting.composed_rdp(history, "poisson"), delta)
+    expected = float(all_orders.min())
+    expected = expected if expected <= MAX_EPSILON else math.inf
+    assert epsilon_of(history, delta, "rdp") == expected
+
+
 @given(sigma=NOISE, rate=RATES, steps=STEPS, delta=DELTAS)
 @settings(max_examples=12, deadline=None, phases=ONCE)
 def test_rdp_epsilon_equals_google_rdp(sigma: float, rate: float, steps: int, delta: float) -> None:
     ours = epsilon_of([(sigma, rate, steps)], delta, "rdp")
     theirs = google("rdp", [(sigma, rate, steps)], delta)
-    if theirs <= LARGEST_EPSILON:
+    if theirs <= MAX_EPSILON:
         assert ours <= theirs * 1.01 + 1e-6
     if ours < theirs * 0.99:  # Google bounds orders near 1 from above, or leaves them out
         assert theirs > 10
@@ -142,7 +164,7 @@ def test_full_batches_are_the_gaussian_mechanism_and_no_rounding_understates_it(
 ) -> None:
     exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=delta)
     prv = epsilon_of([(sigma, 1.0, steps)], delta, "prv")
-    assert exact <= prv <= exact * factor or exact > LARGEST_EPSILON
+    assert exact <= prv <= exact * factor or exact > MAX_EPSILON
     assert delta < 1e-5 or prv <= epsilon_of([(sigma, 1.0, steps)], delta, "rdp")
 
 
@@ -192,13 +214,13 @@ def test_negligible_noise_gives_an_infinite_epsilon(kind, monkeypatch) -> None:
         raise AssertionError("the accountant was called")
 
     monkeypatch.setattr(accounting, "prv_epsilon", never)
-    for sigma in (0.0, 1e-3, LEAST_NOISE * 0.99):
+    for sigma in (0.0, 1e-3, MIN_NOISE * 0.99):
         assert epsilon_of([(sigma, 0.01, 5)], 1e-5, kind) == math.inf
     assert epsilon_of([(1.0, 1.0, 10**7)], 1e-5, "rdp") == math.inf
 
 
 def test_prv_gives_up_on_a_loss_beyond_floats_and_rdp_stands(monkeypatch) -> None:
-    monkeypatch.setattr(privacy_loss, "PRV_LARGEST_LOSS", 1.0)
+    monkeypatch.setattr(privacy_loss, "PRV_MAX_LOSS", 1.0)
     history = [(1.0, 0.1, 100)]
     assert epsilon_of(history, 1e-5, "prv") == epsilon_of(history, 1e-5, "rdp")
 

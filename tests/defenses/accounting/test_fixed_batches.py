@@ -12,10 +12,11 @@ from scipy.stats import norm
 
 from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import (
+    _WithoutReplacementPRV,
     epsilon_of,
     noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, WithoutReplacementPRV, rdp_of
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 
 pytest.importorskip("opacus")
 
@@ -37,7 +38,7 @@ def hockey_stick(sigma: float, rate: float, epsilon: float) -> float:
 
 @pytest.mark.parametrize(("sigma", "rate"), [(1.0, 0.1), (3.0, 0.01), (0.5, 0.5)])
 def test_the_pair_has_the_joined_curve(sigma: float, rate: float) -> None:
-    loss = WithoutReplacementPRV(rate, sigma)
+    loss = _WithoutReplacementPRV(rate, sigma)
     for epsilon in (-1.0, -0.05, -0.004, 0.0, 0.004, 0.05, 1.0):
         delta = 0.0
         for low, high in ((epsilon, max(epsilon, 0.0)), (max(epsilon, 0.0), 40.0)):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.activation_compression import ActivationCompression
-from lightning_fedleak.defenses.activations import ActivationNoise
+from lightning_fedleak.defenses.activations import ActivationCompression, ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.activations.activation_runs import Passing, distance, rewriting, step
 from tests.helpers.inputs import context

@@ -25,7 +25,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses import noise as noises
 from lightning_fedleak.defenses.dpsgd import loss_graph
-from lightning_fedleak.strategies.seams import LightningHost
+from lightning_fedleak.strategies.seams import _LightningHost
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.inputs import context
 from tests.helpers.models import own_rng, tiny_llama
@@ -253,7 +253,7 @@ def trainer(**settings: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **settings})
 
 
-class Unnumbered(LightningHost):
+class Unnumbered(_LightningHost):
     """Batches are told apart by what they are, and tests read gradients before releases."""
 
     batch_number = None  # type: ignore[assignment]

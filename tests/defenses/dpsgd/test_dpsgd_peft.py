@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_fedleak.defenses import DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd import rerun
@@ -21,7 +20,7 @@ from tests.defenses.dpsgd.test_dpsgd_per_sample import (
     one_by_one,
     ours,
 )
-from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_mixtral
 
 peft = pytest.importorskip("peft")
 
@@ -170,17 +169,9 @@ class Mixed(nn.Linear):
         return super().forward(x + x.mean(0, keepdim=True))
 
 
-def tiny_mixtral() -> nn.Module:
-    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-    with own_rng(0):
-        return MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0)).train()
-
-
 @pytest.mark.parametrize("experts", ["eager", "batched_mm"])
 def test_a_lora_around_frozen_experts_is_exact(experts: str) -> None:
-    model = tiny_mixtral()
-    model.set_experts_implementation(experts)
+    model = tiny_mixtral(experts)
     with own_rng(1):
         model = peft.get_peft_model(model, peft.LoraConfig(**(RANK | RANDOM))).double().train()
     batch, loss = batch_of("causal"), loss_of("causal")
@@ -207,10 +198,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Poly needs its task": (
         lambda: adapted_by("PolyConfig", n_tasks=2, n_skills=2, **RANK),
         r"a Linear cannot be run again.*task_ids should not be None",
-    ),
-    "experts": (
-        lambda: tiny_mixtral(),
-        "experts.gate_up_proj.*experts: train a LoRA of the attention",
     ),
     "an adapter within attention": (
         lambda: adapted_by(

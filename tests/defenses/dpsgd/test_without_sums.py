@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.helpers.models import tiny_gpt2
+from tests.helpers.models import tiny_gpt2, tiny_mixtral
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, clipped_sum, loader, lora, trainer
 
 EPOCHS = 3  # of 6 batches
@@ -31,6 +31,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "untied": lambda: tiny_gpt2(tied=False, dropout=0.1).train(),
     "checkpointed": checkpointed,
     "lora": lora,
+    "experts": lambda: tiny_mixtral().train(),
 }
 
 

@@ -155,7 +155,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         RiskGate(f"leakage/entity/phone/{place}/auc", at_most=0.6, action="warn")
         for place in ("label", "prompt")
     ]
-    fit([watching, *gates], model(), train, lr=5e-3, max_epochs=12)
+    fit([watching, *gates], model(), train, lr=5e-3, max_epochs=10)
     return SimpleNamespace(folder=folder, numbers=numbers, latest=watching.latest, gates=gates)
 
 

@@ -215,7 +215,7 @@ def test_repeats_are_searched_in_what_is_read_and_not_in_classes() -> None:
         (Extraction(), "masked", "a masked model writes no text"),
         (PromptRatio(), "masked", "no row has a prompt"),
         (Combined(), "unlabelled", "masks without labels"),
-        (Combined(), "unnamed", "which token masks the others is not known"),
+        (Combined(), "unnamed", "no tokenizer with a mask token is known"),
     ],
 )
 def test_what_cannot_be_asked_of_a_masked_model_is_refused(

@@ -41,13 +41,13 @@ from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.pool import affordable, collect, forwards_of
-from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import (
     FPRS,
     highest_auc,
-    others_needed,
+    min_non_members,
     visible_tpr,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -353,7 +353,7 @@ def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Pat
     bert = BertForMaskedLM(
         BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
-    with pytest.raises(ValueError, match="which token masks the others is not known"):
+    with pytest.raises(ValueError, match="no tokenizer with a mask token is known"):
         fit([monitor(tmp_path)], model=bert, data=rows())
 
 
@@ -492,10 +492,10 @@ def test_the_default_asks_about_enough_texts_for_the_smallest_rate_at_five_looks
     """Where the data and max_overhead allow it."""
     settings = Memorization(max_overhead=1e6)
     asked = affordable(10**6, settings, 40, forwards_of(settings, last_step=True))
-    assert asked // 2 >= others_needed(5, settings.alpha, min(FPRS))
-    few = Memorization(max_overhead=1e6, most_texts=2 * others_needed(1, fpr=min(FPRS)))
+    assert asked // 2 >= min_non_members(5, settings.alpha, min(FPRS))
+    few = Memorization(max_overhead=1e6, most_texts=2 * min_non_members(1, fpr=min(FPRS)))
     assert affordable(10**6, few, 40, 4) == 8760
-    with pytest.raises(NoNonMembers, match=r"Memorization\(most_texts=200\)"):
+    with pytest.raises(UnplayableGame, match=r"Memorization\(most_texts=200\)"):
         affordable(10**6, Memorization(max_overhead=1e6, most_texts=199), 200, 4)
 
 

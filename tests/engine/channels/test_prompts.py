@@ -81,7 +81,7 @@ def test_prompts_that_others_repeat_are_not_compared(tmp_path: Path) -> None:
     ("data", "others", "message"),
     [
         (rows(prompt=1), None, "no row has a prompt of 8 tokens"),
-        (rows(), rows(200), "prompts of others= may be of another law"),
+        (rows(), rows(200), "prompts of others= may be from another distribution"),
     ],
 )
 def test_without_prompts_the_attack_is_refused(

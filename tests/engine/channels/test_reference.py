@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, CombinedReference
-from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
+from lightning_fedleak.attacks.memorization.scores import MAX_GAIN
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.reference import describe_reference, measure_strength
@@ -87,7 +87,7 @@ def test_the_score_is_that_of_the_reference_in_the_place_of_the_base(
         token_log_probs(find_anatomy(m), pool.texts) for m in (whole.module.model, reference)
     )
     gains = (now.log_probs - beside.log_probs).double()
-    capped = (now.log_probs.double() - (gains - MOST_GAIN).clamp_min(0)).mean(1)
+    capped = (now.log_probs.double() - (gains - MAX_GAIN).clamp_min(0)).mean(1)
     ratio = capped / -beside.log_probs.double().mean(1)
     wrong = gains * ~now.greedy
     zone = torch.log1p(wrong.clamp_min(0).sum(1)) - torch.log1p(-wrong.clamp_max(0).sum(1))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_fedleak.report.records import default_limit, judged
+from lightning_fedleak.report.records import default_limit, judge_value
 
 NO = math.nan
 SHARES = st.floats(0, 1)
@@ -33,7 +33,7 @@ SHARES = st.floats(0, 1)
 def test_the_rule_of_a_gate_at_one_half(
     value: float, control: float | None, part: float, expected: float
 ) -> None:
-    result = judged(value, control, part=part, at_most=0.5, chance=0.0, failure="it failed")
+    result = judge_value(value, control, part=part, at_most=0.5, chance=0.0, failure="it failed")
     assert result.value == pytest.approx(expected, nan_ok=True)
     assert result.by_aggregation == (part == 0.9)
     changed = not math.isnan(value) and result.value != value
@@ -41,16 +41,18 @@ def test_the_rule_of_a_gate_at_one_half(
 
 
 def test_both_numbers_are_in_the_reason() -> None:
-    blind = judged(0.22, 0.3, at_most=0.5, chance=0.0).why
+    blind = judge_value(0.22, 0.3, at_most=0.5, chance=0.0).why
     assert blind == (
         "it reads 0.22, and 0.30 of known words in the same step: this attack cannot show more "
         "than 0.30 here"
     )
-    share = judged(0.6, 0.75, at_most=0.65, chance=0.5, known="texts").why
+    share = judge_value(0.6, 0.75, at_most=0.65, chance=0.5, known="texts").why
     assert "0.60, and 0.75 of known texts" in share
     assert share.endswith("counts as 0.70")
-    assert judged(0.2, NO, at_most=0.5, chance=0.0, failure="it broke").why.endswith(": it broke")
-    assert judged(0.2, NO, at_most=0.5, chance=0.0).why.endswith("could not be read")
+    assert judge_value(0.2, NO, at_most=0.5, chance=0.0, failure="it broke").why.endswith(
+        ": it broke"
+    )
+    assert judge_value(0.2, NO, at_most=0.5, chance=0.0).why.endswith("could not be read")
 
 
 @given(value=SHARES, control=SHARES, part=SHARES, at_most=st.floats(0, 0.99))
@@ -59,7 +61,7 @@ def test_a_look_passes_where_the_control_rings_and_the_value_is_a_small_share_of
     value: float, control: float, part: float, at_most: float
 ) -> None:
     """The same rule as a product, in two lines."""
-    result = judged(value, control, part=part, at_most=at_most, chance=0.0)
+    result = judge_value(value, control, part=part, at_most=at_most, chance=0.0)
     rings = control > at_most
     is_low = value <= at_most * control if rings else part > max(at_most, 0.5)
     passes = value <= at_most and is_low
@@ -69,9 +71,9 @@ def test_a_look_passes_where_the_control_rings_and_the_value_is_a_small_share_of
 
 @given(value=SHARES, control=SHARES, at_most=st.floats(0.5, 0.99))
 def test_an_area_counts_from_one_half_on(value: float, control: float, at_most: float) -> None:
-    area = judged(0.5 + value / 2, 0.5 + control / 2, at_most=at_most, chance=0.5)
+    area = judge_value(0.5 + value / 2, 0.5 + control / 2, at_most=at_most, chance=0.5)
     limit = 2 * at_most - 1
-    share = judged(value, control, at_most=limit, chance=0.0)
+    share = judge_value(value, control, at_most=limit, chance=0.0)
     near = min(abs(value - limit), abs(control - limit), abs(control - 1)) < 1e-9
     assert near or 2 * area.value - 1 == pytest.approx(share.value, abs=1e-6, nan_ok=True)
 
@@ -81,4 +83,4 @@ def test_half_of_the_way_from_chance_is_the_limit_where_no_gate_names_one() -> N
 
 
 def test_a_limit_of_one_allows_everything() -> None:
-    assert judged(0.2, 0.1, at_most=1.0, chance=0.0).value == 0.2
+    assert judge_value(0.2, 0.1, at_most=1.0, chance=0.0).value == 0.2

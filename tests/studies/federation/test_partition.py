@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lightning_fedleak.cli.studies.federation.federation import alike
+from lightning_fedleak.cli.studies.federation import alike
 
 
 def test_every_text_has_one_client() -> None:

@@ -27,18 +27,18 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_integer, explain_arguments
 
 # None of the values was tuned.
-BY_SIDE = 256  # candidates in one run; bounds the memory
-RIDGE = 1e-2  # of the mean squared feature; more shrinks predicted states to their mean
+CANDIDATES_AT_ONCE = 256  # candidates in one run; bounds the memory
+RIDGE = 1e-2  # share of the mean squared feature; more shrinks predicted states to their mean
 PUBLIC_TEXTS, PUBLIC_LENGTH = 64, 64  # public texts for the table, and tokens of each
 CONTEXT_LENGTH = 8  # tokens of the prefix after which typical states are computed
 RENEW_TABLE_EVERY = 1000  # optimizer steps after which the table, which only ranks, is made again
-AT_ONCE = {"cpu": 1}  # texts that are searched together; more are faster on a GPU alone
-AT_ONCE_OTHERWISE = 8  # of other devices
-SKIPPED = 2  # first positions of a public text, whose states are unlike all others
-COMPARED = 4  # public texts whose states are computed with and without cache, for the rounding
-LEAST_NOISE = 0.05  # of a dimension's variance; noise is assumed to add half of that at least
-MARGIN = 1.5  # factor on the rounding that these texts show
-LEAST = 1 / 16  # of the dtype's precision, the least rounding that is assumed
+TEXTS_AT_ONCE = {"cpu": 1}  # texts of one search, by device: on a CPU more are no faster
+DEFAULT_TEXTS_AT_ONCE = 8  # texts of one search on other devices
+SKIPPED = 2  # first positions of a text, whose states are unlike all others
+ROUNDING_TEXTS = 4  # public texts on which the cache's rounding is measured
+MIN_NOISE = 0.05  # least share of noise in a dimension's variance; half of the share is assumed
+ROUNDING_MARGIN = 1.5  # factor on the rounding of those texts; other texts may have more
+MIN_ROUNDING = 1 / 16  # least rounding that is assumed, in units of the dtype's precision
 
 
 def typical_states(
@@ -49,9 +49,9 @@ def typical_states(
     Args:
         bottom: a causal model's bottom.
         context: (L,) token ids.
-        types: tokens that are run through the whole bottom; None for all. Half are the lowest ids,
-            which are the commonest under byte-pair encoding, half are drawn.
-        seed: of the draw.
+        types: The number of tokens that run through the whole bottom; None for all. Half have the
+            lowest ids, the commonest ones under byte-pair encoding; the other half is drawn.
+        seed: The seed of the draw.
     """
     size = bottom.vocab_size
     if types is None or types >= size:
@@ -65,7 +65,7 @@ def typical_states(
     features = [words, F.normalize(words, dim=1)]
     if bottom.layer > 1:
         features.append(states_after(bottom.cut_at_layer(1), context, torch.arange(size)))
-    return _regressed(torch.cat(features, 1), sample, states)
+    return _predict_states(torch.cat(features, 1), sample, states)
 
 
 @torch.no_grad()
@@ -76,19 +76,19 @@ def states_after(bottom: BottomModel, context: Tensor, tokens: Tensor) -> Tensor
         prefix = Prefixes(bottom, layout)
         prefix.follow(context[None].to(bottom.device))
         prefix.keep(torch.tensor([len(context)], device=bottom.device))
-        parts = torch.split(tokens.to(bottom.device), BY_SIDE)
+        parts = torch.split(tokens.to(bottom.device), CANDIDATES_AT_ONCE)
         return torch.cat([prefix.attempt(part[None])[0].float() for part in parts])
 
 
-def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
-    """Return states of all tokens by ridge regression on the standardised ``features``."""
-    some = features[sample].double()
-    mean, spread = some.mean(0), some.std(0).clamp(min=1e-12)
-    some = (some - mean) / spread
-    gram = some.T @ some
+def _predict_states(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
+    """Return the states of all tokens by ridge regression on the standardised ``features``."""
+    x = features[sample].double()
+    mean, spread = x.mean(0), x.std(0).clamp(min=1e-12)
+    x = (x - mean) / spread
+    gram = x.T @ x
     gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()))
     centre = states.double().mean(0)
-    weights = torch.linalg.solve(gram, some.T @ (states.double() - centre)) / spread[:, None]
+    weights = torch.linalg.solve(gram, x.T @ (states.double() - centre)) / spread[:, None]
     offset = centre - mean @ weights
     return torch.addmm(offset.float(), features, weights.float())
 
@@ -103,26 +103,26 @@ class PrefixInversion(base.InversionAttack):
     embeddings).
 
     Args:
-        layer: the split.
-        public_text: text that the adversary owns, for the table of typical states: a
+        layer: The split: the client sends the output of this block, counted from 1.
+        public_text: A text that the adversary owns, for the table of typical states: a
             :class:`~lightning_fedleak.attacks.public_text.PublicText`, texts or token ids.
-            ``"sampled"`` lets the model write it, None uses random tokens.
-        budget_seconds: wall time for one observation. Where it ends a text, the other tokens are
-            those that the table ranks first; texts that were not begun are left open. Computing the
-            table again is not part of it.
-        tokenizer: for texts.
-        types: tokens that run through the whole bottom in ``prepare``; the states of the others are
-            predicted from theirs. None for all, which helps where many tokens are untrained.
-        language_model: let the server's top model rank the next token.
-        noised: whether the client adds noise, so that no token's state equals the one sent. None
-            finds out, which costs one verification of the whole vocabulary or half of the time;
-            then noise is assumed, and the guess is unfinished. False looks for the nearest token of
+            ``"sampled"`` lets the model write it; None uses random tokens.
+        budget_seconds: The wall time for one observation, without a new table. A text that it ends
+            gets the tokens that the table ranks first; texts not begun get none.
+        tokenizer: The tokenizer of ``public_text``, if that holds strings.
+        types: The number of tokens that run through the whole bottom in ``prepare``; the states of
+            the others are predicted from theirs. None for all, which helps where many tokens are
+            untrained.
+        language_model: Whether the server's top model ranks the next token.
+        noised: Whether the client adds noise, so that no token's state equals the one sent. None
+            tests it on the whole vocabulary at one position; if that takes over half of the time
+            left, noise is assumed and the guess is unfinished. False takes the nearest token of
             the whole vocabulary at every position.
-        seed: of the attack's random draws.
-        name: in the logs.
+        seed: The seed of the attack's random draws.
+        name: The name in the logs.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: A setting is out of range.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor, PrefixInversion
@@ -166,8 +166,8 @@ class PrefixInversion(base.InversionAttack):
         """Copy the bottom model and compute the table of typical states.
 
         Raises:
-            ValueError: the model has no such layer, or it is not causal: then a token's state
-                depends on what follows it.
+            ValueError: The model has no such layer, or it is not causal: then a token's state
+                depends on later tokens.
         """
         super().prepare(anatomy)
         self._copy_bottom(anatomy)
@@ -178,36 +178,39 @@ class PrefixInversion(base.InversionAttack):
                 "right; use EmbeddingDescent, with sweeps"
             )
         self._table_step = None
-        self._learn()
+        self._compute_table()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights, and compute the table, again where they are too old."""
+        """Copy the weights, and compute the table again, if they are too old."""
         if self._table_step is None:
             self._table_step = self.bottom.step
         super().refresh(anatomy, step)
         if not 0 <= step - self._table_step < RENEW_TABLE_EVERY:
             self._table_step = step
-            self._learn()
+            self._compute_table()
 
-    def _learn(self) -> None:
+    def _compute_table(self) -> None:
         bottom = self.bottom
         with torch.no_grad():
-            ids, mask = self._public()
-            ids, mask = ids[:, : int(mask.sum(1).max())], mask[:, : int(mask.sum(1).max())]
+            ids, mask = self._public_batch()
+            lengths = mask.sum(1)
+            ids, mask = ids[:, : int(lengths.max())], mask[:, : int(lengths.max())]
             states = bottom.hidden(ids, mask)
             real = mask.bool() & (mask.cumsum(1) > min(SKIPPED, ids.shape[1] - 1))
-            long = mask.sum(1).argsort(descending=True)
-            length = min(CONTEXT_LENGTH, int(mask[long[0]].sum()), ids.shape[1] - 1)
-            typical = typical_states(bottom, ids[long[0], :length], self.types, self.seed)
+            longest_first = lengths.argsort(descending=True)
+            first = longest_first[0]
+            length = min(CONTEXT_LENGTH, int(lengths[first]), ids.shape[1] - 1)
+            typical = typical_states(bottom, ids[first, :length], self.types, self.seed)
             self._table = StateTable(
                 typical, bottom.word_embeddings(), states[real], ids[real], self.seed
             )
             self._variance = states[real].float().var(0)
-            some = long[:COMPARED]
-            differ = two_ways(bottom, ids[some], mask[some], states[some])
-            self._precision = max(MARGIN * differ, LEAST * torch.finfo(bottom.dtype).eps)
+            texts = longest_first[:ROUNDING_TEXTS]
+            rounding = _cache_rounding(bottom, ids[texts], mask[texts], states[texts])
+            eps = torch.finfo(bottom.dtype).eps
+            self._precision = max(ROUNDING_MARGIN * rounding, MIN_ROUNDING * eps)
 
-    def _public(self) -> tuple[Tensor, Tensor]:
+    def _public_batch(self) -> tuple[Tensor, Tensor]:
         """Return public token ids and their mask, both (n, L), padded on the right."""
         bottom, anatomy = self.bottom, self.bottom.anatomy
         generator = torch.Generator().manual_seed(self.seed)
@@ -218,9 +221,9 @@ class PrefixInversion(base.InversionAttack):
             return ids, torch.ones_like(ids)
         with bottom.session():
             text = PublicText.resolve(self.public_text, anatomy, self.seed)
-        order = text.draw(len(text), generator).tolist()
-        long = sorted(order, key=lambda i: -min(length, len(text.sentences[i])))[:PUBLIC_TEXTS]
-        batch = text.rows(long, max(2, length), generator)
+        order = text.draw(len(text), generator).tolist()  # so that ties in length are random
+        order.sort(key=lambda i: -min(length, len(text.sentences[i])))
+        batch = text.rows(order[:PUBLIC_TEXTS], max(2, length), generator)
         assert batch.attention_mask is not None
         return batch.input_ids.to(bottom.device), batch.attention_mask.to(bottom.device)
 
@@ -231,36 +234,36 @@ class PrefixInversion(base.InversionAttack):
         bottom = self.bottom
         whole = Layout.from_masks(hidden.shape[:2], attention_mask, position_ids).to(bottom.device)
         deadline = base.Deadline(self.budget_seconds)
-        size = AT_ONCE.get(bottom.device.type, AT_ONCE_OTHERWISE)
+        size = TEXTS_AT_ONCE.get(bottom.device.type, DEFAULT_TEXTS_AT_ONCE)
         guesses: list[base.TextGuess] = []
-        noised, spread = self.noised, self._spread(hidden, attention_mask)
+        noised, deviation = self.noised, self._noise_deviation(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
-            for a in range(0, len(hidden), size):
-                part = hidden[a : a + size].to(bottom.device)
-                layout = whole[torch.arange(a, a + len(part), device=bottom.device)]
+            for start in range(0, len(hidden), size):
+                part = hidden[start : start + size].to(bottom.device)
+                layout = whole[torch.arange(start, start + len(part), device=bottom.device)]
                 if deadline.passed:
-                    nothing = torch.full_like(part[..., 0], base.NOTHING, dtype=torch.int64)
-                    guesses.append(base.TextGuess(nothing, finished=False))
+                    tokens = torch.full_like(part[..., 0], base.NOTHING, dtype=torch.int64)
+                    guesses.append(base.TextGuess(tokens, finished=False))
                     continue
-                batches = -(-(len(hidden) - a) // size)
+                batches = -(-(len(hidden) - start) // size)
                 search = self._search(part, layout, deadline.share(batches), noised)
-                guess = search.run(spread)
+                guess = search.run(deviation)
                 noised = True if search.decision.noised else noised
                 tokens = guess.tokens if guess.candidates else guess.tokens.fill_(base.NOTHING)
                 guesses.append(replace(guess, tokens=layout.spread(tokens, base.NOTHING)))
         return base.join_guesses(guesses, hidden.device)
 
-    def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return (d,) what noise adds to the states, by their variance beyond public text's."""
+    def _noise_deviation(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the noise's standard deviations (d,), from the variance beyond public text's."""
         assert self._variance is not None
         real = torch.ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.cpu() != 0
-        usual = real & (real.cumsum(1) > SKIPPED)
-        states = hidden[(usual if int(usual.sum()) > SKIPPED else real).to(hidden.device)].float()
+        later = real & (real.cumsum(1) > SKIPPED)
+        states = hidden[(later if int(later.sum()) > SKIPPED else real).to(hidden.device)].float()
         variance = self._variance.clamp(min=1e-12 * float(self._variance.max().clamp(min=1e-30)))
         if len(states) < 2:
             return variance.sqrt()
         excess = states.to(variance.device).var(0) - variance
-        share = float((excess / variance).median().clamp(min=LEAST_NOISE))
+        share = float((excess / variance).median().clamp(min=MIN_NOISE))
         return torch.maximum(excess, 0.5 * share * variance).sqrt()
 
     def _search(
@@ -281,21 +284,25 @@ class PrefixInversion(base.InversionAttack):
         }
 
 
-def two_ways(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tensor) -> float:
-    """Return the largest relative difference of states (n, L, d) from those of a cached run."""
+def _cache_rounding(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tensor) -> float:
+    """Return the largest relative difference of states (n, L, d) from those of a cached run.
+
+    The run reads 1, 3, 8 and 24 tokens at a time, because rounding depends on their number.
+    """
     layout = Layout.from_masks((ids.shape[0], ids.shape[1]), mask, None).to(bottom.device)
     prefixes = Prefixes(bottom, layout)
     worst = 0.0
     with torch.no_grad(), bottom.session():
-        for at_once in cycle((1, 3, 8, 24)):
-            a = int(prefixes.lengths.max())
-            if a == ids.shape[1]:
+        for n in cycle((1, 3, 8, 24)):
+            start = int(prefixes.lengths.max())
+            if start == ids.shape[1]:
                 break
-            part = ids[:, a : a + at_once]
-            cached_states = prefixes.follow(part, ids[:, : a // 2])[:, : part.shape[1]].float()
+            part = ids[:, start : start + n]
+            cached_states = prefixes.follow(part, ids[:, : start // 2])[:, : part.shape[1]].float()
             prefixes.keep((layout.counts - prefixes.lengths).clamp(max=part.shape[1]))
-            whole_states = states[:, a : a + part.shape[1]].float()
-            size = whole_states.norm(dim=2).clamp(min=1e-30)
-            far = (cached_states - whole_states).norm(dim=2) / size
-            worst = max(worst, float(far.masked_fill(mask[:, a : a + part.shape[1]] == 0, 0).max()))
+            positions = slice(start, start + part.shape[1])
+            plain_states = states[:, positions].float()
+            size = plain_states.norm(dim=2).clamp(min=1e-30)
+            differences = (cached_states - plain_states).norm(dim=2) / size
+            worst = max(worst, float(differences.masked_fill(mask[:, positions] == 0, 0).max()))
     return worst

@@ -97,12 +97,11 @@ class PrefixSearch:
         noised: bool | None,
         deadline: Deadline,
     ) -> None:
-        prior = verification.Prior(top, prefixes.layout.columns)
         noise = precision * observed.norm(dim=2)
-        self.task = task = verification.Task(prefixes, table, observed, prior, noise, deadline)
+        self.task = task = verification.Task(prefixes, table, observed, top, noise, deadline)
         self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
-        self.exact_runs = verification.ExactRuns(task, precision > LOW_PRECISION)
-        self.decision = verification.Decision(task, self.exact_runs, noised)
+        self.decision = verification.Decision(task, precision > LOW_PRECISION, noised)
+        self.exact_runs = self.decision.exact_runs
         b = len(task.observed)
         self.rows = torch.arange(b, device=task.observed.device)
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
@@ -168,7 +167,7 @@ class PrefixSearch:
                 self.task.table,
                 self.task.observed[i, :n],
                 self.first[i],
-                partial(self.task.prior.all_scores, i),
+                partial(self.task.prior_of_all, i),
                 BEAM,
                 spread,
             )

@@ -31,7 +31,7 @@ class StateTable:
         words: (V, e) word embeddings.
         public_states: (n, d) hidden states in public text.
         tokens: (n,) the tokens of these states.
-        seed: of the choice of the origin.
+        seed: The seed of the choice of the origin.
 
     Attributes:
         origin: (d,) a state near which many tokens crowd (those absent from training). Entries are

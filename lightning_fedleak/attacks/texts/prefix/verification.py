@@ -47,39 +47,6 @@ NOISE_THRESHOLD = 1000  # failed tokens above which the states are taken as nois
 MAX_STRETCH = 20.0
 
 
-class Prior:
-    """Log-probabilities of the tokens at a position before its state is used.
-
-    Args:
-        top: the top model; it has no prediction for a text's first token. None for no model.
-        columns: (B, N) column of each text's i-th real token.
-    """
-
-    def __init__(self, top: NextTokens | None, columns: Tensor) -> None:
-        self._top, self._columns = top, columns
-        self._last: tuple[int, int, Tensor] | None = None
-
-    def scores(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Return log-probabilities (n, k) of ``tokens``, up to a constant for each position."""
-        scores = torch.zeros(tokens.shape, device=tokens.device)
-        later = positions > 0
-        if self._top is not None and bool(later.any()):
-            rows, positions = rows[later], positions[later]
-            columns = self._columns[rows, positions - 1]
-            scores[later] = self._top.token_logits(rows, columns, tokens[later])
-        return scores
-
-    def all_scores(self, row: int, position: int) -> Tensor | None:
-        """Return those (V,) of the whole vocabulary; None if there is no prediction."""
-        if self._top is None or position == 0:
-            return None
-        if self._last is None or self._last[:2] != (row, position):
-            column = self._columns[row : row + 1, position - 1]
-            rows = torch.full_like(column, row)
-            self._last = (row, position, self._top.logits(rows, column)[0])
-        return self._last[2]
-
-
 @dataclass
 class Task:
     """The input of a search, and the texts' prefixes so far.
@@ -88,7 +55,7 @@ class Task:
         prefixes: the texts' layout, their prefixes so far, and the bottom model.
         table: ranks candidates.
         observed: (B, N, d) float32 states by real token.
-        prior: of the next token.
+        top: the top model, whose prediction ranks a text's tokens but the first; None for none.
         noise: (B, N) distance by which two computations of a state may differ.
         deadline: checked before each forward.
         computed: tokens that went through the bottom model, without those of ``prefixes``.
@@ -97,10 +64,11 @@ class Task:
     prefixes: Prefixes
     table: StateTable
     observed: Tensor
-    prior: Prior
+    top: NextTokens | None
     noise: Tensor
     deadline: Deadline
     computed: int = 0
+    _last: tuple[int, int, Tensor] | None = None
 
     @property
     def counts(self) -> Tensor:
@@ -111,6 +79,30 @@ class Task:
     def lengths(self) -> Tensor:
         """The number of tokens (B,) of each prefix."""
         return self.prefixes.lengths
+
+    def prior(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Return the prediction of ``tokens``, before the states of their positions are used.
+
+        Returns:
+            Log-probabilities (n, k), up to a constant for each position.
+        """
+        scores = torch.zeros(tokens.shape, device=tokens.device)
+        later = positions > 0
+        if self.top is not None and bool(later.any()):
+            rows, positions = rows[later], positions[later]
+            columns = self.prefixes.layout.columns[rows, positions - 1]
+            scores[later] = self.top.token_logits(rows, columns, tokens[later])
+        return scores
+
+    def prior_of_all(self, row: int, position: int) -> Tensor | None:
+        """Return that (V,) of the whole vocabulary; None if there is no prediction."""
+        if self.top is None or position == 0:
+            return None
+        if self._last is None or self._last[:2] != (row, position):
+            column = self.prefixes.layout.columns[row : row + 1, position - 1]
+            rows = torch.full_like(column, row)
+            self._last = (row, position, self.top.logits(rows, column)[0])
+        return self._last[2]
 
 
 @dataclass
@@ -185,7 +177,7 @@ def ranked_first(task: Task) -> Tensor:
     step = task.table.at_once
     for r, p in zip(torch.split(rows, step), torch.split(positions, step), strict=True):
         tokens, scores = task.table.likeliest(task.observed[r, p], RERANKED)
-        scores = scores + task.prior.scores(r, p, tokens)
+        scores = scores + task.prior(r, p, tokens)
         ranked[r, p] = tokens.gather(1, scores.topk(k, dim=1).indices)
     return ranked
 
@@ -202,7 +194,7 @@ def next_round(task: Task, position: OpenPosition, i: int, first: Tensor) -> lis
     best = position.best
     difference = task.observed[i, column] - position.states[best]
     near, scores = task.table.near(position.tokens[best], difference, reach)
-    prior = task.prior.all_scores(i, column)
+    prior = task.prior_of_all(i, column)
     rankings = [near]
     if prior is None:
         rankings.append(task.table.best(scores, reach))
@@ -234,7 +226,7 @@ def _in_turn(rankings: list[list[int]], verified: set[int], k: int) -> list[int]
     return list(chosen)
 
 
-class ExactRuns:
+class _ExactRuns:
     """Uncached runs of texts, as the client runs them.
 
     Args:
@@ -318,7 +310,7 @@ class ExactRuns:
     def choose_twin(self, i: int, position: OpenPosition) -> None:
         """Provisionally choose the twin that the prior ranks highest."""
         column = int(self.task.lengths[i])
-        prior = self.task.prior.all_scores(i, column)
+        prior = self.task.prior_of_all(i, column)
         if prior is not None:
             order = prior[position.twins].argsort(descending=True).tolist()
             position.twins = [position.twins[o] for o in order]
@@ -358,18 +350,19 @@ class Decision:
 
     Args:
         task: the search.
-        exact_runs: uncached runs, as the client's.
+        low_precision: whether rounding may hide the difference between tokens.
         noised: whether no token's state equals the observed one; None to find out.
 
     Attributes:
+        exact_runs: uncached runs, as the client's.
         noised: whether the states are treated as noisy: given, found by a sweep, or assumed because
             time ran out.
         cut: whether time ran out within a sweep of all possible tokens.
     """
 
-    def __init__(self, task: Task, exact_runs: ExactRuns, noised: bool | None) -> None:
+    def __init__(self, task: Task, low_precision: bool, noised: bool | None) -> None:
         self.task = task
-        self.exact_runs = exact_runs
+        self.exact_runs = _ExactRuns(task, low_precision)
         self.noised = noised is True
         self.cut = False
         self._may_be_noised = noised is None

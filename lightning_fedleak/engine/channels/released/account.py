@@ -8,7 +8,7 @@ from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr, refutes
-from lightning_fedleak.evaluation.metrics.released import others_needed
+from lightning_fedleak.evaluation.metrics.released import min_non_members
 from lightning_fedleak.messages import rank_zero_warn
 
 BOUND = "bound/"
@@ -106,17 +106,17 @@ def too_few_non_members(
     """Return at which look a TPR has too few non-members, the farthest one; None: at none.
 
     Args:
-        counts: of non-members, at look 1, 2, and so on.
+        counts: The numbers of non-members at look 1, 2, and so on.
         alpha: probability of error over all looks together.
         metric: its name.
         fpr: the FPR of it.
         mend: what to do; by default to leave out and ask about more rows.
     """
-    lacks = [others_needed(look, alpha, fpr) - count for look, count in enumerate(counts, start=1)]
+    lacks = [min_non_members(look, alpha, fpr) - n for look, n in enumerate(counts, 1)]
     if max(lacks, default=0) <= 0:
         return None
     look = 1 + lacks.index(max(lacks))
-    needed, count = others_needed(look, alpha, fpr), counts[look - 1]
+    needed, count = min_non_members(look, alpha, fpr), counts[look - 1]
     mend = mend or (
         f"leave out more rows, and ask about all: Memorization(most_texts={2 * needed}) or more, "
         "and a higher max_overhead="

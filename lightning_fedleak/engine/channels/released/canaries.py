@@ -16,7 +16,7 @@ from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.released.account import too_few_non_members
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.released.pool import CanaryPool, Pool
-from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.outcomes import AUDIT, Series
 from lightning_fedleak.engine.run import reason
@@ -73,9 +73,9 @@ class CanaryChannel(MemorizationChannel):
         super()._check_settings()
         shortest = min(map(len, self._planted.token_ids))
         for attack in self.attacks:
-            if shortest <= (attack.suffix or 1):
+            if shortest <= (attack.n_scored or 1):
                 raise ValueError(
-                    f"Canaries(tokens={attack.suffix}) reads the last tokens of each canary but "
+                    f"Canaries(tokens={attack.n_scored}) reads the last tokens of each canary but "
                     f"not its first, and one has {shortest} tokens: ask for at most {shortest - 1}"
                 )
 
@@ -95,7 +95,7 @@ class CanaryChannel(MemorizationChannel):
         """Return all canaries; they are queried, or the attack does not run.
 
         Raises:
-            NoNonMembers: the budget does not pay for them.
+            UnplayableGame: the budget does not pay for them.
         """
         return CanaryPool.of_canaries(
             self._planted, self.run.training_loader, self.settings.memorization
@@ -115,7 +115,7 @@ class CanaryChannel(MemorizationChannel):
         """Check that the canaries are the same, and remember where the base's answers are.
 
         Raises:
-            InclusionMismatch: other canaries.
+            ValueError: other canaries.
         """
         super().load_state_dict(state)
         if self.listed_attacks and (committed := state.get("canary_set")) is not None:
@@ -198,10 +198,10 @@ class EntityChannel(WeightChannel):
         """Return the rows with values.
 
         Raises:
-            NoNonMembers: the model is not causal.
+            UnplayableGame: the model is not causal.
         """
         if self.run.anatomy.kind != "causal":
-            raise NoNonMembers(f"a {self.run.anatomy.kind} model does not write values")
+            raise UnplayableGame(f"a {self.run.anatomy.kind} model does not write values")
         return CanaryPool.of_canaries(self._planted, self.run.training_loader)
 
     def ask_base(self) -> None:
@@ -278,7 +278,7 @@ class EntityChannel(WeightChannel):
         """Check that the values are the same, and count the looks.
 
         Raises:
-            InclusionMismatch: other values.
+            ValueError: other values.
         """
         saved = state.get(self.family, {})
         self._looks = int(saved.get("looks", 0))

@@ -39,7 +39,7 @@ from lightning_fedleak.engine.channels.released.pool import (
     forwards_of,
 )
 from lightning_fedleak.engine.channels.released.records import BETWEEN, FILE, RECORDS, write_list
-from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
@@ -62,10 +62,10 @@ from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
     blind_aucs,
     check_unseen,
+    distribution_shift,
     extraction_values,
     highest_auc,
     membership_values,
-    other_law,
     rate_name,
     spent_at,
 )
@@ -137,7 +137,7 @@ class MemorizationChannel(WeightChannel):
         self._saved: Mapping[str, Any] = {}
         self._due, self._lists = 0, 0
         self._ended = False
-        self._void = ""
+        self._why_void = ""
         self._written: Sequence[Text] = ()  # of prompts, the base's completions
         self._rewards: Tensor | None = None  # (2, N) of them, of the base's and of the model's now
 
@@ -154,7 +154,7 @@ class MemorizationChannel(WeightChannel):
         """Forget the texts of an earlier fit."""
         super().open(run)
         self._base = self._reference = self._facts = self._rewards = None
-        self._void, self._written = "", ()
+        self._why_void, self._written = "", ()
         self._due, self.reference_seconds = 0, 0.0
 
     def _draw_pool(self) -> Pool:
@@ -225,7 +225,7 @@ class MemorizationChannel(WeightChannel):
 
         Args:
             epoch: counted from 0.
-            share: of the epoch's batches that are done, up to 1.
+            share: The share of the epoch's batches that are done, up to 1.
         """
         if share >= 1:
             self._due = 0
@@ -293,19 +293,19 @@ class MemorizationChannel(WeightChannel):
         answers, compressed = _of_labels(base, alone, asked), compressed_bytes(texts, self._decode)
         if pool.way == "given":
             scores = blind_scores(answers, compressed, texts, trains)
-            if (finding := other_law(blind_aucs(scores, trains))) is not None:
-                self._void = (
+            if (finding := distribution_shift(blind_aucs(scores, trains))) is not None:
+                self._why_void = (
                     f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
                     "kind"
                 )
-        if self._reference is not None and not self._void:
+        if self._reference is not None and not self._why_void:
             check_unseen(_of_labels(self._reference, alone, texts), answers, compressed, trains)
 
     def _ask(self, run: Run | None = None) -> TokenSnapshot:
         """Return a model's answers to the pool; each process queries it with its part.
 
         Args:
-            run: of the model; by default the one that trains.
+            run: The run of the model; by default the one that trains.
 
         Raises:
             UnusableObservation: it cannot be queried, on this process or on another one.
@@ -348,15 +348,15 @@ class MemorizationChannel(WeightChannel):
             names = {s: s.name for attack in attacks for s in series[attack]}
             try:
                 if unread and pool.way == "not yet seen":
-                    raise NoNonMembers(
+                    raise UnplayableGame(
                         f"{unread} batches could not be read, and may have held texts that were to "
                         "be non-members: add leave_out"
                     )
-                if self._void:
-                    raise NoNonMembers(self._void)
+                if self._why_void:
+                    raise UnplayableGame(self._why_void)
                 rows, members = pool.compared(epoch, passed, everyone=everyone, part=part)
                 now = now or self._ask()
-            except (NoNonMembers, UnusableObservation) as error:
+            except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
             values = dict[str, Answer](self._read_texts(now, rows, members, attacks))
@@ -544,7 +544,7 @@ class MemorizationChannel(WeightChannel):
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
             if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
-                self._void = (
+                self._why_void = (
                     "a checkpoint of several processes holds what the first of them has seen: add "
                     "leave_out"
                 )

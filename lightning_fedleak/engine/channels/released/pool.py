@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.channels.released.training_rows import (
-    NoNonMembers,
+    UnplayableGame,
     check_loader,
     check_shuffle,
     find_left_out,
@@ -35,9 +35,8 @@ from lightning_fedleak.evaluation.canaries import (
     TrainingRows,
     draw_references,
 )
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
@@ -143,7 +142,7 @@ class Pool:
 
         Raises:
             NoRows: the data has no texts of the part.
-            NoNonMembers: prompts or pairs of other data may be from a different distribution.
+            UnplayableGame: prompts or pairs of other data may be from a different distribution.
         """
         compared, texts = self._sides(part)
         if not bool(texts.any()):
@@ -156,8 +155,8 @@ class Pool:
             pairs = "the rows are pairs of answers: PreferenceMargin() compares them"
             raise NoRows(pairs if self.has_pairs and part != "pairs" else reasons[part])
         if part in ("prompts", "pairs") and self.way == "given":
-            raise NoNonMembers(
-                f"{part} of others= may be of another law: leave rows out (leave_out)"
+            raise UnplayableGame(
+                f"{part} of others= may be from another distribution: leave rows out (leave_out)"
             )
         sides = int((compared & self.trains).sum()), int((compared & ~self.trains).sum())
         if part == "long" or self.way == "not yet seen" or min(sides) >= MIN_TEXTS:
@@ -194,7 +193,7 @@ class Pool:
             part: which texts; of prompts and short ones those that occur once.
 
         Raises:
-            NoNonMembers: too few of either side, or rows that were trained on and not recognised;
+            UnplayableGame: too few of either side, or rows that were trained on and not recognised;
                 what was known before says nothing of the weights now.
         """
         alone, inside = self._sides(part)
@@ -202,14 +201,14 @@ class Pool:
         non_members = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
         non_members = non_members & alone
         if self.way == "not yet seen" and (epoch > 0 or not bool(non_members.any())):
-            raise NoNonMembers(NO_CONTROLS)
+            raise UnplayableGame(NO_CONTROLS)
         n = int((members & alone).sum())
         if not n:
-            raise NoNonMembers("no row of the training data was recognised in its batches")
+            raise UnplayableGame("no row of the training data was recognised in its batches")
         rows, share = int((self.trains & alone).sum()), passed / self.length
         drawn = min(1.0, share) if self.once else -math.expm1(-share)
         if n < rows * drawn - MISSED * math.sqrt(rows * drawn * (1 - drawn)) - 1:
-            raise NoNonMembers(
+            raise UnplayableGame(
                 f"only {n} of {rows} rows were recognised in the batches, after {passed} of "
                 f"{self.length} were trained on: a row must read in a batch as it does alone "
                 "(padded with an attention_mask, or cut to a fixed length), and a round of a "
@@ -218,7 +217,7 @@ class Pool:
         members = self.trains & inside if everyone else members
         n, n_non_members = int((members & alone).sum()), int(non_members.sum())
         if min(n, n_non_members) < MIN_TEXTS:
-            raise NoNonMembers(
+            raise UnplayableGame(
                 f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
             )
         index = (members | non_members).nonzero()[:, 0]
@@ -269,7 +268,7 @@ class CanaryPool(Pool):
         """Return all canaries; the budget pays for all, or the attack is not played.
 
         Raises:
-            NoNonMembers: the budget of the settings, if there are any, does not pay for them.
+            UnplayableGame: the budget of the settings, if there are any, does not pay for them.
         """
         check_loader(loader)
         length = len(loader.dataset)
@@ -330,7 +329,7 @@ def collect(
         show: a bar shows how many rows are searched for values.
 
     Raises:
-        NoNonMembers: nobody can be compared, with the argument that would change that.
+        UnplayableGame: No texts can be compared; the message names the argument to change.
     """
     check_loader(loader)
     dataset = loader.dataset
@@ -340,7 +339,7 @@ def collect(
         way = "not yet seen"
         check_shuffle(loader)
         if resumed:
-            raise NoNonMembers(
+            raise UnplayableGame(
                 "a resumed fit may have trained on any row before: add leave_out(...) to the data"
             )
     no_game = _no_game(dataset, way)
@@ -364,17 +363,17 @@ def collect(
         read_rows = [read_twice(loader, *source, read) for source in sample]
         packed = any(len(texts) != 1 for texts in read_rows)
         if packed and way == "not yet seen":
-            raise NoNonMembers(
+            raise UnplayableGame(
                 "several texts are packed into a row, so that none is seen alone: add leave_out"
             )
         if settings.records and (packed or way == "not yet seen"):
-            raise NoNonMembers(
+            raise UnplayableGame(
                 "Memorization(records=True) lists rows of one text each by a draw of rows: add "
                 "leave_out, do not pack"
             )
         texts = [*chain(*read_rows)]
         if (settings.records or entities is not None) and any(t.split is not None for t in texts):
-            raise NoNonMembers(
+            raise UnplayableGame(
                 "Memorization(records=True) and WatchSettings(entities=) read single texts, and "
                 "the rows are pairs of answers: leave them out"
             )
@@ -396,8 +395,8 @@ def collect(
     if not places:
         n_short = 0 if short else len(scored.short_rows)
         mend = f": ShortAnswers() compares the {n_short} with 1 to 7" * (n_short > 0)
-        raise NoNonMembers(
-            f"of {len(texts)} texts, {scored.short} have fewer than {LEAST_LABELS} label tokens "
+        raise UnplayableGame(
+            f"of {len(texts)} texts, {scored.short} have fewer than {MIN_LABELS} label tokens "
             f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
             f"{mend}"
         )
@@ -498,19 +497,19 @@ def affordable(length: int, settings: Memorization, min_texts: int, forwards: fl
         forwards: How often the model is queried with each text in an epoch.
 
     Raises:
-        NoNonMembers: it pays for fewer, or ``most_texts`` is fewer; names what would be enough.
+        UnplayableGame: it pays for fewer, or ``most_texts`` is fewer; names what would be enough.
     """
     count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)
     if size >= min_texts:
         return size
     if count >= min_texts:
-        raise NoNonMembers(
+        raise UnplayableGame(
             f"most_texts={settings.most_texts} is below the {min_texts} texts that are needed: "
             f"settings=WatchSettings(memorization=Memorization(most_texts={min_texts}))"
         )
     needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / length) / 100
-    raise NoNonMembers(
+    raise UnplayableGame(
         f"{length} rows pay for {count} of {min_texts} texts within "
         f"max_overhead={settings.max_overhead:g}: "
         f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g}))"

@@ -1,7 +1,7 @@
-"""The channel of prompts: which of them a reinforcement learning trained on.
+"""The channel of prompts: which of them reinforcement learning trained on.
 
-The base writes completions of each prompt before the first step. A look asks the model about them
-by one forward each; for rewards it lets the model write, too.
+Before the first step, the base writes completions of each prompt. A look queries the model's
+likelihoods of them by one forward each. For rewards the model writes completions itself.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import PromptAttack, RewardGain
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.released.pool import FORWARD_SHARE, Pool
-from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.taps import Text
 
-_MEND = "leave RewardGain out of attacks=; PolicyDrift() asks without rewards"
+_ADVICE = "leave RewardGain out of attacks=; PolicyDrift() needs no rewards"
 
 
 class PromptChannel(MemorizationChannel):
-    """Ask the trained weights about prompts that TRL's GRPO or RLOO may have trained on.
+    """Query the trained weights on prompts that TRL's GRPO or RLOO may have trained on.
 
-    Only a process that trains alone is asked: completions of several would have to agree. What the
-    base wrote is in no file, so that a resumed run is not asked either.
+    Runs of several processes are refused, because their completions would have to agree. Resumed
+    runs are refused too, because no file has the completions of the base.
     """
 
     reads = PromptAttack
     kinds = ("causal",)
     finds_entities = False
-    cost = 1 / FORWARD_SHARE  # as much as training on a prompt: its completions are as many
+    cost = 1 / FORWARD_SHARE  # that of training on a prompt, which has as many completions
 
     def _series_names(self, attack: Attack) -> list[str]:
         return [attack.name]
@@ -41,9 +41,9 @@ class PromptChannel(MemorizationChannel):
     def _draw_pool(self) -> Pool:
         rollouts = self.run.rollouts
         if rollouts is None:
-            raise NoNonMembers("there are no prompts of TRL's GRPOTrainer or RLOOTrainer")
+            raise UnplayableGame("there are no prompts of TRL's GRPOTrainer or RLOOTrainer")
         if why := "several processes train" * (self.run.processes > 1) or rollouts.why_unasked():
-            raise NoNonMembers(f"prompts are asked about where one process writes itself: {why}")
+            raise UnplayableGame(f"prompts are queried only if one process writes by itself: {why}")
         pool = super()._draw_pool()
         rollouts.keep(pool.texts)
         return replace(pool, length=pool.length * rollouts.repeats)
@@ -52,7 +52,7 @@ class PromptChannel(MemorizationChannel):
         return self.run.rollouts.read(batch)
 
     def describe(self) -> str:
-        """Return in words what is compared, for the line-up."""
+        """Return what is compared, in words, for the attack plan."""
         rollouts = self.run.rollouts
         words = f"{super().describe()}. Each with {rollouts.count} completions of the base"
         if self._rewards is not None:
@@ -64,25 +64,26 @@ class PromptChannel(MemorizationChannel):
         """Let the base complete all prompts, before the first step.
 
         Raises:
-            UnusableObservation: it cannot be asked, or there are no rewards to ask for again.
+            UnusableObservation: The base cannot be queried, or rewards cannot be recomputed.
         """
-        rollouts, self._saved = self.run.rollouts, {}  # of a run whose completions nobody has
+        rollouts, self._saved = self.run.rollouts, {}  # a saved state has no completions
         if self.run.step == 0:
             self._written = self._write()
             if any(isinstance(attack, RewardGain) for attack in self.attacks):
-                why = rollouts.why_no_rewards()
-                rewards = [rollouts.reward(self.pool.texts, self._written) for _ in "12" if not why]
-                if why or not torch.equal(*rewards):
-                    why = why or "the same completions have others the second time, or no numbers"
-                    raise UnusableObservation(f"no rewards to compare: {why}: {_MEND}")
+                if not (why := rollouts.why_no_rewards()):
+                    rewards = [rollouts.reward(self.pool.texts, self._written) for _ in range(2)]
+                    if not torch.equal(*rewards):
+                        why = "the same completions have others the second time, or no numbers"
+                if why:
+                    raise UnusableObservation(f"no rewards to compare: {why}: {_ADVICE}")
                 self._rewards = torch.stack(rewards)
         super().ask_base()
 
     def _write(self) -> Sequence[Text]:
-        """Return the model's completions now, drawn by the same random numbers at each look.
+        """Return the model's present completions, drawn with the same random numbers at each look.
 
         Raises:
-            UnusableObservation: it cannot write.
+            UnusableObservation: The model cannot write.
         """
         run, seed = self.run, self.settings.memorization.seed
         try:
@@ -92,7 +93,7 @@ class PromptChannel(MemorizationChannel):
             raise UnusableObservation(f"the model cannot write: {reason(error)}") from error
 
     def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Any, Any]:
-        """Return what every attack guesses from the model's answers and completions now."""
+        """Return every attack's guess from the present likelihoods and completions."""
         if self._rewards is not None:
             try:
                 self._rewards[1] = self.run.rollouts.reward(self.pool.texts, self._write())

@@ -11,9 +11,9 @@ from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.engine.outcomes import Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run, reason
+from lightning_fedleak.evaluation.canaries.repeats import PoolRows
 from lightning_fedleak.evaluation.metrics.record_list import (
     FALSE_DISCOVERIES,
-    PoolRows,
     list_records,
 )
 from lightning_fedleak.model.snapshots import ReleasedModel
@@ -38,14 +38,14 @@ def write_list(
     """Write the list of the rows that were trained on, and return its counts, or why there is none.
 
     Args:
-        run: of which the first process writes.
-        path: of the file.
+        run: The run, whose first process writes.
+        path: The path of the file.
         pool: the texts of the run.
         released: what the model and its base said of n texts.
         rows: (n,) which texts of the pool these are.
         members: (n,) bool, those that were trained on.
         look: number of the list, counted from 1.
-        share: of the rate of false discoveries and of ``alpha`` that this list has.
+        share: The share of the rate of false discoveries and of ``alpha`` that this list has.
         alpha: probability of error of ``at_least`` at all lists together.
     """
     assert pool.rows is not None

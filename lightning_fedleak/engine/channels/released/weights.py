@@ -21,7 +21,7 @@ from lightning_fedleak.engine.channels.base import Channel, Requirement, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.released.pool import NoRows, Pool
 from lightning_fedleak.engine.channels.released.training_rows import (
-    NoNonMembers,
+    UnplayableGame,
     find_mask,
     read_tokens,
 )
@@ -58,9 +58,9 @@ class WeightChannel(Channel):
 
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
-        kinds: of the models that can be queried.
+        kinds: The kinds of the models that can be queried.
         planted: the setting of :class:`Games` that holds what the user planted; empty for none.
-        prefix: of the names of its series.
+        prefix: The prefix of the names of its series.
         folder: keeps what a resumed run needs.
         owes_list: rows are to be listed, and were not at the newest look.
     """
@@ -130,7 +130,7 @@ class WeightChannel(Channel):
             why = f"a {kind} model writes no text"
         try:
             if why:
-                raise NoNonMembers(why)
+                raise UnplayableGame(why)
             return self.pool.check_rows(attack.part)
         except ValueError as error:
             message = f"attack '{attack.name}' {_NOBODY}{error}"
@@ -144,12 +144,12 @@ class WeightChannel(Channel):
         run, pool, refusal = self.run, None, ""
         try:
             if (kind := run.anatomy.kind) not in self.kinds:
-                raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
+                raise UnplayableGame(f"a {kind} model is not asked, but one of {self.kinds}")
             tokenizers = [self.settings.tokenizer, *run.tokenizers]
             if kind == "masked":
                 self._mask = find_mask(run.training_loader, tokenizers)
             pool = self._draw_pool()
-        except NoNonMembers as error:
+        except UnplayableGame as error:
             refusal = str(error)
         if run.on_any_process(pool is None):
             return refusal or "another process could not read the training data"
@@ -174,7 +174,7 @@ class WeightChannel(Channel):
         """Return the texts that the model is queried with.
 
         Raises:
-            NoNonMembers: there are none.
+            UnplayableGame: there are none.
         """
 
     @abstractmethod
@@ -219,7 +219,7 @@ class WeightChannel(Channel):
 
         Args:
             epoch: counted from 0.
-            share: of the epoch's batches that are done, up to 1.
+            share: The share of the epoch's batches that are done, up to 1.
         """
         return share >= 1
 
@@ -275,7 +275,7 @@ class WeightLooks:
 
     Args:
         run: the run.
-        channels: of which those that read weights are taken.
+        channels: The channels; those that read weights are used.
         series: the channel of each series, in the order of the logs.
         folder: keeps what a resumed run needs besides its checkpoint.
 
@@ -404,7 +404,7 @@ class WeightLooks:
         """Return why attacks on the weights say nothing of this run; None: they do.
 
         Args:
-            names: of the attacks; None: all of them.
+            names: The names of the attacks; None: all of them.
         """
         played = {attack.name for attack in self.attacks}
         if played if names is None else played.issuperset(names):

@@ -78,7 +78,7 @@ def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
     ],
 )
 def test_padded_batches_are_exact(make, side, positions, batch, monkeypatch) -> None:
-    monkeypatch.setitem(inversion.AT_ONCE, "cpu", batch)
+    monkeypatch.setitem(inversion.TEXTS_AT_ONCE, "cpu", batch)
     model = make(layers=3)
     mask = LEFT if side == "left" else LEFT.flip(1)
     given = (mask.cumsum(1) - 1).clamp(min=0) if positions else None
@@ -178,7 +178,7 @@ def test_the_nearest_of_verified_tokens_is_kept(distances: list[int]) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_later_states_decide_between_tokens_with_equal_states(batch, monkeypatch) -> None:
-    monkeypatch.setitem(inversion.AT_ONCE, "cpu", batch)
+    monkeypatch.setitem(inversion.TEXTS_AT_ONCE, "cpu", batch)
     model = twins_gpt2()
     sent = torch.tensor([[30, 5, 6, 7, 8, 9], [31, 5, 6, 7, 8, 9]])
     hidden = hidden_states(find_anatomy(model), 1, sent)

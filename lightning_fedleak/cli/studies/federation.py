@@ -1,4 +1,4 @@
-"""A federation by its settings: model, texts of each client, training, observer, gates, account.
+"""A whole federation on one machine: clients, server, attacks, gates and the account.
 
 Everything follows from the settings, so that each process (of Flower, say) builds equal objects.
 """
@@ -6,8 +6,9 @@ Everything follows from the settings, so that each process (of Flower, say) buil
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak import federation
+from lightning_fedleak import federation as fed
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.studies.models import with_lora
 from lightning_fedleak.engine import Games
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.report.records import STANDARD_FAMILIES
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, 0.1, {}),
@@ -32,9 +34,9 @@ OPTIMIZERS = {
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
 _HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is in no batch; not tuned
-_MOST_PUBLIC = 200  # texts that the attacks calibrate on; not tuned, more take longer
-_MOST_VALIDATED = 64  # texts of the validation loss; not tuned, more take longer
-_LEAST_TEXTS = 10  # below it a fifth would be one text
+_MAX_PUBLIC_TEXTS = 200  # texts that the attacks calibrate on; not tuned, more take longer
+_MAX_VALIDATION_TEXTS = 64  # texts of the validation loss; not tuned, more take longer
+_MIN_TEXTS = 10  # texts; a fifth of fewer is one text
 _ANY_PRICE = 1e9  # seconds of a look, more than any takes: no attack is dropped for it
 
 
@@ -52,7 +54,7 @@ class Federation:
         column: the field that holds the text; None as ``read_texts`` finds it.
         lora_r: rank of the LoRA that is trained; 0 for the whole model.
         targets: modules with adapters, see :func:`~lightning_fedleak.cli.studies.models.with_lora`.
-        optimizer: of the clients, a key of ``OPTIMIZERS``.
+        optimizer: The optimizer of the clients, a key of ``OPTIMIZERS``.
         lr: its learning rate; None for the default in ``OPTIMIZERS``.
         batch_size: texts a batch.
         length: tokens a text, at most.
@@ -61,9 +63,9 @@ class Federation:
         watch: what the gate watches; None for the worst of the families that can be known.
         epsilon: what all rounds together may cost; None for no budget.
         clip: largest norm of a client's update.
-        delta: of the guarantee.
+        delta: The delta of the guarantee.
         trust: who adds the noise.
-        seed: of split, order, adapters and calibration.
+        seed: The seed of split, order, adapters and calibration.
     """
 
     clients: int = 4
@@ -84,7 +86,7 @@ class Federation:
     epsilon: float | None = None
     clip: float = 1.0
     delta: float = 1e-5
-    trust: federation.Trusted = "central"
+    trust: fed.Trusted = "central"
     seed: int = 0
 
     # ---- model ------------------------------------------------------------------------------
@@ -114,9 +116,9 @@ class Federation:
         """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
         texts = finetuning.read_texts(source, self.column)
-        if len(texts) < _LEAST_TEXTS:
+        if len(texts) < _MIN_TEXTS:
             raise finetuning.SourceError(
-                f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
+                f"'{source}' holds {len(texts)} texts; at least {_MIN_TEXTS} are needed, of "
                 "which a fifth calibrates the attacks and a fifth is in no client's batch."
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
@@ -125,7 +127,7 @@ class Federation:
         return (
             alike(len(training), self.clients, self.seed),
             [texts[i] for i in training],
-            [texts[i] for i in public[:_MOST_PUBLIC]],
+            [texts[i] for i in public[:_MAX_PUBLIC_TEXTS]],
             [texts[i] for i in outside],
         )
 
@@ -176,7 +178,7 @@ class Federation:
     # ---- a round ----------------------------------------------------------------------------
 
     def train(
-        self, model: nn.Module, sent: Mapping[str, Tensor], client: int, round_: int
+        self, model: nn.Module, sent: State, client: int, round_: int
     ) -> tuple[dict[str, Tensor], float]:
         """Train a client's round; return its state and the mean loss of its steps.
 
@@ -192,20 +194,20 @@ class Federation:
         with torch.random.fork_rng(devices=[]):  # of dropout
             torch.manual_seed(_round_seed(self.seed, client, round_))
             for batch in self.batches(client, round_):
-                federation.trained_on(batch)
+                fed.trained_on(batch)
                 optimizer.zero_grad()
                 loss = model(**batch).loss
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-        return federation.trained_state(model), math.fsum(losses) / len(losses)
+        return fed.trained_state(model), math.fsum(losses) / len(losses)
 
     @torch.no_grad()
-    def validation_loss(self, model: nn.Module, state: Mapping[str, Tensor]) -> float:
+    def validation_loss(self, model: nn.Module, state: State) -> float:
         """Return the mean loss per token on text that is in no client's batch."""
         model.load_state_dict(dict(state), strict=False)
         model.eval()
-        rows = self.outside[:_MOST_VALIDATED]
+        rows = self.outside[:_MAX_VALIDATION_TEXTS]
         total = tokens = 0.0
         for start in range(0, len(rows), self.batch_size):
             batch = self._padded(rows[start : start + self.batch_size])
@@ -217,19 +219,19 @@ class Federation:
 
     # ---- who looks, and who adds noise ------------------------------------------------------
 
-    def observer(self, folder: Path) -> federation.RoundObserver:
+    def observer(self, folder: Path) -> fed.RoundObserver:
         """Return an observer that attacks the updates of this federation.
 
         Args:
-            folder: of its files.
+            folder: The folder of its files.
         """
-        return federation.RoundObserver(
+        return fed.RoundObserver(
             self.make_model(),
             self.make_optimizer,
             self.local_steps,
             folder=folder,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
-            settings=federation.RoundSettings(
+            settings=fed.RoundSettings(
                 look_seconds=_ANY_PRICE,
                 public_text=PublicText(self._rows(self._texts[2])),
                 tokenizer=self.tokenizer,
@@ -248,7 +250,7 @@ class Federation:
             return (self.watch,)
         return (MEMBERSHIP,) if self.words_hidden else (WORDS, MEMBERSHIP)
 
-    def gates(self) -> list[federation.RoundGate]:
+    def gates(self) -> list[fed.RoundGate]:
         """Return a gate for each value that is watched, or none.
 
         Raises:
@@ -260,22 +262,22 @@ class Federation:
         for name in self.watched:
             hint = f"--watch {WORDS} watches words alone" * (self.watch is None)
             with finetuning.refuse_errors(f"--watch {name}", ValueError, hint=hint):
-                gates.append(federation.RoundGate(name, at_most=self.gate))
+                gates.append(fed.RoundGate(name, at_most=self.gate))
         return gates
 
-    def account(self, ledger: Path | None) -> federation.ClientDP | None:
+    def account(self, ledger: Path | None) -> fed.ClientDP | None:
         """Return client-level differential privacy; None where the options set none.
 
         Args:
-            ledger: of the server, or of one client where each adds noise of its own; None where
-                nothing is released by it.
+            ledger: The ledger of the server, or of one client where each adds noise of its own;
+                None where nothing is released by it.
 
         Raises:
             DefenseError: settings that hold no guarantee.
         """
         if self.epsilon is None:
             return None
-        return federation.ClientDP(
+        return fed.ClientDP(
             self.clip,
             clients=self.clients,
             target_delta=self.delta,
@@ -303,10 +305,212 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
     Args:
         n: texts.
         clients: to deal them to.
-        seed: of the order.
+        seed: The seed of the order.
 
     Returns:
         The numbers of each client's texts.
     """
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[client::clients] for client in range(clients)]
+
+
+State = Mapping[str, Tensor]
+"""Tensors of a model by their names."""
+Values = Mapping[str | int, float]
+"""The highest headline of any attack of one family, by client (``"sum"``: of all together).
+
+NaN where all are unknown.
+"""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round showed; round 0 is the model that the first one begins with.
+
+    Attributes:
+        number: of the round.
+        loss: validation loss of the model after it.
+        leakage: what was recovered, by family and headline.
+        withheld: clients whose update a gate held back.
+        absent: why clients sent nothing that counts, by client.
+        epsilon: what was spent so far; None without differential privacy.
+        noise: its norm over the largest norm that the mean of clipped updates can have; None
+            without differential privacy.
+    """
+
+    number: int
+    loss: float
+    leakage: Mapping[str, Values] = field(default_factory=dict)
+    withheld: Collection[str | int] = ()
+    absent: Mapping[int, str] = field(default_factory=dict)
+    epsilon: float | None = None
+    noise: float | None = None
+
+
+def leakage_of(looks: Iterable[fed.RoundLook]) -> dict[str, Values]:
+    """Return what was recovered in a round, by family and headline.
+
+    Args:
+        looks: at each client's update, and at their sum.
+    """
+    values: dict[str, dict[str | int, float]] = {}
+    families = {family.name: family for family in STANDARD_FAMILIES}  # whose order is a table's
+    for look in looks:
+        for series, channel in look.engine.series.items():
+            families[channel.leak.name] = channel.leak
+            by_client = values.setdefault(channel.leak.name, {})
+            value = look.now.get(f"{series.log_name}/{channel.headline}", math.nan)
+            highest = by_client.get(look.client, math.nan)
+            by_client[look.client] = value if math.isnan(highest) else max(highest, value)
+    return {
+        f"{family.short_title}, {family.headline.replace('_', ' ').upper()}": values[name]
+        for name, family in families.items()
+        if name in values
+    }
+
+
+class _Server:
+    """Holds the model, closes rounds, and looks at the sum of what came back.
+
+    Args:
+        federation: what is trained.
+        folder: of the ledgers.
+
+    Attributes:
+        state: of what is trained, as it is sent in the next round.
+        loss: the validation loss of ``state``.
+        dp: its account where it adds the noise; None elsewhere.
+    """
+
+    def __init__(self, federation: Federation, folder: Path) -> None:
+        self._federation, self._folder = federation, folder
+        self._model = federation.make_model()
+        self.state: dict[str, Tensor] = fed.trained_state(self._model)
+        self.loss = federation.validation_loss(self._model, self.state)
+        central = federation.trust == "central"
+        self.dp = federation.account(folder / "server.ledger") if central else None
+        # The draw and the divisor of the sum do not depend on who adds the noise.
+        self._terms = self.dp or federation.account(None)
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return epsilon so far; where clients add the noise, of the one that has released most."""
+        if self._terms is None:
+            return None
+        if self.dp is not None:
+            return self.dp.privacy.epsilon
+        return self._federation.epsilon_spent(self._folder)
+
+    @property
+    def noise(self) -> float | None:
+        """Return the norm of the noise over the largest norm of the mean of clipped updates.
+
+        It depends on no data. None without differential privacy.
+        """
+        if self._terms is None:
+            return None
+        return self._terms.relative_noise(sum(tensor.numel() for tensor in self.state.values()))
+
+    def draw_clients(self) -> list[int]:
+        """Return the clients of a round."""
+        everyone = list(range(self._federation.clients))
+        if self.dp is not None:
+            self.dp.check_affords_another()
+        return everyone if self._terms is None else self._terms.drawn(everyone)
+
+    def close(
+        self, round_: int, returned: Mapping[int, State | None], observer: fed.RoundObserver
+    ) -> tuple[dict[int, str], fed.RoundLook]:
+        """Compute the next model; return why clients count for nothing, and a look at the sum.
+
+        Args:
+            round_: number of the round.
+            returned: state by client that was drawn; None for one that sent nothing.
+            observer: looks at the sum.
+        """
+        sent = self.state
+        updates: dict[int, State] = {}
+        silent: dict[int, str] = {}
+        for client, state in returned.items():
+            if state is None:
+                silent[client] = "sent nothing"
+                continue
+            try:
+                updates[client] = fed.difference(sent, state)
+            except fed.UpdateError as error:
+                silent[client] = str(error)
+        if self.dp is not None:
+            mean = self.dp.mean(dict.fromkeys(returned) | updates, sent).update
+        else:
+            expected = len(updates) if self._terms is None else self._terms.per_round
+            mean = {n: t.double() * 0.0 for n, t in sent.items()}
+            for update in updates.values():
+                for name, tensor in mean.items():
+                    tensor.add_(update[name].double(), alpha=1 / expected)
+        self.state = fed.moved(sent, mean)
+        self.loss = self._federation.validation_loss(self._model, self.state)
+        return silent, self._look(round_, sent, list(updates), observer)
+
+    def _look(
+        self, round_: int, sent: State, clients: list[int], observer: fed.RoundObserver
+    ) -> fed.RoundLook:
+        """Attack the sum: all that a server sees behind a secure aggregation."""
+        batches = [b for client in clients for b in self._federation.batches(client, round_)]
+        utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
+        observer.begin(round_, sent)
+        look = observer.look(
+            self.state,
+            fed.SUM,
+            batches=batches,
+            noise_std=0.0 if self._terms is None else self._terms.mean_noise_std,
+            utility=utility,
+            logged=False,
+        )
+        observer.log(look, defenses=[] if self.dp is None else [self.dp])
+        return look
+
+
+def train_in_process(
+    federation: Federation, folder: Path, closed: Callable[[Round], None]
+) -> _Server:
+    """Train all rounds, the clients of a round one after the other.
+
+    Args:
+        federation: what is trained.
+        folder: of logs and ledgers.
+        closed: called with each round, and with round 0 at first.
+
+    Raises:
+        ValueError: a gate that watches what is not logged.
+        BudgetSpent: the account allows no more.
+    """
+    server = _Server(federation, folder)
+    closed(Round(0, server.loss))
+    model = federation.make_model()
+    ledgers = [folder / f"client_{c}.ledger" for c in range(federation.clients)]
+    central = federation.trust == "central"
+    accounts = [None if central else federation.account(path) for path in ledgers]
+    observer, gates = federation.observer(folder), federation.gates()
+    outs = [fed.OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
+    with ExitStack() as stack:
+        stack.push(lambda error, *_: observer.end(error.__name__ if error else "finished"))
+        for round_ in range(1, federation.rounds + 1):
+            sent = server.state
+            returned: dict[int, State | None] = {}
+            looks: list[fed.RoundLook | None] = []
+            withheld: list[str | int] = []
+            for client in server.draw_clients():
+                with fed.recording() as batches:
+                    state, loss = federation.train(model, sent, client, round_)
+                leaving = outs[client].leaves(
+                    round_, sent, state, batches, utility={"train_loss": loss}
+                )
+                returned[client] = leaving.state
+                looks.append(leaving.look)
+                withheld += [client] if leaving.withheld else []
+            absent, sum_look = server.close(round_, returned, observer)
+            leakage = leakage_of(look for look in (*looks, sum_look) if look is not None)
+            closed(
+                Round(round_, server.loss, leakage, withheld, absent, server.epsilon, server.noise)
+            )
+    return server

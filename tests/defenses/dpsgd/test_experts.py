@@ -1,0 +1,455 @@
+"""Whole mixture-of-experts models under DP-SGD, against one backward pass for each sample."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+
+from lightning_fedleak.defenses import DPSGD, ClipSettings, DefenseError, Users
+from lightning_fedleak.defenses.dpsgd import experts
+from lightning_fedleak.defenses.dpsgd.per_sample import (
+    _Dense,
+    _ExpertRows,
+    probe,
+    squared_norms,
+    sum_users,
+    to_dense,
+    to_form,
+    weighted_sum,
+)
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder
+from lightning_fedleak.defenses.dpsgd.setup_checks import check_model
+from tests.defenses.dpsgd.test_dpsgd import Run
+from tests.defenses.dpsgd.test_dpsgd_per_sample import (
+    CLIPPINGS,
+    batch_of,
+    distance,
+    loss_of,
+    one_by_one,
+    ours,
+)
+from tests.helpers.models import own_rng, tiny_mixtral
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+FEW = {"intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 3}
+LATENT = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "qk_nope_head_dim": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("Mixtral", {"intermediate_size": 24, "num_local_experts": 4}),
+    "Qwen2-MoE": (
+        "Qwen2Moe",
+        FEW | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12},
+    ),
+    "Qwen3-MoE": ("Qwen3Moe", FEW | {"moe_intermediate_size": 12, "head_dim": 8}),
+    "OLMoE": ("Olmoe", FEW),
+    "GPT-OSS": (
+        "GptOss",
+        {"intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        | {"layer_types": ["full_attention"] * 2},
+    ),
+    "DeepSeek-V3": ("DeepseekV3", {"intermediate_size": 24, "moe_intermediate_size": 12} | LATENT),
+    "without a gate": (
+        "NemotronH",
+        {"layers_block_type": ["attention", "moe"], "head_dim": 8, "n_group": 1, "topk_group": 1}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"moe_shared_expert_intermediate_size": 12, "intermediate_size": 24},
+    ),
+}
+
+
+def model_of(name: str, **more: Any) -> Any:
+    kind, settings = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | settings | more)
+    with own_rng(0):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).train()
+        for parameter in model.parameters():  # biases and scales begin as zeros and ones
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(not key.endswith("sinks"))
+    model.set_experts_implementation("eager")
+    return model
+
+
+def adapted(**settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    with own_rng(1):
+        return peft.get_peft_model(tiny_mixtral(), peft.LoraConfig(r=2, **settings)).train()
+
+
+def compare(model: Any, clipping: Any = "auto", samples: int = 5) -> None:
+    batch, loss = batch_of("causal", samples), loss_of("causal")
+    clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
+    norms, expected = one_by_one(model, batch, loss, clip)
+    result, sums, _ = ours(model, batch, loss, clip, clipping)
+    assert float(((result - norms) / norms).abs().max()) < 1e-6
+    assert distance(sums, expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_and_clipped_sums_are_exact(name: str) -> None:
+    model = model_of(name).double()
+    assert any(experts.is_experts(module) for module in model.modules())
+    check_model(model, "ghost" if name == "Mixtral" else "auto")
+    for clipping in CLIPPINGS:
+        compare(model, clipping)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_experts_that_multiply_all_rows_at_once_are_exact(samples: int) -> None:
+    model = model_of("GPT-OSS").double()
+    model.set_experts_implementation("batched_mm")
+    check_model(model, "auto")
+    compare(model, samples=samples)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS", "OLMoE"])
+@pytest.mark.parametrize("trained", ["up_proj", "down_proj", "_bias", "gate.weight", "router"])
+def test_a_part_of_the_experts_may_be_frozen(name: str, trained: str) -> None:
+    model = model_of(name).double()
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" in key or (".mlp." in key and trained in key))
+    check_model(model, "auto")
+    compare(model)
+
+
+@pytest.mark.parametrize("saved", ["gate", "experts"])
+def test_a_lora_beside_whole_experts_is_exact(saved: str) -> None:
+    settings = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
+    model = adapted(init_lora_weights=False, **settings).double()
+    check_model(model, "auto")
+    compare(model)
+
+
+def test_weights_in_half_precision_pass_the_check_at_setup() -> None:
+    check_model(tiny_mixtral("grouped_mm").bfloat16().train(), "auto")
+    check_model(model_of("GPT-OSS").bfloat16(), "auto")
+
+
+def test_checkpointed_blocks_are_exact() -> None:
+    model = model_of("Qwen3-MoE").double()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(model)
+
+
+def test_experts_that_nobody_chose_get_zeros() -> None:
+    model = tiny_mixtral().double().train()
+    gates = [layer.mlp.gate.weight for layer in model.model.layers]
+    for gate in gates:
+        gate.data[2:] = 0.0
+        gate.data[:2] *= 1e3
+    with torch.no_grad():
+        gates[1][1] = -gates[1][0]
+    compare(model)
+    batch, loss = batch_of("causal"), loss_of("causal")
+    for clipping in CLIPPINGS:
+        _, _, parts = ours(model, batch, loss, 1.0, clipping)
+        stacked = model.model.layers[0].mlp.experts.gate_up_proj
+        total = weighted_sum(parts[stacked], torch.ones(5), stacked.shape)
+        torch.testing.assert_close(total, stacked.grad)
+
+
+def test_grouped_products_in_bf16() -> None:
+    model = tiny_mixtral("grouped_mm").train()
+    batch, loss = batch_of("causal"), loss_of("causal")
+
+    def mixed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
+    norms, expected = one_by_one(model, batch, mixed, clip)
+    result, sums, _ = ours(model, batch, mixed, clip, "ghost")
+    assert float(((result - norms) / norms).abs().max()) < 2e-2
+    assert distance(sums, expected) < 2e-2
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    samples=st.integers(1, 4),
+    kinds=st.lists(st.sampled_from(["rows", "dense"]), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 6), min_size=3, max_size=3),
+)
+def test_every_form_says_the_same(
+    seed: int, samples: int, kinds: list[str], lengths: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.Size([4, 5, 3])
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    parts: list[Any] = []
+    expected = torch.zeros(samples, *shape, dtype=torch.float64)
+    for kind, length in zip(kinds, lengths, strict=False):
+        if kind == "dense":
+            parts.append(_Dense(normal(samples, *shape)))
+            expected += parts[-1].values
+            continue
+        ids = torch.randint(0, 4, (samples, length), generator=generator)
+        left, right = normal(samples, length, 5), normal(samples, length, 3)
+        parts.append(_ExpertRows(ids, left, right))
+        for b in range(samples):
+            for t in range(length):
+                expected[b, ids[b, t]] += torch.outer(left[b, t], right[b, t])
+    torch.testing.assert_close(to_dense(parts, shape), expected)
+    weights, left, right = normal(samples), normal(4), normal(15)
+    rows = [1] * samples if samples < 3 else [2] + [1] * (samples - 2)
+    owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+    of_users = torch.zeros(len(rows), *shape, dtype=torch.float64)
+    of_users.index_add_(0, owners, expected * weights[:, None, None, None])
+    for clipping in CLIPPINGS:
+        form = to_form(parts, shape, clipping)
+        squares = expected.flatten(1).square().sum(1)
+        torch.testing.assert_close(squared_norms([form])[0], squares, rtol=1e-9, atol=1e-9)
+        total = torch.tensordot(weights, expected, dims=1)
+        torch.testing.assert_close(weighted_sum(form, weights, shape), total)
+        again = weighted_sum(form, weights, shape, total.clone())
+        torch.testing.assert_close(again, 2 * total)
+        value, _ = probe(form, left, right)
+        torch.testing.assert_close(value, left @ expected.sum(0).flatten(1) @ right)
+        torch.testing.assert_close(to_dense(sum_users(form, weights, rows), shape), of_users)
+    ghost = to_form(parts, shape, "ghost")
+    assert all(isinstance(p, _Dense) for p in ghost) == ("dense" in kinds)
+
+
+def test_a_norm_of_rows_that_nearly_cancel_is_not_underestimated() -> None:
+    generator = torch.Generator().manual_seed(1)
+    one, other = torch.randn(2, 50, 4, 64, generator=generator)
+    ids = torch.randint(0, 3, (50, 4), generator=generator)
+    for by in (3e-3, 5e-3, 2e-2):
+        near = [v * (1 + by * torch.randn(v.shape, generator=generator)) for v in (one, other)]
+        sides = torch.cat([one, -near[0]], 1), torch.cat([other, near[1]], 1)
+        part = _ExpertRows(torch.cat([ids, ids], 1), *sides)
+        exact = _ExpertRows(part.ids, part.left.double(), part.right.double())
+        true = to_dense([exact], torch.Size([3, 64, 64])).flatten(1).norm(dim=1)
+        assert float((true / squared_norms([[part]])[0].sqrt() - 1).max()) < 1e-6
+
+
+def test_rows_of_experts_take_the_memory_of_factors_not_of_all_experts() -> None:
+    model = tiny_mixtral().train()
+    recorder, batch = Recorder(model), batch_of("causal", 2, 4)
+    with recorder.step(2):
+        loss = loss_of("causal")(model, batch)
+    loss.backward()
+    [part] = recorder.parts[model.model.layers[0].mlp.experts.gate_up_proj]
+    assert isinstance(part, _ExpertRows)
+    assert (part.left.shape, part.right.shape) == ((2, 8, 48), (2, 8, 16))
+
+
+class ExpertBlock(nn.Module):
+    """A linear layer, a block of experts, and a head; its batch are numbers (B, T, 6)."""
+
+    def __init__(self, kind: str = "batched_mm") -> None:
+        super().__init__()
+        model = tiny_mixtral(kind)
+        with own_rng(2):
+            self.below, self.above = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.mlp = model.model.layers[0].mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(self.mlp(self.below(x)))
+
+
+class BlockRun(Run):
+    def loss(self, batch: Any) -> Tensor:
+        return self.root(batch[0]).square().mean((1, 2)).mean()
+
+
+def a_batch(samples: int) -> list[Tensor]:
+    x = torch.randn(samples, 7, 6, generator=torch.Generator().manual_seed(0))
+    return [x, torch.zeros(samples)]
+
+
+@pytest.mark.parametrize("form", CLIPPINGS[:2])
+def test_a_release_of_users_is_exact(form: Any) -> None:
+    """Two rows of a user are clipped together."""
+    users = Users([i // 2 for i in range(40)])
+    defense = DPSGD(0.3, noise_multiplier=0.0, unit=users, clip=ClipSettings(form=form))
+    run = BlockRun(defense, ExpertBlock())
+    sampler: Any = run.loader.batch_sampler
+    rows = next(iter(sampler))
+    batch = a_batch(40)
+    taken = [value[rows] for value in batch]
+    gradients = run.one_by_one(taken)
+    pairs = gradients.view(len(rows) // 2, 2, -1).mean(1)
+    clipped = pairs * (0.3 / pairs.norm(dim=1).clamp(min=0.3))[:, None]
+    expected, update = clipped.sum(0), run.step(taken)
+    torch.testing.assert_close(update / update.norm(), expected / expected.norm())
+
+
+@pytest.mark.slow
+def test_compiled_experts_release_what_plain_ones_do() -> None:
+    """The router stays out of compiled code, also in a copy of the model."""
+    updates = []
+    for backend in ("", "aot_eager"):
+        root = ExpertBlock()
+        if backend:
+            root.compile(backend=backend)
+        run = BlockRun(DPSGD(0.3, noise_multiplier=0.0), root)
+        updates.append(run.step(a_batch(5), lr=0.0))
+    torch.testing.assert_close(*updates)
+    twin, x = copy.deepcopy(root.mlp.gate), torch.randn(3, 16)
+    torch.nn.init.zeros_(twin.weight)
+    assert not twin(x)[0].any()
+    run.defense.teardown()
+    assert "forward" not in vars(root.mlp.gate)
+    assert root.mlp.gate(x)[0].any()
+
+
+class Scaled(MixtralExperts):
+    """Experts that scale what they take."""
+
+    __module__ = "transformers_modules.own"
+
+    def forward(self, hidden: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        return super().forward(2 * hidden, index, scores)
+
+
+class WarmRouter(MixtralTopKRouter):
+    """A router whose first output is no logits."""
+
+    __module__ = "transformers_modules.own"
+
+    def forward(self, hidden: Tensor) -> Any:
+        logits, scores, index = super().forward(hidden)
+        return logits * 2, scores, index
+
+
+class BiasedRouter(MixtralTopKRouter):
+    """A router with a parameter more, which its scores depend on."""
+
+    __module__ = "transformers_modules.own"
+
+    def forward(self, hidden: Tensor) -> Any:
+        logits, scores, index = super().forward(hidden)
+        return logits, scores * self.scale, index
+
+
+def changed(kind: type, path: str) -> Any:
+    model = tiny_mixtral().train()
+    if kind is BiasedRouter:
+        model.get_submodule(path).scale = nn.Parameter(torch.ones(1))
+    model.get_submodule(path).__class__ = kind
+    return model
+
+
+def test_what_computes_otherwise_is_refused_at_setup() -> None:
+    with pytest.raises(DefenseError, match=r"experts' \(Scaled\) computes otherwise.*Freeze it"):
+        check_model(changed(Scaled, "model.layers.1.mlp.experts"), "auto")
+    with pytest.raises(DefenseError, match=r"gate' \(WarmRouter\) computes otherwise.*Freeze it"):
+        check_model(changed(WarmRouter, "model.layers.1.mlp.gate"), "auto")
+    with pytest.raises(DefenseError, match=r"\(BiasedRouter\).*gradients of 'scale' do not add up"):
+        check_model(changed(BiasedRouter, "model.layers.1.mlp.gate"), "auto")
+    model = tiny_mixtral("grouped_mm").double().train()
+    with pytest.raises(DefenseError, match="grouped_mm has no float64"):
+        check_model(model, "auto")
+
+
+@pytest.mark.parametrize("kind", [Scaled, WarmRouter])
+def test_what_setup_did_not_see_is_refused_in_the_first_step(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "check", lambda *_: None)
+    block = ExpertBlock()
+    inner = block.mlp.experts if kind is Scaled else block.mlp.gate
+    inner.__class__ = kind
+    run = BlockRun(DPSGD(0.3, noise_multiplier=0.0), block)
+    with pytest.raises(
+        DefenseError, match=r"is not the sum of what|came from no layer that DPSGD saw"
+    ):
+        run.step(a_batch(5))
+
+
+def test_setup_leaves_the_random_state_and_the_model_as_they_are() -> None:
+    model = model_of("GPT-OSS")
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    before = torch.get_rng_state()
+    check_model(model, "auto")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a router's loss": (
+        lambda: model_of("OLMoE", output_router_logits=True),
+        r"auxiliary loss.*couples examples. Set `model.config.output_router_logits = False`",
+    ),
+    "attention sinks": (
+        lambda: model_of("GPT-OSS").requires_grad_(True),
+        "self_attn.sinks' belong to a GptOssAttention.*freeze them",
+    ),
+    "experts that take all rows": (
+        lambda: transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(
+                **SIZES, intermediate_size=12, intermediate_size_mlp=12, num_local_experts=2,
+                head_dim=8, moe_layers=[0, 1],
+            )
+        ).train(),
+        r"experts' \(Llama4TextExperts\) holds experts in another form.*LoRA of the attention",
+    ),
+    "experts as layers": (
+        lambda: transformers.SwitchTransformersForConditionalGeneration(
+            transformers.SwitchTransformersConfig(
+                vocab_size=97, d_model=16, d_kv=8, d_ff=12, num_layers=2, num_heads=2,
+                num_experts=2, dropout_rate=0.0,
+            )
+        ).train(),
+        r"\(SwitchTransformersExperts\) holds experts in another form.*Freeze it",
+    ),
+    "adapted experts": (
+        lambda: adapted(target_parameters=["mlp.experts.gate_up_proj"]),
+        r"\(ParamWrapper\) adapts a stacked parameter.*modules_to_save=\['experts'\]",
+    ),
+    "tokens that are left out": (
+        lambda: transformers.NllbMoeForConditionalGeneration(
+            transformers.NllbMoeConfig(
+                vocab_size=97, d_model=16, encoder_layers=1, decoder_layers=1, num_experts=2,
+                encoder_ffn_dim=12, decoder_ffn_dim=12, encoder_attention_heads=2,
+                decoder_attention_heads=2,
+            )
+        ).train(),
+        "leaves out tokens of one example where others fill an expert",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_couples_examples_or_is_not_known_is_refused_at_setup(name: str) -> None:
+    build, message = REFUSED[name]
+    with own_rng(0):
+        model = build()
+    with pytest.raises(DefenseError, match=message):
+        check_model(model, "auto")
+
+
+class Balanced(Run):
+    """Asks for the router's loss in the call."""
+
+    def loss(self, batch: Any) -> Tensor:
+        ids = batch[0]
+        loss: Tensor = self.root(input_ids=ids, labels=ids, output_router_logits=True).loss
+        return loss
+
+
+def test_a_router_s_loss_that_is_asked_for_in_the_call_is_refused_in_the_first_step() -> None:
+    run = Balanced(DPSGD(0.3, noise_multiplier=0.0), tiny_mixtral().train())
+    ids = torch.randint(3, 97, (5, 6), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(DefenseError, match="loss is not known to be a mean of per-sample means"):
+        run.step([ids, torch.zeros(5)])

@@ -22,11 +22,7 @@ from torch.utils.data import Dataset
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
-from lightning_fedleak.model.model_state import (
-    WeightsWritten,
-    copy_without_hooks,
-    preserve_process,
-)
+from lightning_fedleak.model.model_state import WeightsWritten, copy_without_hooks, preserve_process
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts

@@ -79,13 +79,7 @@ from lightning_fedleak.model.taps import (
     rejected_places,
     token_log_probs,
 )
-from lightning_fedleak.report.records import (
-    MEMORIZATION,
-    STRENGTH,
-    WEAK,
-    PoolLine,
-    ReferenceFacts,
-)
+from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""

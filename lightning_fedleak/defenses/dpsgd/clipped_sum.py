@@ -437,8 +437,9 @@ class ClippedSum:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
                     f"DPSGD: the gradient of '{name}' came from no layer that DPSGD saw in "
-                    "training_step: its layer was added after setup, or the parameter is used "
-                    "outside of its module's forward. Nothing was released."
+                    "training_step: its layer was added after setup, its output was changed in "
+                    "place (write y = y + x), or the parameter is used outside of its module's "
+                    "forward. Nothing was released."
                 )
 
     def check_complete(

@@ -205,7 +205,7 @@ class PublicText:
 
         Args:
             public_text: a public text, texts, token ids, or ``"sampled"``.
-            tokenizer: for texts.
+            tokenizer: The tokenizer of texts.
 
         Raises:
             ValueError: it is one string of text, or texts without a tokenizer.

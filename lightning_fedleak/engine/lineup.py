@@ -17,13 +17,7 @@ from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
-from lightning_fedleak.engine.choice import (
-    Row,
-    in_short,
-    reads_of,
-    table,
-    unread_names,
-)
+from lightning_fedleak.engine.choice import Row, in_short, reads_of, table, unread_names
 from lightning_fedleak.engine.options import Options, Selection
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason

@@ -246,7 +246,8 @@ class WatchSettings:
         batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where the
             step's graph cannot be read (fused losses, ``torch.compile``, rounds of a federation)
             and :func:`read_batch` does not know the batch's form.
-        texts: that attacks on texts reconstruct of each client's batch at a look, at most.
+        texts: The largest number of texts of each client's batch that attacks on texts reconstruct
+            at a look.
         look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
             are not played. One whose run took twice as long is not run again, but in a federation
             and under DP. None is left out for its price where the model is sharded.

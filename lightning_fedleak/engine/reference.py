@@ -22,11 +22,7 @@ from torch.utils.data import Dataset
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
-from lightning_fedleak.model.model_state import (
-    WeightsWritten,
-    copy_without_hooks,
-    preserve_process,
-)
+from lightning_fedleak.model.model_state import WeightsWritten, copy_without_hooks, preserve_process
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
@@ -148,7 +144,7 @@ def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> N
     Args:
         run: The run of the model that trains.
         sizes: rows of each of them.
-        row_seconds: that training on a row is estimated to take.
+        row_seconds: The seconds that training on a row is estimated to take.
     """
     which = f"a reference is trained on {sizes[0]:,} rows, which are not asked about"
     if len(sizes) > 1:
@@ -263,7 +259,7 @@ def measure_strength(
     Args:
         game: what the model, its base and the reference say of N texts.
         members: (N,) bool.
-        rows: that the reference was trained on; None: not known.
+        rows: The rows that the reference was trained on; None: not known.
         trained: rows of the model's training data.
     """
     assert game.reference is not None

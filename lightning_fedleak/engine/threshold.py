@@ -27,13 +27,7 @@ from lightning_fedleak.engine.outcomes import CHOOSE
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.report.records import (
-    WEAK,
-    WEAK_REFERENCE,
-    GateFacts,
-    GateLine,
-    Judgement,
-)
+from lightning_fedleak.report.records import WEAK, WEAK_REFERENCE, GateFacts, GateLine, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]

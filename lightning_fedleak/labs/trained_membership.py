@@ -183,7 +183,7 @@ class TrainedMembership(MembershipAttack):
         public_text: text like the clients', as strings (with ``tokenizer``) or token ids, or
             ``"sampled"`` for text that a causal model writes.
         granularity: ``"token"`` or ``"full"``.
-        tokenizer: for strings.
+        tokenizer: The tokenizer of strings.
         hidden_units: d_h, the width of the hidden layer.
         steps: The number of steps of Adam at most, for each target.
         public_rows: public samples at most.

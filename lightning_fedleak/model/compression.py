@@ -68,7 +68,7 @@ class Compression:
 
         Args:
             values: the tensor, or those of its rows that are not nearly zero.
-            rows: that the whole tensor has; None: those of ``values``.
+            rows: The rows that the whole tensor has; None: those of ``values``.
         """
         if self.method == "topk":
             number = self.share * values.numel() * (1 if rows is None else rows / len(values))

@@ -34,7 +34,7 @@ class FitLog:
         metrics: one for each change of the user's metrics or of an account between looks.
         results: one for each look, stage and attack.
         decisions: The decisions of gates.
-        checkpoints: in the order in which they were written.
+        checkpoints: The checkpoints in the order in which they were written.
         end: how it ended; None where it was cut off, or that was not recorded.
         reference: the model that the trained one was compared with; None without one.
         monitors: how many wrote these lines.
@@ -80,7 +80,7 @@ class Logs:
     """The logs that were read.
 
     Attributes:
-        fits: in the order in which they began.
+        fits: The fits in the order in which they began.
         problems: what could not be read, each in a sentence.
     """
 

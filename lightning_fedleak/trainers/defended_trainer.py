@@ -475,7 +475,7 @@ def _run_pairs(model: nn.Module, **batch: Any) -> Any:
     """Run a model with the rows of each pair next to each other, as DPSGD expects them."""
     rows = len(batch["input_ids"])
     output = model(**_map_rows(lambda sides: _to_pairs(sides).flatten(0, 1), batch))
-    parted = _map_rows(lambda r: _to_sides(r.reshape(-1, 2, *r.shape[1:])), output, rows)
+    parted = _map_rows(lambda r: _to_sides(r.reshape(rows // 2, 2, *r.shape[1:])), output, rows)
     for name, value in parted.items():
         output[name] = value
     return output

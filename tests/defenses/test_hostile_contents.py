@@ -475,7 +475,7 @@ def test_every_defence_that_states_a_guarantee_is_in_this_file() -> None:
         for kind in kinds(Defense)
         if not getattr(kind, "guarantee", "").startswith("none")
     }
-    abstract = {"ActivationDefense", "HardenedNoise"}
+    abstract = {"_ActivationDefense", "HardenedNoise"}
     # Frozen weights have no gradient whatever is read; another library's optimizer acts by itself.
     elsewhere = {"Freeze", "OptimizerDP"}
     tested = {"ActivationNoise", "GradientNoise", "DPSGD", "ClientDP", "TokenLDP"}

@@ -155,6 +155,14 @@ def test_losses_of_one_pair_train_and_each_pair_moves_a_release_by_one_norm(
     assert 0 < float((shared[0] - shared[1]).norm()) <= 2 * 0.05 * (1 + 1e-4)
 
 
+def test_a_pair_without_a_word_alone_in_its_batch_moves_nothing(tmp_path: Path) -> None:
+    data = [{"prompt": "", "chosen": "", "rejected": ""}]
+    settings = {"per_device_train_batch_size": 1, "max_steps": 2}
+    trace = traced(trainer_of(tmp_path, DPSGD(0.05, 0.0, seed=1), data=data, **settings))
+    assert trace.drawn == [[0], [0]]
+    assert not any(shared.any() for shared in trace.shared)
+
+
 def test_a_sampled_run_holds_its_target_and_its_check_refutes_nothing(tmp_path: Path) -> None:
     defense = DPSGD(0.5, target_epsilon=8.0, target_delta=1e-3, accountant="rdp", check=2)
     settings = {"max_steps": 8, "per_device_train_batch_size": 18, "learning_rate": 1e-3}

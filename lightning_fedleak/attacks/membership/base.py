@@ -82,7 +82,7 @@ class PassiveMembership(Attack):
 
     Args:
         public_text: text like the clients', or ``"sampled"`` for text that the model writes.
-        tokenizer: for strings.
+        tokenizer: The tokenizer of strings.
         public_rows: number of public texts.
         tokens: of a text that are read at most.
         seed: The seed of sampled text.

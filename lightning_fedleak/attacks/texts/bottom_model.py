@@ -240,8 +240,7 @@ class BottomModel:
             lowest = torch.finfo(self.dtype).min
             zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
             visible = zeros.masked_fill(~visible, lowest)
-        argument = cache_argument(self.anatomy.model)
-        caches = {} if argument is None else {argument: cache}
+        caches = {cache_argument(self.anatomy.model) or "past_key_values": cache}
         with self.session(), torch.no_grad():
             states = copy_context().run(
                 self._run,

@@ -33,7 +33,7 @@ PAPER_COSINE = 0.98  # of a text's hidden states with those sent, at which the p
 Likeness = Literal["whitened", "cosine"]
 LIKENESSES: tuple[Likeness, ...] = ("whitened", "cosine")
 SIMILARITIES_AT_ONCE = 1 << 24  # numbers in memory; fewer need less memory and more calls
-LEAST_VARIANCE = 1e-4  # of the largest; whitening enlarges directions of less no further. Not tuned
+MIN_VARIANCE = 1e-4  # share of the largest variance; smaller ones count as this in the whitening
 
 Initial = Literal["readout", "mean"]
 Weighting = Literal["per_position", "paper"]
@@ -69,7 +69,7 @@ class _TokenTable:
         mean, cosines = table.mean(0), F.normalize(table, dim=1)
         centred = (table - mean).double()
         variances, axes = torch.linalg.eigh(centred.T @ centred / len(table))
-        variances = variances.clamp(min=LEAST_VARIANCE * float(variances[-1]))
+        variances = variances.clamp(min=MIN_VARIANCE * float(variances[-1]))
         whitening = (axes / variances.sqrt() @ axes.T).to(table.dtype)
         white = F.normalize((table - mean) @ whitening, dim=1)
         return cls(table, mean, whitening, {"whitened": white, "cosine": cosines})

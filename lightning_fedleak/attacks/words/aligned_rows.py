@@ -164,7 +164,7 @@ class ExpectedRows:
             parts: The parts of public text.
             weight: (V, d) of the head.
             bias: (V,) or None.
-            directions: to project on.
+            directions: The directions to project on.
             clusters: (C, d) unit centres that tokens are assigned to.
             reference: types to fit clusters' weights on; chosen if it is None.
         """
@@ -367,7 +367,7 @@ def row_features(
         rows: (k, d) of the shared gradient.
         summary: The summary of these rows.
         units: The units of the whole gradient.
-        directions: to project on.
+        directions: The directions to project on.
         expected: The expected rows of the same types.
     """
     rows = (rows.float() - summary.common) / units.token

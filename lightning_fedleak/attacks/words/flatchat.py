@@ -427,7 +427,7 @@ class FlatChat(base.Attack):
         public_text: text that the regression is fitted on: strings (with ``tokenizer``), token ids,
             or ``"sampled"``, which a causal model writes itself. ``n_types="predicted"`` needs it
             unless a fitted state is loaded.
-        tokenizer: for strings; a masked language model needs its ``mask_token_id``.
+        tokenizer: The tokenizer of strings; a masked language model needs its ``mask_token_id``.
         n_types: ``"predicted"``, or a number the adversary assumes.
         shapes: (sentences, length) of the public batches.
         seed: The seed of the public batches.

@@ -60,7 +60,7 @@ class SubspaceWords(base.Attack):
     Args:
         public_text: text like the clients', or ``"sampled"``, for the frequencies of tokens. It
             helps where noise hides rare tokens; without it all tokens are equally likely.
-        tokenizer: for strings.
+        tokenizer: The tokenizer of strings.
         capacity_seconds: time in which :meth:`prepare` measures how many types can be
             distinguished, on planted sets. It is not measured if this is 0, or if one set takes
             longer on a CPU.

@@ -304,7 +304,7 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
 
     Args:
         n: texts.
-        clients: to deal them to.
+        clients: The clients to deal them to.
         seed: The seed of the order.
 
     Returns:

@@ -252,7 +252,7 @@ def load_trained(model: str | Path, base: str | Path, option: str) -> Anatomy:
     Args:
         model: folder of the trained model, or of PEFT adapters on ``base``.
         base: see :func:`log_probs_before_and_after`.
-        option: that names the model.
+        option: The option that names the model.
 
     Raises:
         SourceError: it cannot be loaded, or its kind is not supported.

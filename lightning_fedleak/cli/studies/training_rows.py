@@ -54,12 +54,13 @@ class RowReader:
     Attributes:
         tokenizer: The tokenizer of the model.
         length: tokens of a row, at most.
-        column: that holds the text, the chat, or beside a prompt the answer.
-        prompt_column: that holds the prompt.
+        column: The column that holds the text, the chat, or beside a prompt the answer.
+        prompt_column: The column that holds the prompt.
         loss: ``"answers"`` or ``"all"`` tokens; None where the rows themselves say it.
         template: the model's chat template; None: the tokenizer's own.
         head: what the model predicts.
-        label_column: that holds the class, or the list of classes; None: ``labels`` or ``label``.
+        label_column: The column that holds the class, or the list of classes; None:
+            ``labels`` or ``label``.
         classes: numbers of the classes that the model knows by name.
     """
 

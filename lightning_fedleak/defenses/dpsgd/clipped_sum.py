@@ -182,7 +182,7 @@ class EarlierPieces:
 
         Args:
             clipped: the piece's samples.
-            parameters: that are released, the same in all pieces.
+            parameters: The parameters that are released, the same in all pieces.
             team: the processes of this client.
         """
         self.parameters = [*parameters]
@@ -217,8 +217,8 @@ class ClippedSum:
     Where users are clipped, "sample" below means a user: the mean of the gradients of its rows.
 
     Args:
-        parameters: that are released.
-        recorder: holds the samples' gradients of the mean loss.
+        parameters: The parameters that are released.
+        recorder: The recorder, which holds the samples' gradients of the mean loss.
         clip: how they are clipped.
         context: where the step runs.
         weights: (B,) by which each gradient becomes that of its sample's mean; None for ones.
@@ -352,7 +352,7 @@ class ClippedSum:
         Replicas get the same noise, shards independent noise.
 
         Args:
-            parameters: in the same order in all processes.
+            parameters: The parameters in the same order in all processes.
             team: the processes of this client.
             std: standard deviation of the noise on each number; 0: none.
             divisor: The divisor of sum and noise.
@@ -394,7 +394,7 @@ class ClippedSum:
         Small parameters are summed in groups: a collective for each of 200 is many times slower.
 
         Args:
-            parameters: in the same order in all processes.
+            parameters: The parameters in the same order in all processes.
             team: the processes of this client; a collective of them.
             earlier: this process's sums, in whole shape, of parameters that are not sharded; they
                 are removed, and these samples added to them.
@@ -437,8 +437,9 @@ class ClippedSum:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
                     f"DPSGD: the gradient of '{name}' came from no layer that DPSGD saw in "
-                    "training_step: its layer was added after setup, or the parameter is used "
-                    "outside of its module's forward. Nothing was released."
+                    "training_step: its layer was added after setup, its output was changed in "
+                    "place (write y = y + x), or the parameter is used outside of its module's "
+                    "forward. Nothing was released."
                 )
 
     def check_complete(

@@ -194,7 +194,7 @@ class LossCheck:
         Args:
             loss: as in :meth:`check_form`, which comes first.
             top: what that returned.
-            recorder: holds the calls of this step's layers.
+            recorder: The recorder, which holds the calls of this step's layers.
             releases: how many were made.
             team: the processes of this client.
 
@@ -571,10 +571,8 @@ def mean_of_sample_means(
             f"shape {tuple(logits.shape)}; they must have all its dimensions but the last"
         )
     if causal:
-        if logits.dim() != 3 or logits.shape[1] < 2:
-            raise ValueError(
-                "mean_of_sample_means: causal=True needs logits (B, T, V) of two positions or more"
-            )
+        if logits.dim() != 3:
+            raise ValueError("mean_of_sample_means: causal=True needs logits (B, T, V)")
         # Labels are shifted, not logits, which would be copied with their gradients.
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     samples = len(labels)

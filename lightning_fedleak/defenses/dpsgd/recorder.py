@@ -205,17 +205,14 @@ class Recorder:
         """Return a loss whose backward leaves out sums over the batch that records replace.
 
         It runs down to the outputs of recorded layers, and to all leaves but the parameters of
-        those layers. A parameter with a hook of its own is a leaf like the others.
+        those layers. A parameter with a hook of its own is a leaf like the others, and so is one
+        whose layers' outputs do not reach the loss: there is no record in place of its gradient.
 
         Args:
             loss: with its graph.
             calls: The calls of layers in this step.
         """
-        trained = [call for call in calls if call.trained]
-        modules = {self.root.get_submodule(call.name) for call in trained}
-        replaced = {p for (module, _), p in self._parameters.items() if module in modules}
-        ends: list[Any] = [call.edge for call in trained]
-        stack, visited = [loss.grad_fn], set[Any]()
+        stack, visited, leaves = [loss.grad_fn], set[Any](), list[Any]()
         while stack:
             node = stack.pop()
             if node is None or node in visited:
@@ -223,10 +220,17 @@ class Recorder:
             visited.add(node)
             stack += [below for below, _ in node.next_functions]
             leaf: Any = getattr(node, "variable", None)
-            if leaf is None:
-                continue
-            if leaf not in replaced or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-                ends.append(leaf)
+            if leaf is not None:
+                leaves.append(leaf)
+        trained = [call for call in calls if call.trained and call.edge.node in visited]
+        modules = {self.root.get_submodule(call.name) for call in trained}
+        replaced = {p for (module, _), p in self._parameters.items() if module in modules}
+        ends: list[Any] = [call.edge for call in trained]
+        ends += [
+            leaf
+            for leaf in leaves
+            if leaf not in replaced or leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        ]
         self.lacks_sums = True
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         partial: Tensor = _PartialBackward.apply(anchor, (loss, ends))  # type: ignore[no-untyped-call]

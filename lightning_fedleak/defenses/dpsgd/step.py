@@ -199,7 +199,8 @@ class WatchedStep:
 
         Args:
             training_step: of the module.
-            batch: that it gets: a logical one, or a piece of it within :meth:`run_in_pieces`.
+            batch: The batch that it gets: a logical one, or a piece of it within
+                :meth:`run_in_pieces`.
             releases: how many were made.
             context: where the step runs.
 

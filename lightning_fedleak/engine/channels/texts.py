@@ -41,11 +41,7 @@ from lightning_fedleak.evaluation.metrics.texts import (
     unpack,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import (
-    ActivationSnapshot,
-    Observation,
-    Stage,
-)
+from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
 from lightning_fedleak.model.taps import Crossed, SplitTap, Step, control_crossing
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.private_files import RevealFiles

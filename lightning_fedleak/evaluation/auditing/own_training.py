@@ -77,7 +77,7 @@ class OwnTrainingCheck(PrivateTrainingCheck):
 
         Args:
             batch: as ``training_step`` gets it.
-            rows: that count in it.
+            rows: The rows that count in it.
             rehearsal: runs such a batch.
         """
         self._discovery.close()

@@ -256,8 +256,8 @@ class Observations:
         """Count a step of the training.
 
         Args:
-            rows: that the model ran.
-            examples: that were drawn for it; None: not known.
+            rows: The rows that the model ran.
+            examples: The examples that were drawn for it; None: not known.
             rates: learning rates of the optimizers.
         """
         drawn = 0 if examples is None else len(examples)

@@ -240,7 +240,7 @@ def draw_or_load(
         kind: the class of the secret.
         draw: returns one by its key.
         seed: determines the key; None draws it from the operating system.
-        file: that all processes see; None for none.
+        file: The file that all processes see; None for none.
         action: what is drawn, for the error: ``"draw canaries"``.
 
     Raises:

@@ -39,7 +39,7 @@ def draw_references(asked: int, rest: int, rows: int, seed: int) -> Tensor:
     Args:
         asked: rows that the models are asked about; they come first.
         rest: further rows, in random order.
-        rows: that one reference is to be trained on.
+        rows: The rows that one reference is to be trained on.
         seed: draws the halves.
     """
     if rows > rest:

@@ -130,7 +130,7 @@ def scored_texts(
     trained on and a copy was left out is none, and is not scored.
 
     Args:
-        texts: that may be scored.
+        texts: The texts that may be scored.
         trained: whether each of them was trained on.
         elsewhere: all other rows of the data, and whether each was trained on.
     """

@@ -75,7 +75,7 @@ def smallest_list(n_members: int, n_others: int, rate: float) -> int:
     A p-value is at least ``1 / (m + 1)``, so that fewer others make only longer lists.
 
     Args:
-        n_members: that are tested.
+        n_members: The number of members that are tested.
         n_others: m, that they are compared with.
         rate: The rate of the list's false discoveries.
 

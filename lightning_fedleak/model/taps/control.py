@@ -322,7 +322,7 @@ def run_backward(
 
     Args:
         anatomy: The parts of the model.
-        model: to be called.
+        model: The model to be called.
         call: the call.
         fails: See :data:`Fails`.
         scale: The loss scale contained in the sizes, which is divided out.

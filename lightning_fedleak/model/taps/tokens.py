@@ -483,8 +483,7 @@ def _run_tree(
     example = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     mask = torch.zeros(sees.shape, dtype=example.dtype)
     mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
-    argument = cache_argument(model)
-    caches = {} if argument is None else {argument: copy.deepcopy(cache)}
+    caches = {cache_argument(model) or "past_key_values": copy.deepcopy(cache)}
     try:
         output = model(
             input_ids=context.new_tensor([[p[-1] for p in prefixes]]),

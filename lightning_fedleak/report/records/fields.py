@@ -302,7 +302,7 @@ def _read_annotated(kind: type, *bounds: Any, value: Any, path: str) -> Any:
         bounds: the least and the largest number, and :data:`INFINITE` where infinity may be too; of
             an object a TypedDict of the keys.
         value: The value of JSON.
-        path: to it.
+        path: The path to it.
     """
     if is_typeddict(bounds[0]):
         _expect(isinstance(value, dict), path)

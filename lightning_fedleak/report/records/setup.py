@@ -168,7 +168,7 @@ class BeginLine(RunLine):
         attacks: those that are played.
         not_played: those that are left out; None where that was not recorded.
         unread: names of the trained parameters that no attack reads; None: not recorded.
-        defenses: in their order.
+        defenses: The defenses in their order.
         gates: None where they were not recorded.
         settings_hash: SHA-256 of all settings.
         next_look: step of the first look at a step; None where none is planned.

@@ -200,6 +200,19 @@ def test_one_sample_is_its_own_mean() -> None:
     assert check(model, alone, 1) == ["lm_head"]
 
 
+def test_a_text_of_one_token_alone_in_its_batch_has_a_loss_of_zero() -> None:
+    """It may be drawn alone, and must not end the run."""
+    model, ids = tiny_gpt2(), IDS[:1, :1]
+
+    def alone(model: nn.Module) -> Tensor:
+        return mean_of_sample_means(model(input_ids=ids).logits, ids, causal=True)
+
+    assert check(model, alone, 1) == ["lm_head"]
+    loss = alone(model)
+    assert loss == 0
+    assert not any(g.any() for g in torch.autograd.grad(loss, [*model.parameters()]))
+
+
 def test_checkpointing_that_shows_the_graph_is_taken() -> None:
     model = tiny_gpt2()
     model.gradient_checkpointing_enable({"use_reentrant": False})

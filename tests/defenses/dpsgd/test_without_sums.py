@@ -168,6 +168,33 @@ def test_a_new_form_is_compared_in_its_first_step(absent: Absent) -> None:
     assert not absent[-1]
 
 
+class Unused(CausalLM):
+    """From its tenth batch on uses a weight outside of its layer, whose output is used no more."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        layer = self.model.transformer.h[0].mlp.c_fc
+        if len(self.sizes) < 10:
+            return super().loss(batch)
+
+        def outside(_: nn.Module, given: tuple[Tensor], output: Tensor) -> Tensor:
+            return given[0] @ layer.weight + layer.bias
+
+        handle = layer.register_forward_hook(outside)
+        loss = super().loss(batch)
+        handle.remove()
+        return loss
+
+
+def test_a_weight_whose_layer_is_run_for_nothing_is_refused_at_once(absent: Absent) -> None:
+    module = Unused()
+    with pytest.raises(DefenseError, match="came from no layer that DPSGD saw"):
+        run(module)
+    assert len(module.sizes) == 10
+    assert any(absent[:-1])
+    assert "model.transformer.h.0.mlp.c_fc.weight" not in absent[-1]
+    assert absent[-1]  # not a step in which everything is compared
+
+
 def test_a_comparison_that_falls_due_after_backward_is_made_in_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -275,7 +275,11 @@ def test_pairs_of_which_an_answer_stands_in_another_row_are_left_out(tmp_path: P
         (ShortAnswers(), {}, "the rows are pairs of answers: PreferenceMargin"),
         (Extraction(), {}, "the rows are pairs of answers: PreferenceMargin"),
         (PromptRatio(), {}, "the rows are pairs of answers: PreferenceMargin"),
-        (PreferenceMargin(), {"others": pairs(200, seed=5)}, "pairs of others= may be of another"),
+        (
+            PreferenceMargin(),
+            {"others": pairs(200, seed=5)},
+            "pairs of others= may be from another",
+        ),
         (PreferenceMargin(), {"records": True}, "the rows are pairs of answers: leave them out"),
     ],
 )

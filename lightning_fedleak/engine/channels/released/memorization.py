@@ -79,13 +79,7 @@ from lightning_fedleak.model.taps import (
     rejected_places,
     token_log_probs,
 )
-from lightning_fedleak.report.records import (
-    MEMORIZATION,
-    STRENGTH,
-    WEAK,
-    PoolLine,
-    ReferenceFacts,
-)
+from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
@@ -261,7 +255,7 @@ class MemorizationChannel(WeightChannel):
         """Train references on rows that they do not score, and ask them.
 
         Args:
-            seconds: that it took to ask the base about all texts.
+            seconds: The seconds that it took to ask the base about all texts.
 
         Raises:
             ValueError: no draw says which rows are left out, or nothing can be trained.

@@ -325,7 +325,7 @@ def collect(
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
         short: texts with 1 to 7 label tokens are asked about too.
         entities: finds the values of all rows, and of the texts that are asked about.
-        forwards: that asking the model about a text takes.
+        forwards: The forwards that asking the model about a text takes.
         show: a bar shows how many rows are searched for values.
 
     Raises:

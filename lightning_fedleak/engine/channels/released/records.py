@@ -12,10 +12,7 @@ from lightning_fedleak.engine.outcomes import Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.canaries.repeats import PoolRows
-from lightning_fedleak.evaluation.metrics.record_list import (
-    FALSE_DISCOVERIES,
-    list_records,
-)
+from lightning_fedleak.evaluation.metrics.record_list import FALSE_DISCOVERIES, list_records
 from lightning_fedleak.model.snapshots import ReleasedModel
 
 RECORDS = "records"

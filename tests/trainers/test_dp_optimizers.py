@@ -353,5 +353,5 @@ def test_a_lightning_trainer(tmp_path: Path) -> None:
     for number, line in enumerate(words):
         read = [batch(number * parts + part)["input_ids"] for part in range(parts)]
         assert line["n"] == len(torch.cat(read)[:, :-1].unique())
-    with pytest.raises(ValueError, match="use one of both"):
+    with pytest.raises(ValueError, match="use one of the two"):
         run([monitor], DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3)]))

@@ -167,9 +167,11 @@ def _merge(parts: Parts) -> list[Part]:
     """Return one part of each type; several uses of a parameter become further positions."""
     merged: list[Part] = []
     for kind in (_Outer, _EmbeddingRows, _ExpertRows):
-        uses = [vars(part) for part in parts if isinstance(part, kind)]
-        if uses:
-            merged.append(kind(**{k: torch.cat([_wide(u[k]) for u in uses], 1) for k in uses[0]}))
+        uses = [part for part in parts if isinstance(part, kind)]
+        if len(uses) > 1:  # a single one is not copied: left of a head is as large as the logits
+            columns = zip(*(vars(part).values() for part in uses), strict=True)
+            uses = [kind(*(torch.cat([*map(_wide, column)], 1) for column in columns))]
+        merged += uses
     dense = [part.values for part in parts if isinstance(part, _Dense)]
     total = [_Dense(functools.reduce(torch.add, dense))] if dense else []
     return [*merged, *total]

@@ -445,3 +445,12 @@ def test_only_training_steps_with_autograd_are_recorded() -> None:
     length = recorder.parts[model.lm_head.weight][0].right.shape[1]
     assert {len(local) for local in recorder.parts.values()} == {1}
     assert length == 12
+
+
+def test_factors_of_a_tied_head_are_not_copied() -> None:
+    """Their left side is the gradient of the logits, the largest tensor of a step."""
+    head = _Outer(torch.randn(2, 3, 5), torch.randn(2, 3, 4))
+    table = _EmbeddingRows(torch.zeros(2, 3, dtype=torch.long), torch.randn(2, 3, 4))
+    parts = to_form([head, table], torch.Size([5, 4]), "ghost")
+    assert parts[0] is head
+    assert parts[1] is table

@@ -153,7 +153,7 @@ class _TrainerHost(Host):
 
     @contextmanager
     def without_logs(self) -> Iterator[None]:
-        """At the end, restore the averages that TRL's trainers log."""
+        """Restore the averages that TRL's trainers log, at the end."""
         names = ("_metrics", "_total_train_tokens")
         values = {n: copy.deepcopy(v) for n, v in vars(self._trainer).items() if n in names}
         try:

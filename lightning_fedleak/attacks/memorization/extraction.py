@@ -1,4 +1,4 @@
-"""Which texts a released model would write, by their probabilities under the model.
+"""Attacks on the texts that a released model would write, by their probabilities under the model.
 
 Nothing is generated. A model that samples at temperature 1 from its whole vocabulary writes k
 tokens after their context with probability ``p = exp(sum lp)``. The tokens are (n, q)-discoverable

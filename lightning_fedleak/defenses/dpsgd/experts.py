@@ -51,9 +51,10 @@ def is_experts(module: nn.Module) -> bool:
 def is_router(module: nn.Module) -> bool:
     """Return whether a module is a router of transformers, or of a model's own code for it."""
     cls, weight = rerun.plain_type(module), module._parameters.get("weight")
-    known = cls.__module__.startswith("transformers") and "Router" in cls.__name__
+    if not cls.__module__.startswith("transformers") or "Router" not in cls.__name__:
+        return False
     inside = any(p.requires_grad for child in module.children() for p in child.parameters())
-    return known and weight is not None and weight.dim() == 2 and not inside
+    return weight is not None and weight.dim() == 2 and not inside
 
 
 def _refusals(module: nn.Module) -> dict[str, object]:

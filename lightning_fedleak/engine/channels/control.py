@@ -123,7 +123,7 @@ class _Part(NamedTuple):
         return abs(control - self.control) > MAX_MOVE
 
 
-def _fit_remainder(
+def _explain(
     gradients: Mapping[str, Tensor], again: Mapping[str, Tensor], rounding: float = EXACT
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the share of the gradients that recomputing the step leaves, and each remainder.
@@ -334,11 +334,11 @@ class Controls:
             return 0.0, {}
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         rounding = self._rounding(view, step, roles)
-        share, remainder = _fit_remainder(gradients, again, rounding)
+        share, remainder = _explain(gradients, again, rounding)
         if self._is_noisy and self._anywhere(share > rounding):
-            noise = _fit_remainder(again, self._gradient(step, roles, {}).tensors)[0]
+            noise = _explain(again, self._gradient(step, roles, {}).tensors)[0]
             self._is_noisy = self._anywhere(noise > 0)
-            share, remainder = _fit_remainder(gradients, again, max(rounding, 2 * noise))
+            share, remainder = _explain(gradients, again, max(rounding, 2 * noise))
         if any(bool(gradient.any()) for gradient in gradients.values()):
             so_far = 0.0 if math.isnan(step.unexplained) else step.unexplained
             step.unexplained = max(share, so_far)
@@ -389,7 +389,7 @@ class Controls:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(step.number + 1)
             other = self._gradient(step, roles, {}).tensors
-        if _fit_remainder(again, other)[0] > 0:
+        if _explain(again, other)[0] > 0:
             raise UnusableObservation("the random numbers of its dropout are not known")
         return again
 

@@ -123,7 +123,7 @@ class Pool:
 
     @property
     def alone(self) -> Tensor:
-        """Return (N,) bool, the long texts that are in one row; other long texts are not compared."""
+        """Return (N,) bool, the long texts in a single row; no other long text is compared."""
         return (self.times == 1) & ~self.is_short
 
     @property
@@ -368,9 +368,9 @@ def collect(
     if is_auto and (n_others := length + len(others) - n_reference) >= MIN_POOL:
         size = min(size, n_others)
     generator = torch.Generator().manual_seed(settings.seed)
-    sample, extra = _sample(dataset, others, size, generator, by_bits=no_game is None)
+    sample, extra = _sample(dataset, others, size, generator, by_coins=no_game is None)
     n_extra = len(extra)
-    extra, _ = _split(extra, max(MAX_ROWS, n_reference) if entities is None else n_extra, generator)
+    extra, _ = _drawn(extra, max(MAX_ROWS, n_reference) if entities is None else n_extra, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
@@ -472,7 +472,7 @@ _Source = tuple[Any, int]
 
 
 def _sample(
-    dataset: Any, others: Any, size: int, generator: torch.Generator, *, by_bits: bool
+    dataset: Any, others: Any, size: int, generator: torch.Generator, *, by_coins: bool
 ) -> tuple[list[_Source], list[_Source]]:
     """Return the rows to query, trained and held out, and all remaining rows.
 
@@ -481,23 +481,23 @@ def _sample(
         others: The rows that were held out; None if there are none.
         size: The number of rows to query.
         generator: The source of randomness.
-        by_bits: Whether a random inclusion bit held each row out. Then the choice and the order of
+        by_coins: Whether a random inclusion bit (a coin) held each row out. Then the choice and the order of
             the rows to query do not depend on these bits.
     """
-    if by_bits:
+    if by_coins:
         everyone = dataset.sources()
-        sample, _ = _split([everyone[row] for row in dataset.record.candidates], size, generator)
+        sample, _ = _drawn([everyone[row] for row in dataset.record.candidates], size, generator)
         absent = {*everyone} - {*sample}
         return sample, [source for source in everyone if source in absent]
     sources = [(dataset, row) for row in range(len(dataset))]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]
     n_non_members = min(max(size // 2, size - len(sources)), len(held_out))
-    inside, other_rows = _split(sources, size - n_non_members, generator)
-    outside, other_held_out = _split(held_out, n_non_members, generator)
+    inside, other_rows = _drawn(sources, size - n_non_members, generator)
+    outside, other_held_out = _drawn(held_out, n_non_members, generator)
     return inside + outside, other_rows + other_held_out
 
 
-def _split(
+def _drawn(
     sources: list[_Source], size: int, generator: torch.Generator
 ) -> tuple[list[_Source], list[_Source]]:
     """Return ``size`` rows, or all, at random, and the remaining ones."""

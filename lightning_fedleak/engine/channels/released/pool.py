@@ -481,8 +481,8 @@ def _sample(
         others: The rows that were held out; None if there are none.
         size: The number of rows to query.
         generator: The source of randomness.
-        by_coins: Whether a random inclusion bit (a coin) held each row out. Then the choice and the order of
-            the rows to query do not depend on these bits.
+        by_coins: Whether a random inclusion bit (a coin) held each row out. Then the choice and the
+            order of the rows to query do not depend on these bits.
     """
     if by_coins:
         everyone = dataset.sources()

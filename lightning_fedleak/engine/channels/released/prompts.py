@@ -49,6 +49,7 @@ class PromptChannel(MemorizationChannel):
         return replace(pool, length=pool.length * rollouts.repeats)
 
     def _read(self, batch: Any) -> Any:
+        """Return the prompts of a batch of rollouts, as tokens."""
         return self.run.rollouts.read(batch)
 
     def describe(self) -> str:

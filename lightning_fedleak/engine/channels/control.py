@@ -53,7 +53,7 @@ weaker since its last control is noticed later.
 SMALLER = 4
 """Each part of a control has 1/4 of the labels of the part before; 2 tries twice as many parts."""
 MIN_LABELS = 4
-"""Labels of the smallest part. An attack that recovers one word of any batch has an F1 of .4 here.
+"""Labels of the smallest part. An attack that recovers only one of 4 words has an F1 of .4 there.
 
 Fewer: such an attack passes as one that works on smaller batches. More: attacks that can recover
 only a few word types are unknown.
@@ -61,8 +61,7 @@ only a few word types are unknown.
 MAX_MOVE = 0.1
 """Up to this change of its control, an attack that fails on a part is not run on other sizes.
 
-Larger: fewer gradients are computed. Smaller: an attack that fails on every part runs on all sizes
-at each control.
+Larger: fewer gradients are computed. Smaller: a failing attack runs on all sizes more often.
 """
 MAX_UNEXPLAINED = 0.5
 """Share of a gradient that may be unexplained; above it the batch may be that of another step.
@@ -147,12 +146,12 @@ def _explain(
     factor = square_again / dot  # which brings the step's gradients nearest to those made again
     remainder = {role: x * factor - y for role, (x, y) in pairs.items()}
     square = sum(float(x.square().sum()) for x in floats.values()) * factor**2
-    square_left = sum(float(left.square().sum()) for left in remainder.values())
+    square_left = sum(float(residual.square().sum()) for residual in remainder.values())
     share = min(1.0, math.sqrt(square_left / square))
     above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
-    for role, left in remainder.items():  # rounding leaves an exact 0 as it is
-        remainder[role] = torch.where(pairs[role][1] == 0, left, left * above)
-    remainder = {role: left for role, left in remainder.items() if bool(left.any())}
+    for role, residual in remainder.items():  # rounding leaves an exact 0 as it is
+        remainder[role] = torch.where(pairs[role][1] == 0, residual, residual * above)
+    remainder = {role: residual for role, residual in remainder.items() if bool(residual.any())}
     return share * (share > EXACT), remainder
 
 
@@ -206,13 +205,13 @@ class Controls:
         except Exception as error:
             self._fail(look, due, reason(error))
 
-    def _anywhere(self, here: bool) -> bool:
+    def _anywhere(self, condition: bool) -> bool:
         """Return whether a condition holds on this process, or on one that computes with it.
 
         If the processes are one client, or share a sharded model, they compute each gradient
         together, so that all must take the same branch. Otherwise each process decides alone.
         """
-        return self._run.on_any_process(here) if self._are_joint else here
+        return self._run.on_any_process(condition) if self._are_joint else condition
 
     def may_play(self, plan: Plan) -> bool:
         """Return whether an attack is given controls."""
@@ -462,9 +461,9 @@ class Controls:
         if run.client == "world" and run.processes > 1:
             shared = [role for role in roles if self._anywhere(role in tensors)]
             tensors = {r: run.reduced(r, tensors.get(r, self._zeros(r))) for r in shared}
-        for role, left in remainder.items():
+        for role, residual in remainder.items():
             gradient = tensors.get(role)
-            tensors[role] = left if gradient is None else (gradient + left).to(gradient)
+            tensors[role] = residual if gradient is None else (gradient + residual).to(gradient)
         rounding = run.rounding(len(step.calls))
         return replace(view, tensors=tensors, client=run.number, rounding=rounding)
 

@@ -24,10 +24,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_las
 from lightning_fedleak.model.model_runs import hidden_states
 
 SPARE = 4
-"""Held-out texts drawn for each member, since some may be too short or in the batch.
-
-Smaller: a look may have fewer games. Larger: more texts are padded and compared at each look.
-"""
+"""Held-out texts drawn for each member, since some may be too short or in the batch."""
 EARLIER_LOOKS = 2  # looks at other batches whose texts serve as non-members; not tuned
 EARLIER_BATCHES = 2  # micro-batches that are kept of each of these looks; not tuned
 

@@ -254,7 +254,7 @@ class MemorizationChannel(WeightChannel):
         pool = self.pool
         if self.run.on_any_process(bool(self._saved_state)):
             self._restore()
-            if self.run.on_any_process(self._base is None):  # a file that one of them does not see
+            if self.run.on_any_process(self._base is None):  # one process cannot read the file
                 self._base = self._reference = self._facts = None
         elif self.run.step == 0:  # weights of a later step are not the base
             start = time.perf_counter()
@@ -341,6 +341,7 @@ class MemorizationChannel(WeightChannel):
         return TokenSnapshot(*over_processes(run, len(texts), ask))
 
     def _decode(self, ids: list[int]) -> str:
+        """Return the text of token ids; their numbers if no tokenizer is known."""
         tokenizer = self.settings.tokenizer or next(
             (t for t in self.run.tokenizers if hasattr(t, "decode")), None
         )
@@ -393,7 +394,7 @@ class MemorizationChannel(WeightChannel):
     def _released(
         self, now: TokenSnapshot, rows: Tensor, *, prompts: bool = False
     ) -> ReleasedModel:
-        """Return the answers of the model and its base to the labels of some texts, or prompts."""
+        """Return all models' answers at the label tokens of some texts, or of their prompts."""
         assert self._base is not None
         texts = [self._queries[row] for row in rows.tolist()]
         texts = [text.prompt for text in texts] if prompts else texts

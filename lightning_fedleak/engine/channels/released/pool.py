@@ -467,8 +467,7 @@ def _no_game(dataset: Any, way: _Way) -> str | None:
     return None
 
 
-_Source = tuple[Any, int]
-"""A data set and the index of a row in it."""
+_Source = tuple[Any, int]  # a data set, and the index of a row in it
 
 
 def _sample(

@@ -104,8 +104,8 @@ class Watch(Reported):
         should_stop: Whether a gate has stopped the loop.
 
     Raises:
-        ValueError: Arguments contradict each other, or the metric of a gate is not logged. At the
-            begin of ``with`` also: the model, a gate or an attack does not fit.
+        ValueError: Arguments contradict each other, or the metric of a gate is not logged. When
+            ``with`` begins also: the model, a gate or an attack does not fit.
     """
 
     engine: core.Engine

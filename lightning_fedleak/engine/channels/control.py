@@ -143,7 +143,7 @@ def _explain(
     square_again = sum(float(y.square().sum()) for _, y in pairs.values())
     if not (dot > 0 and square_again > 0 and math.isfinite(dot / square_again)):
         return 1.0, {}
-    factor = square_again / dot  # which brings the step's gradients nearest to those made again
+    factor = square_again / dot  # brings the step's gradients nearest to the recomputed ones
     remainder = {role: x * factor - y for role, (x, y) in pairs.items()}
     square = sum(float(x.square().sum()) for x in floats.values()) * factor**2
     square_left = sum(float(residual.square().sum()) for residual in remainder.values())

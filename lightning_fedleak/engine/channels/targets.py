@@ -117,8 +117,8 @@ class Rows:
 
     def trimmed(self) -> Rows:
         """Return the rows without the columns on the right that are only padding."""
-        used = int(self.real.any(0).nonzero().max()) + 1
-        return Rows(self.ids[:, :used], self.real[:, :used], self.masked, self.labels[:, :used])
+        end = int(self.real.any(0).nonzero().max()) + 1
+        return Rows(self.ids[:, :end], self.real[:, :end], self.masked, self.labels[:, :end])
 
     def texts(self) -> Tensor:
         """Return the tokens of each row, moved to the left and followed by -1, (N, L)."""
@@ -315,11 +315,11 @@ class Sources:
         An earlier look at the same batches is replaced: a loader without shuffling repeats them in
         every epoch.
         """
-        kept = [batch for batch in batches if batch.input_ids.numel()][-EARLIER_BATCHES:]
-        if self._held_out is None and kept:
-            ids = kept[-1].input_ids
+        recent = [batch for batch in batches if batch.input_ids.numel()][-EARLIER_BATCHES:]
+        if self._held_out is None and recent:
+            ids = recent[-1].input_ids
             earlier = [look for look in self._earlier if not torch.equal(look[-1].input_ids, ids)]
-            self._earlier = [*earlier, kept][-EARLIER_LOOKS:]
+            self._earlier = [*earlier, recent][-EARLIER_LOOKS:]
 
     def population(
         self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False

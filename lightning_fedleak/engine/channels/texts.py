@@ -81,11 +81,11 @@ class _Text(NamedTuple):
 class TextsChannel(Channel):
     """The channel of attacks that reconstruct whole texts.
 
-    An attack on hidden states stands for a model that is split there; each process shows it some
-    texts of its own batch. Gradients do not tell the order of texts, so that texts guessed from
-    them are matched with those of the batch to make as many tokens as possible right. Texts at a
+    An attack on hidden states assumes a model that is split at its layer; each process shows it
+    some texts of its own batch. Gradients do not reveal the order of texts: texts guessed from them
+    are matched with those of the batch so that as many tokens as possible are right. Texts at a
     split that an attack did not start within its time budget do not count. Intervals take texts as
-    independent, but not their tokens
+    independent, but not the tokens of one text
     (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
     """
 

@@ -56,6 +56,7 @@ from lightning_fedleak.report.records import PoolLine, by_reason
 Answer = Mapping[str, float] | Waiting | str
 """An attack's values by name; or that they come at a later look; or why there are none."""
 
+# The begin of messages about a pool without texts to compare; cut off in the summary of the run.
 _NOBODY = "finds nobody to compare: "
 
 

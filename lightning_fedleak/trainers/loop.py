@@ -1,4 +1,9 @@
-"""A training loop as an engine Run."""
+"""The user's training loop, as the engine sees it.
+
+:class:`Loop` holds the loop's model, optimizers and progress. :class:`LoopRun` makes a
+:class:`~lightning_fedleak.engine.Run` of it. The functions below them check which models and
+optimizers a loop may have, and find out whether gradients are there for a step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.zero import ZeROStep
 
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
-"""Parts of the names of optimizers that step while backward runs, and keep no gradient."""
+"""Parts of the names of optimizers that step during the backward pass, and keep no gradient."""
 
 T = TypeVar("T")
 
@@ -39,26 +44,26 @@ class Loop:
     """A loop's model, optimizers and progress.
 
     Attributes:
-        model: the trained model.
-        optimizers: the optimizers, unwrapped from Accelerate. A DP optimizer of another library
+        model: The trained model.
+        optimizers: The optimizers, unwrapped from Accelerate. A DP optimizer of another library
             stays wrapped, see ``inner_optimizers``.
-        loader: the loader of the training data; None if it is not known.
-        precision: the precision, as in :class:`WatchSettings`.
-        scaler: the GradScaler, if there is one.
-        tokenizer: the tokenizer of the run.
-        epochs: the planned number of epochs; None if it is not known.
-        planned_steps: the planned number of optimizer steps; None if it is not known.
-        utility: the user's metrics by name.
-        steps: the number of optimizer steps so far, skipped ones included.
-        batches: the number of batches so far.
-        watched: the metrics by which something other than a gate stops training or selects
+        loader: The loader of the training data; None if it is not known.
+        precision: The precision, as in :class:`WatchSettings`.
+        scaler: The GradScaler, if there is one.
+        tokenizer: The tokenizer of the run.
+        epochs: The planned number of epochs; None if it is not known.
+        planned_steps: The planned number of optimizer steps; None if it is not known.
+        utility: The user's metrics by name.
+        steps: The number of optimizer steps so far, skipped ones included.
+        batches: The number of batches so far.
+        watched: The metrics by which something other than a gate stops training or selects
             checkpoints.
-        stage_reached: a function that an integration calls when ``p.grad`` holds the gradient of
+        stage_reached: A function that an integration calls when ``p.grad`` holds the gradient of
             the next optimizer step.
-        zero: the only optimizer if DeepSpeed's engine trains the model.
-        temperature: the divisor of the logits in the loss.
-        fit_copy: a function that trains a copy of the model on other rows; None if nobody can.
-        rollouts: asks for completions of the prompts of a reinforcement learning.
+        zero: DeepSpeed's optimizer, if its engine trains the model; there is then no other.
+        temperature: The divisor of the logits in the loss.
+        fit_copy: A function that trains a copy of the model on other rows; None if there is none.
+        rollouts: Generates completions of the prompts, if TRL trains by reinforcement learning.
     """
 
     model: nn.Module
@@ -101,17 +106,17 @@ class Loop:
 
     @property
     def release(self) -> UpdateRelease | None:
-        """Return the release in which defences act before an optimizer step; None without any."""
+        """Return the release, which applies defences before an optimizer step; None without any."""
         releases = map(release_of, self.optimizers)
         return next((release for release in releases if release is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun(core.Run):
-    """One run of a loop.
+    """One run of a loop, with what the engine needs to know of it.
 
     Attributes:
-        loop: the training loop.
+        loop: The training loop.
     """
 
     watcher: ClassVar[str] = "Watch"
@@ -122,10 +127,16 @@ class LoopRun(core.Run):
     def of_loop(
         cls, loop: Loop, anatomy: Anatomy, client: str, assumed: frozenset[Capability]
     ) -> LoopRun:
-        """Return the run of a loop on a model, against an adversary with these capabilities.
+        """Return the run of a loop.
+
+        Args:
+            loop: The loop.
+            anatomy: The parts of its model.
+            client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
+            assumed: The capabilities of the adversary.
 
         Raises:
-            ValueError: defences act in the loop, and its optimizer is a DP optimizer of another
+            ValueError: Defences act in the loop, and its optimizer is a DP optimizer of another
                 library.
         """
         rank, processes = rank_and_world_size()
@@ -190,25 +201,25 @@ class LoopRun(core.Run):
 
     @property
     def loss_scale(self) -> float:
-        """Return the scale of the loop's GradScaler, 1 without one."""
+        """Return the scale of the loop's GradScaler; 1 without one."""
         scaler = self.loop.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether torch.compile runs the model, so that hooks would compile it again."""
+        """Return whether the model is compiled; hooks on it would make torch compile it again."""
         return is_compiled(self.loop.model)
 
     def check_first_forward(self) -> Callable[[], None]:
-        """Check in the next forward pass that records a graph that autocast matches ``precision``.
+        """Check in the first forward pass with gradients that autocast matches ``precision``.
 
-        Passes without a graph are ignored: TRL's trainers generate texts in them.
+        Forward passes without gradients are ignored: TRL's trainers generate texts in them.
 
         Returns:
             A function that removes the check.
 
         Raises:
-            ValueError: the two differ. That forward pass raises it; the message names the argument.
+            ValueError: The two differ. The forward pass raises it; the message names the argument.
         """
 
         def check(*_: object) -> None:
@@ -234,7 +245,7 @@ class LoopRun(core.Run):
         return values[0]
 
     def summed(self, value: Tensor) -> Tensor:
-        """Return the sum over processes."""
+        """Return the sum of a tensor over processes."""
         if self.processes > 1:
             value = value.clone()
             distributed.all_reduce(value)
@@ -263,9 +274,9 @@ def precision_of(mixed: str | None, model: nn.Module) -> str:
     """Return the precision of a model as Lightning spells it.
 
     Args:
-        mixed: the mixed precision as Accelerate spells it: ``"bf16"`` or ``"fp16"``. With any other
+        mixed: The mixed precision as Accelerate spells it: ``"bf16"`` or ``"fp16"``. With any other
             value the dtype of the weights is the precision.
-        model: the model.
+        model: The model.
     """
     weights = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}
     by_weights = weights.get(next(model.parameters()).dtype, "32-true")
@@ -291,7 +302,7 @@ def check_whole(
     takes_fsdp2: bool = False,
     error: type[ValueError] = ValueError,
 ) -> None:
-    """Refuse a model whose gradients are sharded over processes, or that each step replicates.
+    """Refuse a model whose gradients are sharded over processes, or that DataParallel replicates.
 
     Args:
         model: The model that the loop trains.
@@ -301,7 +312,8 @@ def check_whole(
         error: The class of the error.
 
     Raises:
-        ValueError: It is such a model. The message says why, and what to do.
+        ValueError: It is such a model; or another class, if ``error`` names it. The message says
+            why, and what to do.
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
     is_fsdp2 = takes_fsdp2 and any(isinstance(module, FSDPModule) for module in model.modules())
@@ -353,7 +365,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
     """Return the optimizer, unwrapped from Accelerate.
 
     Raises:
-        TypeError: this is no optimizer.
+        TypeError: It is not an optimizer.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -363,10 +375,10 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers of a loop, unwrapped from Accelerate.
+    """Return the optimizers of a loop as a list, unwrapped from Accelerate.
 
     Raises:
-        ValueError: Accelerate steps them under fp16.
+        ValueError: Accelerate steps them under fp16 with its own GradScaler.
     """
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if any(getattr(wrapper, "scaler", None) is not None for wrapper in optimizers):
@@ -380,7 +392,7 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
 def holds_unreduced(model: nn.Module) -> bool:
     """Return whether FSDP2 holds gradients that are accumulated and not yet reduced."""
     states: Any = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
-    groups = (  # several since torch 2.13
+    groups = (  # a state has several parameter groups since torch 2.13, before it one
         group
         for state in states
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -397,10 +409,10 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
     """Return whether a parameter of the optimizers has a gradient.
 
     Args:
-        optimizers: the optimizers. The ``summed_grad`` in which Opacus accumulates a virtual batch
-            is a gradient too.
-        zeros: whether a gradient of zeros counts. Otherwise values are read, which waits for the
-            device.
+        optimizers: The optimizers. The ``summed_grad`` in which Opacus accumulates a virtual batch
+            counts as a gradient too.
+        zeros: Whether a gradient of zeros counts. Otherwise its values are read, which waits for
+            the device.
     """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     gradients = [(p.grad, getattr(p, "summed_grad", None)) for g in groups for p in g["params"]]
@@ -411,7 +423,10 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
 
 @contextmanager
 def before_backward(on_backward: Callable[[], object]) -> Iterator[None]:
-    """Call ``on_backward`` before every ``torch.autograd.backward`` in the block."""
+    """Call ``on_backward`` before every ``torch.autograd.backward`` of the block.
+
+    Nested calls, and calls of the engine itself, are not reported.
+    """
     original = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:

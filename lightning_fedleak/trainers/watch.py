@@ -1,4 +1,16 @@
-"""Watch: the engine in a training loop of one's own."""
+"""Watch: run the engine in the user's own training loop.
+
+The order of a run:
+
+1. ``with Watch(...)`` finds the parts of the model, restores a saved state, opens the engine, and
+   hooks the optimizers.
+2. ``watch.step(batch)`` surrounds all that the loop does with one batch. It starts a look if one is
+   due. An optimizer that steps in it calls :meth:`Watch.optimizer_steps`: right before the step
+   the attacks read its gradients.
+3. At the end of the block the results of a look are logged, and gates may stop the loop.
+4. The end of ``with`` looks at the trained weights, unless an error has ended the loop. It writes
+   the report and removes every hook.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +48,20 @@ if TYPE_CHECKING:
 
 
 class Watch(Reported):
-    """Attack what a training loop would share, log how much it gives away, and gate it.
+    """Attack the gradients that a training loop would share, log what they leak, and apply gates.
 
-    ``step(batch)`` holds what the loop does with one batch: forward, backward, and the optimizer's
-    step where one is due. Gradients may be accumulated over several of them, clipped, scaled by a
-    GradScaler, and split over several optimizers. A step that is skipped is noticed by its
-    gradients, which are gone without a step; it is not looked at. Training is not disturbed:
-    weights, losses and random numbers are bit-identical to the loop without this.
+    ``step(batch)`` surrounds all that the loop does with one batch: forward, backward, and the
+    optimizer's step if one is due. Gradients may be accumulated over several batches, clipped,
+    scaled by a GradScaler, and split over several optimizers. A skipped step is recognised by its
+    gradients, which are gone although no optimizer stepped; it is not measured. Training is not
+    disturbed: weights, losses and random numbers are bit-identical to the loop without ``Watch``.
 
-    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) and an
-    engine of DeepSpeed all are one, since gradients are reduced before any can be read. Where a
-    :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what it shares is read. A DP optimizer
-    of Opacus is read inside its step, once it has clipped and noised; a step that it skips is none.
-    Another library's, which cannot be read there, makes what is shared *unknown*.
+    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) and
+    DeepSpeed's engine all processes are one client, since gradients are reduced before any can be
+    read. In a :class:`~lightning_fedleak.trainers.DefendedLoop` the attacks read what it shares
+    after its defences. They read a DP optimizer of Opacus inside its step, once it has clipped and
+    added noise; a step that it skips is not counted. The DP optimizers of other libraries cannot be
+    read there, so that the leakage of what is shared is *unknown*.
 
     Examples:
         >>> import torch
@@ -72,27 +85,27 @@ class Watch(Reported):
         (1.0, 0)
 
     Args:
-        model: the model that the loop trains; under ``torch.compile`` the compiled model.
-        optimizer: the optimizer or the optimizers, also as Accelerate has prepared them.
-        attacks: the attacks, each with a name of its own; or ``"auto"``: all that can read it.
-        gates: thresholds on what is logged.
-        loader: the loader of the training data, whose length is an epoch. With it the trained
+        model: The model that the loop trains; under ``torch.compile`` the compiled model.
+        optimizer: The optimizer or the optimizers, also as Accelerate has prepared them.
+        attacks: The attacks, with different names; or ``"auto"``: all that can read this model.
+        gates: Thresholds on logged metrics.
+        loader: The loader of the training data, whose length is an epoch. With it the trained
             weights are tested as well: before the first step, at shares of an epoch, at its end.
-        folder: the folder of ``leakage.jsonl``, ``run.jsonl`` and the report. If it holds those of
+        folder: The folder of ``leakage.jsonl``, ``run.jsonl`` and the report. If it holds those of
             another run, which this one does not resume, a new ``version_<n>`` in it is used.
-        every_n_steps: look at optimizer steps 0, n, 2n, ...
-        max_overhead: the largest share of the training time that looks take, in place of
+        every_n_steps: Look at optimizer steps 0, n, 2n, ...
+        max_overhead: The largest share of the training time that looks take, in place of
             ``every_n_steps``. With neither there are looks at steps 1, 2, 4, 8, ... until they have
             taken 30 s, and then this share is .005.
-        games: how membership games are played.
-        settings: the rarely changed settings: :class:`WatchSettings`.
+        games: The settings of membership games.
+        settings: The rarely changed settings: :class:`WatchSettings`.
 
     Attributes:
-        should_stop: whether a gate has stopped the loop.
+        should_stop: Whether a gate has stopped the loop.
 
     Raises:
-        ValueError: arguments contradict each other, or the metric of a gate is not logged. When the
-            loop begins also: the model, a gate or an attack does not fit.
+        ValueError: Arguments contradict each other, or the metric of a gate is not logged. When
+            ``with`` begins also: the model, a gate or an attack does not fit.
     """
 
     engine: core.Engine
@@ -140,14 +153,21 @@ class Watch(Reported):
     def utility(self) -> dict[str, float]:
         """The user's metrics by name, such as ``"val_loss"``.
 
-        The loop sets each where it was measured, which is the step that the logs name: in the
-        block of a batch its optimizer step counts, after the block as many steps as were over.
+        The loop sets each when it is measured, and the logs name the step of that moment: inside
+        ``step`` the current optimizer step, after it the number of steps that are over.
         """
         return self.loop.utility
 
     @core.contained
     def _log_utility(self, *, epoch_ended: bool | None = False) -> None:
-        """Log the metrics that the loop has set since; another object was measured again."""
+        """Log the metrics that the loop has set since the last call.
+
+        A metric whose value is another object was measured again, even if the values are equal.
+
+        Args:
+            epoch_ended: Whether an epoch has ended; None if the engine shall find out, even without
+                a new metric.
+        """
         now = dict(self.loop.utility)
         measured = [name for name in now if now[name] is not self._earlier_utility.get(name)]
         self._earlier_utility = now
@@ -172,10 +192,10 @@ class Watch(Reported):
         Call it on every process, after the optimizer step that made these weights.
 
         Args:
-            loss: the validation loss of the current weights.
+            loss: The validation loss of the current weights.
 
         Raises:
-            ValueError: no gate watches the trained weights.
+            ValueError: No gate watches the trained weights.
         """
         if not self._on_weights:
             raise ValueError(
@@ -188,11 +208,12 @@ class Watch(Reported):
 
     @property
     def _on_weights(self) -> list[core.Threshold]:
+        """Return the gates on the trained weights."""
         return [gate for gate in self.gates if gate.on_weights]
 
     def __enter__(self) -> Watch:
-        """Begin the run: find the model's parts, calibrate the attacks, install the taps."""
-        self.end(InterruptedError)  # if the run before was left without an end
+        """Begin the run: find the model's parts, calibrate the attacks, add hooks."""
+        self.end(InterruptedError)  # if an earlier run was not ended
         try:
             with shaped(self.loop.model.parameters()):
                 self._begin()
@@ -216,7 +237,9 @@ class Watch(Reported):
             )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
-        self.should_stop = self._stepped = self._backward = self._open = self._inside = False
+        # Whether, in the current batch, an optimizer has stepped, and a backward pass has run;
+        # whether gradients of earlier batches are accumulated (open); whether a block is entered.
+        self.should_stop = self._stepped = self._backward = self._open = self._in_step = False
         for gate in self.gates:
             defenses = run.defenses if loop.release and gate.action == "harden" else ()
             save = partial(self._save, gate)
@@ -253,7 +276,7 @@ class Watch(Reported):
         """End the run.
 
         Args:
-            error: the class of the exception that ended the loop; None if the loop is finished.
+            error: The class of the exception that ended the loop; None if the loop is finished.
         """
         if self.engine.fit is None:
             return
@@ -274,7 +297,7 @@ class Watch(Reported):
                 self.close()
 
     def close(self) -> None:
-        """Remove every tap; may be called twice."""
+        """Remove every hook; may be called twice."""
         removers, self._removers = self._removers, []
         for remove in removers:
             try:
@@ -287,7 +310,10 @@ class Watch(Reported):
         """Raise an error for a model that cannot be watched.
 
         Args:
-            wrappers: the names of classes that will wrap the model.
+            wrappers: The names of classes that will wrap the model.
+
+        Raises:
+            ValueError: The model cannot be watched.
         """
         check_whole(self.loop.inner_model, self.run.watcher, wrappers, takes_fsdp2=True)
 
@@ -304,6 +330,7 @@ class Watch(Reported):
             raise ValueError(f"two gates are named '{name}': give one of them name=...")
 
     def _log(self, values: dict[str, float], step: int) -> None:
+        """Give values to all loggers; one that fails gets no more."""
         for logger in [*self._loggers]:
             try:
                 logger.log_metrics(values, step=step)
@@ -317,12 +344,14 @@ class Watch(Reported):
         self.engine.fail(error)
 
     def _save(self, gate: core.Threshold, name: str) -> Path | None:
+        """Save a checkpoint for a gate; a plain loop cannot, and returns None."""
         return None
 
     def _stop(self) -> None:
         self.should_stop = True
 
     def _log_to(self, run: LoopRun) -> list[Any]:
+        """Return the loggers of the run: TensorBoard on the first process, if it is installed."""
         if run.rank or not self.settings.tensorboard or find_spec("tensorboard") is None:
             return []
         board = core.BoardLogger(self.folder / "tensorboard")
@@ -339,32 +368,32 @@ class Watch(Reported):
         """Return a context for everything that the loop does with one batch.
 
         Args:
-            batch: the batch that the loop gives to the model.
+            batch: The batch that the loop gives to the model.
 
         Raises:
-            BatchError: neither the graph of the first look nor its batch can be read. The message
+            BatchError: Neither the graph of the first look nor its batch can be read. The message
                 shows a ``batch_adapter`` to copy.
-            LeakageLimitExceeded: a metric is above the limit of a gate with ``action="raise"``.
-            RuntimeError: the run has not begun, or an optimizer steps outside of this block.
+            LeakageLimitExceeded: A metric is above the limit of a gate with ``action="raise"``.
+            RuntimeError: The run has not begun, or an optimizer steps outside of this block.
         """
         if self.engine.fit is None:
             raise RuntimeError("no run has begun: put the loop into `with Watch(...) as watch:`")
         self.batch_begins(batch)
-        self._inside = True
+        self._in_step = True
         try:
             with before_backward(self._backward_begins):
                 yield self
         except BaseException as error:
-            self._inside = False
+            self._in_step = False
             self.loop.steps += self._stepped
             if (look := self._look) is not None:
                 look.training_step.error = f"{type(error).__name__} ended a batch of it"
             raise
         self.batch_ends()
-        self._inside = False
+        self._in_step = False
 
     def batch_begins(self, batch: Any) -> None:
-        """Start a look if one is due."""
+        """Log new metrics, and start a look if one is due."""
         self._log_utility()
         self.engine.batch_begins(batch)
         if self.loop.batches == self._first_batch and not self._run.is_compiled:
@@ -373,7 +402,7 @@ class Watch(Reported):
         self._stepped = self._backward = False
 
     def batch_ends(self) -> None:
-        """Log a look once its optimizer step is over."""
+        """Count the optimizer step if there was one, and log its look."""
         if not self._stepped and self._backward and self._gradients_are_gone():
             self._skip()
         self._open = not self._stepped and (self._open or self._backward)
@@ -383,10 +412,11 @@ class Watch(Reported):
 
     @property
     def _look(self) -> core.Look | None:
-        """The current look; None between looks."""
+        """Return the current look; None between looks."""
         return None if self.engine.fit is None else self.engine.fit.look
 
     def _backward_begins(self) -> None:
+        """Record that a backward pass begins, and whether it starts a new accumulation."""
         if self._open and self._gradients_are_gone():
             # The last optimizer step was skipped: a new accumulation begins with this batch.
             self._skip()
@@ -399,9 +429,10 @@ class Watch(Reported):
 
     @core.contained
     def _gradients_are_gone(self) -> bool:
-        """Return whether there is no gradient for a step.
+        """Return whether the optimizers have no gradient to step with.
 
-        Gradients of zeros count as none only during a look: reading them waits for the device.
+        Only during a look, gradients that are all 0 count as none: reading them waits for the
+        device.
         """
         if self.loop.zero is not None:  # ZeRO keeps gradients in internal buffers
             return self.loop.zero.is_empty
@@ -409,12 +440,20 @@ class Watch(Reported):
         return not (has_some or holds_unreduced(self.loop.model))
 
     def _skip(self) -> None:
+        """Treat a skipped step as a step of all optimizers, which have nothing to share."""
         for optimizer in self.loop.inner_optimizers:
             self.optimizer_steps(optimizer)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer steps, or skips its step."""
-        if not self._inside:
+        """Let the engine read the gradients of an optimizer that is about to step, or skips it.
+
+        Args:
+            optimizer: The optimizer, unwrapped.
+
+        Raises:
+            RuntimeError: The optimizer steps outside of ``step``.
+        """
+        if not self._in_step:
             raise RuntimeError(
                 "an optimizer stepped outside of `with watch.step(batch):`, where Watch cannot see "
                 "what it shares: put forward, backward and optimizer.step() into that block"
@@ -423,6 +462,7 @@ class Watch(Reported):
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
+        """Call :meth:`optimizer_steps` right before each optimizer steps."""
         for optimizer in self.loop.inner_optimizers:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))

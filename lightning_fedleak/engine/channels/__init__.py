@@ -1,4 +1,4 @@
-"""The families of leak that the monitor knows: words, membership, texts, memorization, canaries."""
+"""The channels: one class for each family of leak, such as words, membership and memorization."""
 
 from lightning_fedleak.engine.channels.base import Channel as Channel
 from lightning_fedleak.engine.channels.membership import MembershipChannel as MembershipChannel

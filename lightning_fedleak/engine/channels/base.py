@@ -89,9 +89,9 @@ class Channel(ABC):
 
     Attributes:
         listed_attacks: The attacks that the user chose.
-        attacks: The attacks that are played in this fit.
+        attacks: The attacks that run in this fit.
         plans: The plans of the attacks that give results, in the order of ``attacks``.
-        all_series: The series of the attacks at the stages that are looked at.
+        all_series: The series of the attacks at the measured stages.
         removers: Functions that remove the hooks of :meth:`open` and :meth:`arm` from the model.
         guesses: The class that ``run`` of its attacks returns.
         reads: The base class of its attacks. If several channels match an attack, it goes to the
@@ -106,7 +106,8 @@ class Channel(ABC):
             in "_" holds for all metrics that begin with it.
         own_threshold: The rates that use the attacks' own decisions, which may be low although the
             scores separate everything.
-        parted: Whether each process holds a part of the result, also if all are one client.
+        parted: Whether each process holds a part of the result even if all are one client. If not,
+            the result of the first process is that of the client.
         plays_games: Whether its attacks score candidate texts, among them those of the user.
         reads_updates: Whether its attacks can read the weight change of several steps.
         reads_states: Whether an attack may read hidden states, or layers that a server adds, and no
@@ -114,9 +115,9 @@ class Channel(ABC):
         adversary: The capabilities of its adversaries by default, besides what they see.
         sees: The capabilities that they have because the monitor shows them something.
         at_weights: Whether its attacks read the trained weights and nothing of a step, as those of
-            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do. All looks are then
-            at the same texts, so that the intervals of all looks hold together.
-        tests_looks: Whether each look has a p-value of its own.
+            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do. All looks then query
+            the same texts, and their intervals are corrected to hold jointly.
+        tests_looks: Whether each look has its own p-value.
         controlled: Whether its attacks are given the control of a look, see :meth:`control_rates`.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
         entity_kinds: The kinds of these values.
@@ -172,10 +173,10 @@ class Channel(ABC):
         """Refuse settings that do not fit the attacks.
 
         Raises:
-            ValueError: says which setting to change.
+            ValueError: The message says which setting to change.
         """
-        rounds = self.settings.local_steps is not None
-        for attack in self.attacks if rounds else ():
+        sends_updates = self.settings.local_steps is not None
+        for attack in self.attacks if sends_updates else ():
             if not self._reads_updates(attack):
                 raise ValueError(
                     f"a round sends a weight change, and '{attack.name}' reads what one step sends"
@@ -224,7 +225,7 @@ class Channel(ABC):
         self.finder = find_entities(self.settings, run) if self.entity_kinds else None
 
     def check(self, attack: Attack) -> None:  # noqa: B027
-        """Try as much of a calibrated attack as is possible before the first step.
+        """Try an attack on the model, as far as that is possible before the first step.
 
         Raises:
             ValueError: The attack does not work on this model.
@@ -362,8 +363,9 @@ def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
 
 
 def _result(channel: Channel, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
-    if (unread := look.training_step.error) is not None:
-        return Unknown(f"the batch could not be read: {unread}")
+    """Return this process's result of a series; ``empty``: its batches have nothing to leak."""
+    if (failure := look.training_step.error) is not None:
+        return Unknown(f"the batch could not be read: {failure}")
     if empty or not look.stepped or not plan.exposed:
         return NothingShared()
     answer = look.answers.get(series, Unknown("the attack was not run"))
@@ -382,8 +384,8 @@ def exclude(channel: Channel, names: Collection[str]) -> None:
 
 def gives_control(channel: Channel, attack: str) -> bool:
     """Return whether an attack is given the control of a look, by its name."""
-    named = (a for a in channel.attacks if a.name == attack)
-    return channel.controlled and any(a.needs_control for a in named)
+    matches = (a for a in channel.attacks if a.name == attack)
+    return channel.controlled and any(a.needs_control for a in matches)
 
 
 def plan_of(channel: Channel, attack: Attack) -> Plan:
@@ -414,8 +416,8 @@ def never_read(channel: Channel, name: str, *, fresh: bool) -> Unknown | Nothing
     if (why := no_sum(plan)) is not None:
         return Unknown(why, applies=False)
     facts, steps = plan.facts(channel.run, channel.settings.local_steps, 0), None
-    if (how := facts.compression) and how.method not in attack.reads_compressed:
-        return Unknown(explain_compression(how.method), applies=False)
+    if (kind := facts.compression) and kind.method not in attack.reads_compressed:
+        return Unknown(explain_compression(kind.method), applies=False)
     with suppress(UnusableObservation):  # some attacks read updates of any optimizer
         steps = LocalSteps.from_facts(facts)
     try:
@@ -431,7 +433,7 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
     """Return one channel of every known family, with the attacks of that family.
 
     Raises:
-        ValueError: The settings do not fit.
+        ValueError: The settings do not fit, or texts are planted for attacks that are not listed.
     """
     channels = [
         channel([a for a in attacks if family_of(a) is channel], settings)
@@ -483,7 +485,7 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
             return Unknown(why, applies=False)
         groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
         carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
-        if carries and not view.fresh:
+        if carries and not view.fresh:  # momentum of earlier steps is in the update
             return Unknown(explain_stale_optimizer("SGD"))
     if view.compression not in ("", *plan.attack.reads_compressed):
         return Unknown(explain_compression(view.compression), applies=False)

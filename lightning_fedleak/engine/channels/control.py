@@ -1,13 +1,18 @@
-"""Controls: when a look has one, and what the attacks read of it.
+"""Positive controls: whether an attack that reports a low number works on this step at all.
 
-A low number may mean that little leaks, or that the attack does not work here. The control tells
-the two apart: it is the same step with known words, which are the batch's own, shuffled
-(:mod:`lightning_fedleak.model.taps.control`). An attack that reads nothing there is not working.
+A low number may mean that little leaks, or that the attack does not work here. A control
+distinguishes the two: the same step on known text, which is the batch with its tokens shuffled
+(:mod:`lightning_fedleak.model.taps.control`). An attack that recovers nothing of it is not working.
 
-Before the control, the step is made again with its own words. The part of the optimizer's gradient
-that this does not explain (weight decay in the loss, a hook of the user's) is added to the control,
-so that the control went through what the gradient went through. If that part is most of the
-gradient, the words that the attacks are scored by may be those of another step.
+The order in a look, after the attacks have guessed:
+
+1. The attacks whose number needs a control are selected.
+2. The step is recomputed with its own tokens. What this does not explain of the optimizer's
+   gradient (weight decay in the loss, a hook of the user's) is the *remainder*. If it is most of
+   the gradient, the attacks may be scored by the text of another step: the control is unknown.
+3. The gradient of the shuffled step is computed, the remainder is added, and the attacks run on it.
+4. An attack that recovers little runs on smaller and smaller parts of the control. If it works on
+   one of them, the batch is too large for the attack.
 """
 
 from __future__ import annotations
@@ -40,38 +45,39 @@ from lightning_fedleak.model.taps import (
 from lightning_fedleak.report.records import default_limit
 
 FALL = 0.9
-"""Share of the last control below which a number is controlled again.
+"""An attack gets a new control if its number is below this share of its last control.
 
-Higher: more looks have a control, which costs a training step. Lower: an attack that has lost some
-of its sight since is found later.
+Higher: more looks have a control, which costs a training step. Lower: an attack that has become
+weaker since its last control is noticed later.
 """
 SMALLER = 4
-"""Each part of a batch has this share of the labels of the part before; 2 tries twice as many."""
+"""Each part of a control has 1/4 of the labels of the part before; 2 tries twice as many parts."""
 MIN_LABELS = 4
-"""Labels of the smallest part: an attack that names one word of any batch has at most .4 of these.
+"""Labels of the smallest part. An attack that recovers only one of 4 words has an F1 of .4 there.
 
-Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
-a few types are unknown.
+Fewer: such an attack passes as one that works on smaller batches. More: attacks that can recover
+only a few word types are unknown.
 """
 MAX_MOVE = 0.1
-"""Difference of a control from the last one up to which no parts of other sizes are asked.
+"""Up to this change of its control, an attack that fails on a part is not run on other sizes.
 
-Larger: fewer gradients are made; smaller: an attack that reads no part is asked about all sizes.
+Larger: fewer gradients are computed. Smaller: a failing attack runs on all sizes more often.
 """
 MAX_UNEXPLAINED = 0.5
-"""Share of a gradient, left by the step made again, above which its truth may be of another step.
+"""Share of a gradient that may be unexplained; above it the batch may be that of another step.
 
-A batch that is not what was trained leaves .99, an L2 penalty of common sizes .1 to .4. Higher:
-numbers scored against a half of other words count; lower: steps with large penalties are unknown
-where the control alone, which has the penalty in it, would decide.
+A batch that was not trained on leaves .99 unexplained, an L2 penalty of common sizes .1 to .4.
+Higher: numbers count although half of the gradient is of other text. Lower: steps with large
+penalties are unknown, although their control contains the penalty and could decide.
 """
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 EXACT = 1e-6
-"""Share of a gradient that rounding leaves, by the coarsest dtype of a step; in float32.
+"""Share of a gradient that rounding leaves unexplained: ``ROUNDING`` by the coarsest dtype of a
+step, and ``EXACT`` in float32 and where recorded logits are reused.
 
-Where the step's own numbers are used again, untouched steps leave 0 to 5e-7 in any dtype; where
-they are computed anew, .004 in bfloat16. So much is not added to the control, which would be
-rounded twice. Higher: an L2 penalty of 1e-7, which takes most words of a LoRA from SubspaceWords,
+With recorded logits, steps without a remainder leave 0 to 5e-7 in any dtype. If the logits are
+computed again, they leave .004 in bfloat16. This share is not added to the control, which would be
+rounded twice. Higher: an L2 penalty of 1e-7, which hides most words of a LoRA from SubspaceWords,
 passes for rounding.
 """
 
@@ -86,19 +92,19 @@ _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control h
 
 @dataclass
 class _Newest:
-    """The newest control of an attack, and the number that it had then or later."""
+    """The headline metric of an attack: on its newest control, and at its newest look."""
 
     control: float
     number: float
 
 
 class _Part(NamedTuple):
-    """The newest part of a control that an attack read, or the smallest one if it read none.
+    """The part of a control on which an attack last worked, or the smallest if it worked on none.
 
     Attributes:
-        labels: the number of its labels.
-        is_read: whether the attack read enough of it.
-        control: what the attack read of the whole batch then; NaN where nothing.
+        labels: The number of labels of the part.
+        is_read: Whether the attack worked on it, that is, recovered enough.
+        control: The attack's headline metric on the whole control then; NaN if unknown.
     """
 
     labels: int
@@ -106,10 +112,10 @@ class _Part(NamedTuple):
     control: float
 
     def is_outdated(self, control: float) -> bool:
-        """Return whether a part of another size may be read, if one of this size is not.
+        """Return whether the attack may now work on a part of another size.
 
         Args:
-            control: what the attack reads of the whole batch now; NaN where nothing.
+            control: The attack's headline metric on the whole control now; NaN if unknown.
         """
         if self.is_read or math.isnan(control) != math.isnan(self.control):
             return True
@@ -119,16 +125,16 @@ class _Part(NamedTuple):
 def _explain(
     gradients: Mapping[str, Tensor], again: Mapping[str, Tensor], rounding: float = EXACT
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return which share of gradients the step made again leaves, and what it leaves of each.
+    """Return the share of the gradients that recomputing the step leaves, and each remainder.
 
-    One factor for all gradients is fitted, because clipping by norm and a loss scale multiply all
-    of them. Of what is left, rounding accounts for a part, which is taken out as the square root of
-    a difference of squares, since independent errors add up by their squares. Where the step made
-    again is exactly 0 rounding changes nothing, and all that is left is returned.
+    One factor is fitted for all gradients, because clipping by norm and a loss scale multiply all
+    of them. Rounding accounts for a part of the remainder. That part is taken out as the root of a
+    difference of squares, since independent errors add up by their squares. Entries whose
+    recomputed gradient is exactly 0 have no rounding error: their remainder stays as it is.
 
     Args:
         gradients: The gradients of a step, by role.
-        again: The gradients of the step made again; those that are absent are 0.
+        again: The gradients of the recomputed step, by role; absent ones are 0.
         rounding: The share that rounding leaves.
     """
     floats = {role: gradient.float() for role, gradient in gradients.items()}
@@ -137,20 +143,20 @@ def _explain(
     square_again = sum(float(y.square().sum()) for _, y in pairs.values())
     if not (dot > 0 and square_again > 0 and math.isfinite(dot / square_again)):
         return 1.0, {}
-    factor = square_again / dot  # which brings the step's gradients nearest to those made again
+    factor = square_again / dot  # brings the step's gradients nearest to the recomputed ones
     remainder = {role: x * factor - y for role, (x, y) in pairs.items()}
     square = sum(float(x.square().sum()) for x in floats.values()) * factor**2
-    square_left = sum(float(left.square().sum()) for left in remainder.values())
+    square_left = sum(float(residual.square().sum()) for residual in remainder.values())
     share = min(1.0, math.sqrt(square_left / square))
     above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
-    for role, left in remainder.items():  # rounding leaves an exact 0 as it is
-        remainder[role] = torch.where(pairs[role][1] == 0, left, left * above)
-    remainder = {role: left for role, left in remainder.items() if bool(left.any())}
+    for role, residual in remainder.items():  # rounding leaves an exact 0 as it is
+        remainder[role] = torch.where(pairs[role][1] == 0, residual, residual * above)
+    remainder = {role: residual for role, residual in remainder.items() if bool(residual.any())}
     return share * (share > EXACT), remainder
 
 
 class Controls:
-    """Give the attacks of a run the controls of its looks.
+    """Run the attacks of a fit on positive controls, at the looks that need one.
 
     Args:
         run: The run.
@@ -158,6 +164,7 @@ class Controls:
 
     Attributes:
         needs: The value that a control must exceed, by family: the highest threshold of its gates.
+            Families that are absent need :func:`default_limit`.
     """
 
     def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
@@ -169,23 +176,25 @@ class Controls:
         self._newest: dict[str, _Newest] = {}
         self._parts: dict[str, _Part] = {}
         self._has_warned = False
-        self._is_noisy = True  # a device may not compute the same twice; one that did stays so
-        # There is no gradient before what a defence does to a batch or to hidden states.
-        self._replaced = any(d.acts_on_batches or d.activation_layers for d in run.defenses)
+        # Whether the device may compute different gradients for one step. Once it was found to be
+        # deterministic, this is not measured again.
+        self._is_noisy = True
+        # A defence that rewrites batches or hidden states leaves no undefended gradient to explain.
+        self._is_rewritten = any(d.acts_on_batches or d.activation_layers for d in run.defenses)
         self.needs: dict[str, float] = {}
-        self._together = run.processes > 1 and (run.client == "world" or run.is_sharded)
-        # Under DP the moments of controls must not depend on the data.
-        self._by_cadence = bool(accounting(run.defenses))
+        self._are_joint = run.processes > 1 and (run.client == "world" or run.is_sharded)
+        # Under DP the choice of the looks with a control must not depend on the data.
+        self._ignores_data = bool(accounting(run.defenses))
 
     def play(self, look: Look, plans: Sequence[Plan]) -> None:
-        """Give attacks that have read a step its control, if one is due.
+        """Run the attacks for which a control is due on the control of this step.
 
         Args:
-            look: The look, right before the optimizer steps; the attacks have answered.
+            look: The look, right before the optimizer steps; the attacks have guessed.
             plans: The plans of the attacks whose gradients are shared.
         """
         names = {series.attack for series in look.scope or self._series}
-        # Without an optimizer the attack reads no parameter of the model.
+        # An attack without an optimizer reads no parameter of the model, and always counts.
         stepped = [p for p in plans if p.attack.name in names and look.steps_with(p.optimizer)]
         scored = [plan for plan in stepped if self._is_scored(plan)]
         due = [p for p in scored if self._anywhere(self.may_play(p) and self._is_due(look, p))]
@@ -196,13 +205,13 @@ class Controls:
         except Exception as error:
             self._fail(look, due, reason(error))
 
-    def _anywhere(self, here: bool) -> bool:
-        """Return whether a condition holds on any process that has to make the same gradients.
+    def _anywhere(self, condition: bool) -> bool:
+        """Return whether a condition holds on this process, or on one that computes with it.
 
-        If the processes are one client, or share a sharded model, all of them make a gradient
-        together. Otherwise each process decides by itself.
+        If the processes are one client, or share a sharded model, they compute each gradient
+        together, so that all must take the same branch. Otherwise each process decides alone.
         """
-        return self._run.on_any_process(here) if self._together else here
+        return self._run.on_any_process(condition) if self._are_joint else condition
 
     def may_play(self, plan: Plan) -> bool:
         """Return whether an attack is given controls."""
@@ -215,13 +224,14 @@ class Controls:
         return channel is not None and plan.exposed and channel.controlled
 
     def _is_due(self, look: Look, plan: Plan) -> bool:
-        """Return whether an attack's number of this look needs a control of this look.
+        """Return whether an attack's number at this look needs a control at this look.
 
-        The first number of a run does, and each that is lower than the last one, or lower than
-        :data:`FALL` times the last control. An attack that still waits needs no control.
+        It does if it is the first of the run, lower than the one before, or lower than
+        :data:`FALL` times the last control. An attack that still waits needs no control. Under DP
+        every look but a retry needs one.
         """
         newest = self._newest.get(plan.attack.name)
-        if self._by_cadence:
+        if self._ignores_data:
             return newest is None or look.scope is None
         if newest is None:
             return not all(isinstance(answer, Waiting) for answer in self._answers(look, plan))
@@ -235,21 +245,23 @@ class Controls:
     def _number(self, look: Look, plan: Plan) -> float:
         """Return the lowest headline of an attack at the stages of this look; 0 if it has none."""
         channel, missing = self._channels[plan.attack.name], Unknown | Waiting | None
-        known = [a for a in self._answers(look, plan) if not isinstance(a, missing)]
+        guesses = [a for a in self._answers(look, plan) if not isinstance(a, missing)]
         try:
-            rates = [channel.rates(look.training_step, plan, answer) for answer in known]
+            rates = [channel.rates(look.training_step, plan, guess) for guess in guesses]
         except Exception:  # the result of the attack states the reason
             return 0.0
         numbers = (values.get(channel.headline, math.nan) for values in rates)
         return min((number for number in numbers if not math.isnan(number)), default=0.0)
 
     def _play(self, look: Look, plans: Sequence[Plan], scored: Sequence[Plan]) -> None:
-        """Make the step again, and then play its control.
+        """Recompute the step, and then run the attacks on its control.
+
+        If too much of the gradient is unexplained, the controls of all scored attacks are unknown.
 
         Args:
             look: The look.
             plans: The plans of the attacks whose control is due.
-            scored: The plans of all attacks that the words of this step score.
+            scored: The plans of all attacks that are scored against the text of this step.
         """
         step = look.training_step
         controls = self._controls(step)
@@ -261,14 +273,14 @@ class Controls:
             self._fail(look, scored, _DOUBT.format(share))
             return
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
-        if others := [plan for plan in plans if plan not in likely]:
-            self._ask(look, others, controls, remainder)
+        if unbiased := [plan for plan in plans if plan not in likely]:
+            self._run_attacks(look, unbiased, controls, remainder)
         self._fail(look, likely, _LIKELY_TEXTS)
 
     def _fail(self, look: Look, plans: Sequence[Plan], why: str) -> None:
-        """Keep an unknown control for attacks, so that no low number of theirs counts."""
+        """Store an unknown control for attacks, so that their low numbers do not count."""
         for plan in plans:
-            self._keep(look, plan, Control(self._nothing(plan), why=why))
+            self._store(look, plan, Control(self._unknown_rates(plan), why=why))
 
     def _controls(self, step: Step) -> list[Step]:
         """Return the controls of a step, which have its words in shuffled order.
@@ -290,7 +302,7 @@ class Controls:
             failure = failure or reason(error)
         n = len(step.calls)
         n_calls = torch.tensor(n, device=self._run.device)
-        if self._together and int(self._run.summed(n_calls)) != n * self._run.processes:
+        if self._are_joint and int(self._run.summed(n_calls)) != n * self._run.processes:
             failure = failure or "processes made different numbers of calls"
         if self._anywhere(failure is not None):
             raise UnusableObservation(failure or _ELSEWHERE)
@@ -300,17 +312,17 @@ class Controls:
         return controls
 
     def _remainder(self, look: Look, plans: Sequence[Plan]) -> tuple[float, dict[str, Tensor]]:
-        """Return the share of the gradients that the step made again leaves, and what it leaves.
+        """Return the unexplained share of the gradients, and the remainder of each by role.
 
-        The remainder of each gradient is in the scale of the step made again. The share is 0 if
-        there is nothing to compare, or the step cannot be made again.
+        The remainders are in the scale of the recomputed step. The share is 0 if there is no
+        undefended gradient to compare, or if the step cannot be recomputed.
         """
         step, view = look.training_step, self._before_defenses(look)
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        if self._anywhere(view is None or self._replaced) or view is None or not roles:
+        if self._anywhere(view is None or self._is_rewritten) or view is None or not roles:
             return 0.0, {}
         try:
-            again = self._again(step, roles)
+            again = self._recompute(step, roles)
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -333,7 +345,7 @@ class Controls:
         return 0.0, {}
 
     def _before_defenses(self, look: Look) -> GradientSnapshot | None:
-        """Return the gradient of a step or round before any defence; None if it was not seen."""
+        """Return the gradient of a step or round before any defence; None if not observed."""
         step = look.training_step
         is_round = step.round is not None and not (self._run.defenses or step.compression)
         if step.undefended is None and (Stage.LOCAL in look.stages or is_round):
@@ -342,17 +354,17 @@ class Controls:
         return step.undefended
 
     def _rounding(self, view: GradientSnapshot, step: Step, roles: Sequence[str]) -> float:
-        """Return the share of a gradient that rounding leaves when its step is made again.
+        """Return the share of a gradient that rounding leaves when its step is recomputed.
 
-        On one process with recorded logits exactly the same numbers come out again. Sums over
-        processes are rounded differently, and so are logits that were not recorded, because the
-        whole model is compiled or the head is not called.
+        On one process with recorded logits, exactly the same numbers are computed again. Sums over
+        processes are rounded differently. So are logits that were not recorded, because the whole
+        model is compiled or the head is not called.
         """
         anatomy, heads = self._run.anatomy, [call.read_heads for call in step.calls]
         of_head = set(map(id, () if anatomy.head is None else anatomy.head.parameters()))
         reads_head = any(id(anatomy.parameter(role)) in of_head for role in roles)
         reads_states = any(head.source == "states" for calls in heads for head in calls)
-        if all(heads) and not self._together and not (reads_head and reads_states):
+        if all(heads) and not self._are_joint and not (reads_head and reads_states):
             return EXACT
         policies = self._run.policies.values()
         dtypes = {tensor.dtype for tensor in view.tensors.values()}
@@ -360,11 +372,14 @@ class Controls:
         dtypes |= {p.param_dtype for p in policies} | {p.reduce_dtype for p in policies}
         return max((ROUNDING.get(dtype, EXACT) for dtype in dtypes), default=EXACT)
 
-    def _again(self, step: Step, roles: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return the gradients of the step made again, by role.
+    def _recompute(self, step: Step, roles: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return the gradients of the recomputed step, by role.
+
+        If the random state of a call was not recorded, the step is computed twice with different
+        random numbers, to find out whether they change the gradients.
 
         Raises:
-            UnusableObservation: It cannot be made again, or not with the same random numbers.
+            UnusableObservation: It cannot be recomputed, or not with the same random numbers.
         """
         again = self._gradient(step, roles, {}).tensors
         if all(call.random for call in step.calls):
@@ -377,27 +392,27 @@ class Controls:
             raise UnusableObservation("the random numbers of its dropout are not known")
         return again
 
-    def _ask(
+    def _run_attacks(
         self,
         look: Look,
         plans: Sequence[Plan],
         controls: Sequence[Step],
         remainder: Mapping[str, Tensor],
     ) -> None:
-        """Play controls, and parts of a control for attacks that read little of the whole."""
+        """Run attacks on whole controls, and then those that recover little on parts of one."""
         answers = [self._rates(control, plans, remainder) for control in controls]
-        low = []
+        low = []  # plans of the attacks that recover too little
         for plan in plans:
             rates, is_low = [rates[plan.attack.name] for rates in answers], False
-            control = self._lowest(look, plan, rates)
+            control = self._lowest_control(look, plan, rates)
             if control is not None:
-                self._keep(look, plan, control)
+                self._store(look, plan, control)
                 channel = self._channels[plan.attack.name]
-                is_low = not control.rates.get(channel.headline, math.nan) > self._need(channel)
+                is_low = not control.rates.get(channel.headline, math.nan) > self._limit(channel)
             if self._anywhere(is_low):
                 low.append(plan)
         if low:
-            self._ask_parts(look, low, controls[-1], remainder)
+            self._run_on_parts(look, low, controls[-1], remainder)
 
     def _rates(
         self, control: Step, plans: Sequence[Plan], remainder: Mapping[str, Tensor]
@@ -417,15 +432,15 @@ class Controls:
     def _gradient(
         self, step: Step, roles: Sequence[str], remainder: Mapping[str, Tensor]
     ) -> GradientSnapshot:
-        """Return the gradient of a step made again; the mean over processes if they are one client.
+        """Return the gradient of a recomputed step; the mean over processes if they are one client.
 
         Args:
             step: The step itself, or a control.
             roles: The roles of the gradients; empty if all attacks read only hidden states.
-            remainder: What the step made again leaves of each gradient, by role, which is added.
+            remainder: The remainder of each gradient by role, which is added.
 
         Raises:
-            UnusableObservation: The gradient cannot be made, here or on another process.
+            UnusableObservation: The gradient cannot be computed, here or on another process.
         """
         run, why = self._run, _ELSEWHERE
         if not roles:
@@ -446,60 +461,64 @@ class Controls:
         if run.client == "world" and run.processes > 1:
             shared = [role for role in roles if self._anywhere(role in tensors)]
             tensors = {r: run.reduced(r, tensors.get(r, self._zeros(r))) for r in shared}
-        for role, rest in remainder.items():
+        for role, residual in remainder.items():
             gradient = tensors.get(role)
-            tensors[role] = rest if gradient is None else (gradient + rest).to(gradient)
+            tensors[role] = residual if gradient is None else (gradient + residual).to(gradient)
         rounding = run.rounding(len(step.calls))
         return replace(view, tensors=tensors, client=run.number, rounding=rounding)
 
     def _zeros(self, role: str) -> Tensor:
-        """Return the gradient of a parameter on a process whose part of a batch has no label."""
+        """Return a gradient of zeros, for a process whose part of a batch has no label."""
         parameter = self._run.anatomy.parameter(role)
         assert parameter is not None
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # of a shard of ZeRO-3 the whole
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3: the unsharded shape
         return torch.zeros(shape, dtype=parameter.dtype, device=self._run.device)
 
-    def _lowest(
+    def _lowest_control(
         self, look: Look, plan: Plan, answers: Sequence[Mapping[str, float] | Unknown | Waiting]
     ) -> Control | None:
-        """Return the lowest rates of controls; None if the attack waits on one of them."""
+        """Return the lowest rates over controls; None if the attack still waits for more steps.
+
+        In that case the attack waits in all its series too.
+        """
         if waits := next((rates for rates in answers if isinstance(rates, Waiting)), None):
-            # Without a result before the defences, one after them would be made of noise.
+            # An attack that cannot guess yet without defences would guess from noise with them.
             names = [s for s in self._series if s.attack == plan.attack.name]
             look.answers |= dict.fromkeys(names, waits)
             return None
         if failed := next((rates for rates in answers if isinstance(rates, Unknown)), None):
-            return Control(self._nothing(plan), why=failed.why)
-        known = [rates for rates in answers if isinstance(rates, Mapping)]
-        return Control({name: min(rates[name] for rates in known) for name in known[0]})
+            return Control(self._unknown_rates(plan), why=failed.why)
+        scored = [rates for rates in answers if isinstance(rates, Mapping)]
+        return Control({name: min(rates[name] for rates in scored) for name in scored[0]})
 
-    def _ask_parts(
+    def _run_on_parts(
         self, look: Look, plans: Sequence[Plan], whole: Step, remainder: Mapping[str, Tensor]
     ) -> None:
-        """Play ever smaller parts of a control for attacks that read little of the whole.
+        """Run attacks that recover little of a whole control on smaller and smaller parts of it.
 
-        If an attack reads a part, the whole holds more than the attack can tell apart.
+        If an attack works on a part, the whole holds more text than the attack can recover. The
+        part on which one of the attacks worked last comes before all sizes.
         """
         n_labels = self._count_labels(whole)
         names = {plan.attack.name for plan in plans}
-        last = {n: part for n, part in self._parts.items() if n in names and part.labels < n_labels}
-        low, first = list(plans), 0
-        if last:  # one part for all: the smallest that one of them has read
-            read = [part.labels for part in last.values() if part.is_read]
-            first = min(read or [part.labels for part in last.values()])
-            unread = self._ask_part(look, plans, whole.part(first), first, remainder)
-            low = [plan for plan in unread if self._may_read_another(plan, last)]
+        parts = {n: p for n, p in self._parts.items() if n in names and p.labels < n_labels}
+        low, first_size = list(plans), 0
+        if parts:  # one size for all attacks: the smallest on which one of them has worked
+            sizes = [part.labels for part in parts.values() if part.is_read]
+            first_size = min(sizes or [part.labels for part in parts.values()])
+            unread = self._ask_part(look, plans, whole.part(first_size), first_size, remainder)
+            low = [plan for plan in unread if self._may_read_another(plan, parts)]
         while low and n_labels > MIN_LABELS:
             n_labels = max(n_labels // SMALLER, MIN_LABELS)
-            if n_labels != first:
+            if n_labels != first_size:
                 low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
-        for plan in low:  # which read no part: the smallest one is asked next
-            self._parts[plan.attack.name] = _Part(MIN_LABELS, False, self._control_of(plan))
+        for plan in low:  # attacks that work on no part: the smallest part comes first next time
+            self._parts[plan.attack.name] = _Part(MIN_LABELS, False, self._newest_control(plan))
 
     def _count_labels(self, whole: Step) -> int:
         shapes = [call.shapes for call in whole.calls if call.shapes is not None]
         counts = torch.stack([(rows[0] != 0).sum() for rows in shapes]).sum()
-        return int(self._run.summed(counts) / self._run.processes if self._together else counts)
+        return int(self._run.summed(counts) / self._run.processes if self._are_joint else counts)
 
     def _ask_part(
         self,
@@ -509,39 +528,44 @@ class Controls:
         n_labels: int,
         remainder: Mapping[str, Tensor],
     ) -> list[Plan]:
-        """Play a part of a control, and return the plans of the attacks that cannot read it.
+        """Run attacks on a part of a control, and return the plans of those that fail on it.
+
+        The rates on the part are stored with the control of each attack that works on it.
 
         Args:
-            look: the look.
-            plans: the plans of the attacks.
-            part: the part.
-            n_labels: the number of its labels.
-            remainder: by role, what the step made again leaves of the gradient.
+            look: The look.
+            plans: The plans of the attacks.
+            part: The part.
+            n_labels: The number of its labels.
+            remainder: The remainder of each gradient, by role.
         """
         answers, unread = self._rates(part, plans, remainder), []
         for plan in plans:
             name, channel = plan.attack.name, self._channels[plan.attack.name]
-            need = max(self._need(channel), default_limit(channel.leak.chance))
+            need = max(self._limit(channel), default_limit(channel.leak.chance))
             rates = answers[name]
-            known = rates if isinstance(rates, Mapping) else {}
-            is_read = known.get(channel.headline, math.nan) > need
+            scored = rates if isinstance(rates, Mapping) else {}
+            is_read = scored.get(channel.headline, math.nan) > need
             if is_read and name in look.controls:
-                self._keep(look, plan, replace(look.controls[name], part=known))
+                self._store(look, plan, replace(look.controls[name], part=scored))
             if self._anywhere(not is_read):
                 unread.append(plan)
             else:
-                self._parts[name] = _Part(n_labels, True, self._control_of(plan))
+                self._parts[name] = _Part(n_labels, True, self._newest_control(plan))
         return unread
 
-    def _may_read_another(self, plan: Plan, last: Mapping[str, _Part]) -> bool:
-        part = last.get(plan.attack.name)
-        return part is None or self._anywhere(part.is_outdated(self._control_of(plan)))
+    def _may_read_another(self, plan: Plan, parts: Mapping[str, _Part]) -> bool:
+        """Return whether an attack that fails on its newest part may work on another size."""
+        part = parts.get(plan.attack.name)
+        return part is None or self._anywhere(part.is_outdated(self._newest_control(plan)))
 
-    def _control_of(self, plan: Plan) -> float:
+    def _newest_control(self, plan: Plan) -> float:
+        """Return an attack's headline metric on its newest control; NaN if it has none."""
         newest = self._newest.get(plan.attack.name)
         return math.nan if newest is None else newest.control
 
-    def _keep(self, look: Look, plan: Plan, control: Control) -> None:
+    def _store(self, look: Look, plan: Plan, control: Control) -> None:
+        """Store the control of an attack in the look, and as its newest one."""
         unexplained = look.training_step.unexplained
         look.controls[plan.attack.name] = replace(control, unexplained=unexplained)
         number = self._number(look, plan)
@@ -549,16 +573,17 @@ class Controls:
         self._newest[plan.attack.name] = _Newest(value, number)
 
     def state(self) -> tuple[dict[str, _Newest], dict[str, _Part]]:
-        """Return each attack's newest control and newest part."""
+        """Return each attack's newest control and newest part, by name."""
         return deepcopy((self._newest, self._parts))
 
     def restore(self, state: tuple[dict[str, _Newest], dict[str, _Part]]) -> None:
-        """Go back to what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
         self._newest, self._parts = deepcopy(state)
 
-    def _need(self, channel: Channel) -> float:
+    def _limit(self, channel: Channel) -> float:
         """Return the value that a control must exceed for a low number to count."""
         return self.needs.get(channel.family, default_limit(channel.leak.chance))
 
-    def _nothing(self, plan: Plan) -> dict[str, float]:
+    def _unknown_rates(self, plan: Plan) -> dict[str, float]:
+        """Return NaN for each metric of an attack."""
         return dict.fromkeys(self._channels[plan.attack.name].metrics, math.nan)

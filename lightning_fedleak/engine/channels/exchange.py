@@ -1,6 +1,10 @@
-"""The exchange between processes: results of a look are gathered on the first one and pooled.
+"""The exchange between processes after each look.
 
-:func:`over_processes` divides the questions to a model among the processes.
+1. Each process packs its results into one row of numbers, of the same width everywhere.
+2. The rows are gathered on process 0, which pools those of each series into an outcome.
+3. Process 0 sends the outcomes to the others, without the values of single clients.
+
+:func:`over_processes` divides the queries to a model among the processes.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ OTHER_WAITS = "another client waits"
 class Exchange:
     """Pool the results of all processes of one fit after each look.
 
-    Every process takes part in every exchange, also one on which something failed. The counts of a
-    client reach process 0 and no other process.
+    Every process takes part in every exchange, even after a failure, because the others wait for
+    it. The results of a client reach process 0 and no other process.
 
     Args:
         run: The fit.
@@ -48,7 +52,7 @@ class Exchange:
 
     def __init__(self, run: Run, channels: Mapping[Series, Channel]) -> None:
         self._run = run
-        self._many = run.processes > 1
+        self._is_distributed = run.processes > 1
         self._one_client = run.client == "world"
         self._channels = channels
 
@@ -57,11 +61,11 @@ class Exchange:
     ) -> tuple[dict[Series, Outcome] | None, int]:
         """Return the results of all processes together.
 
-        Process 0 gets the rows of all clients and pools them. The others get the pooled outcomes,
-        without the values of single clients and without the reasons of failures.
+        Process 0 gets the rows of all clients and pools them. Other processes get the pooled
+        outcomes, without the values of single clients, and only their own reasons of failures.
 
         Args:
-            results: The results of this process, of the same series in the same order everywhere.
+            results: The results of this process; the series have the same order on all processes.
             exposed: Whether the gradients of a series leave the client at all.
             next_step: The next step to look at, as this process proposes it.
 
@@ -71,7 +75,7 @@ class Exchange:
         """
         rows = [_row(result, self._channels[series], series) for series, result in results.items()]
         widths = [len(row) for row in rows]
-        gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
+        gathered = self._gather(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
             ends = list(accumulate(widths))
@@ -79,24 +83,24 @@ class Exchange:
                 series: gathered[:, end - width : end]
                 for series, end, width in zip(results, ends, widths, strict=True)
             }
-            silent = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
-            if not any(silent):
+            empty = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
+            if not any(empty):
                 pooled = {
                     series: self._outcome(series, table, results[series])
                     if exposed[series]
                     else not_shared(self._channels[series].metrics_of(series))
                     for series, table in tables.items()
                 }
-        if self._many:
+        if self._is_distributed:
             joint = pooled and {s: _without_clients(outcome) for s, outcome in pooled.items()}
             joint, next_step = self._run.broadcast((joint, next_step))
             if gathered is None:
-                pooled = joint and {s: _with_reason(one, results[s]) for s, one in joint.items()}
+                pooled = joint and {s: _with_reason(o, results[s]) for s, o in joint.items()}
         return pooled, next_step
 
-    def _at_first(self, local: Tensor) -> Tensor | None:
+    def _gather(self, local: Tensor) -> Tensor | None:
         """Return the numbers of all processes, (clients, n), on process 0; None on the others."""
-        if not self._many:
+        if not self._is_distributed:
             return local[None]
         # gloo gathers on the CPU only.
         local = local.cpu() if "gloo" in dist.get_backend() else local.to(self._run.device)
@@ -138,7 +142,7 @@ class Exchange:
 
 
 def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
-    """Return tensors of n rows, of which each process computes a part.
+    """Return tensors of n rows; each process computes a part of them, or all if it is sharded.
 
     Args:
         run: The fit.
@@ -149,8 +153,8 @@ def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -
         UnusableObservation: ``ask`` failed, on this process or on another one.
     """
     parts: list[Tensor] = []
-    alone = run.processes == 1 or run.is_sharded
-    rows = list(range(n) if alone else range(run.rank, n, run.processes))
+    computes_all = run.processes == 1 or run.is_sharded
+    rows = list(range(n) if computes_all else range(run.rank, n, run.processes))
     failure: Exception | None = None
     try:
         with run.forward_context():
@@ -160,10 +164,10 @@ def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -
     if run.on_any_process(failure is not None):
         why = "another process failed" if failure is None else reason(failure)
         raise UnusableObservation(f"the model cannot be asked: {why}") from failure
-    if alone:
+    if computes_all:
         return parts
     whole = []
-    for values in parts:
+    for values in parts:  # each process fills its rows, so that the sum has all
         joint = torch.zeros(n, *values.shape[1:])
         joint[rows] = values.float()
         joint = run.summed(joint.to(run.device)).cpu()

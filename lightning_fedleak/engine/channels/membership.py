@@ -76,7 +76,7 @@ _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
 
 @dataclass(frozen=True)
 class _Games:
-    """The games of one attack at one look.
+    """The membership games of one attack at one look.
 
     Attributes:
         targets: The candidate texts, with the truth.
@@ -123,10 +123,10 @@ class MembershipChannel(Channel):
         # The number of games, then a score, a bit and a decision for each member and non-member.
         self.width = 1 + 3 * 2 * games.targets
         self._windows: dict[str, played.Window] = {}
-        self._tap: ActivationTap | None = None
-        self._calls: ModelCalls | None = None
+        self._tap: ActivationTap | None = None  # records gradients of hidden states
+        self._calls: ModelCalls | None = None  # records token ids, if a defence changes them
         self._layers: set[int] = set()
-        # Of this look; None until they are drawn.
+        # The targets of this look; None until they are drawn.
         self._targets: Targets | Waiting | Unknown | None = None
         self._games: dict[str, _Games | Unknown] = {}
         self._canaries_in_transit = False
@@ -188,8 +188,8 @@ class MembershipChannel(Channel):
             ValueError: The attack does not fit the model, or the model does not run on token ids.
         """
         assert isinstance(attack, MembershipAttack)
-        every = torch.ones(2, 2, dtype=torch.bool)
-        rows = Rows(torch.full((2, 2), 1), every, False, every)
+        no_padding = torch.ones(2, 2, dtype=torch.bool)
+        rows = Rows(torch.full((2, 2), 1), no_padding, False, no_padding)
         try:
             with self.run.forward_context():
                 hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
@@ -286,14 +286,14 @@ class MembershipChannel(Channel):
                     f"and the input of the server's own layers at layer {layer} is then not "
                     f"computed: give the attack a layer= below {rewritten}, or leave '{name}' out"
                 )
-        read = batches if self._calls is None else with_ids(self._calls.calls, batches)
-        return self._join_layer(layer, batches, read, self._tap.gradients(layer, scale=scale))
+        inputs = batches if self._calls is None else with_ids(self._calls.calls, batches)
+        return self._join_layer(layer, batches, inputs, self._tap.gradients(layer, scale=scale))
 
     def _join_layer(
         self,
         layer: int,
         batches: Sequence[TokenBatch],
-        read: Sequence[TokenBatch],
+        inputs: Sequence[TokenBatch],
         pieces: Sequence[Tensor],
     ) -> _LayerData:
         """Return the hidden states of texts at a layer, with the gradients that were recorded.
@@ -301,14 +301,14 @@ class MembershipChannel(Channel):
         Args:
             layer: The index of the layer.
             batches: The micro-batches that the user's step got.
-            read: The same micro-batches with the token ids that the model got.
+            inputs: The same micro-batches with the token ids that the model got.
             pieces: The gradients of the model's calls, in order.
 
         Raises:
             UnusableObservation: The gradients are not of these batches.
         """
         gradients = join_gradients(pieces, batches, layer)
-        documents = [batch.by_document() for batch in read]
+        documents = [batch.by_document() for batch in inputs]
         with self.run.forward_context():
             client = [
                 hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
@@ -318,6 +318,7 @@ class MembershipChannel(Channel):
         return [*zip(documents, client, parts, strict=True)]
 
     def _make_games(self, attack: MembershipAttack, layer: _LayerData, targets: Targets) -> _Games:
+        """Return an attack's games: the targets that the loss reaches, and its canary for them."""
         upstream = [
             upstream_of(
                 gradient.to(hidden.device),
@@ -383,6 +384,7 @@ class MembershipChannel(Channel):
     def _guess(
         self, attack: MembershipAttack, step: int, stage: Stage
     ) -> played.GameResults | Unknown | Waiting:
+        """Return an attack's guesses at a stage with the truth, or why there are none (yet)."""
         if isinstance(self._targets, Unknown | Waiting):
             return self._targets
         games = self._games.get(attack.name, Unknown("no canary was computed at stage local"))
@@ -412,7 +414,7 @@ class MembershipChannel(Channel):
         return played.rates_of(answer)
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates on a control's texts; non-members' tokens are shuffled as there."""
+        """Return the rates on a control's texts, with the non-members' tokens shuffled alike."""
         labelled = map(with_labels, control.batches)
         batches = [batch for batch in labelled if batch is not None]
         targets = self._sources.population(control.number, batches, shuffled=True)
@@ -464,7 +466,7 @@ class MembershipChannel(Channel):
 
 
 class PassiveMembershipChannel(MembershipChannel):
-    """Run the same games for a server that adds no layers and reads the shared gradients."""
+    """Run the same games for a server that adds no layers: it reads the shared gradients."""
 
     reads = PassiveMembership
     reads_updates: ClassVar[bool] = True
@@ -491,6 +493,7 @@ class PassiveMembershipChannel(MembershipChannel):
     def _play(
         self, plan: Plan, step: Step, stage: Stage, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
+        """Return an attack's guesses from the gradients of a step, with the truth."""
         answer = guess(plan, step, stage, self.run, targets.query())
         return played.game_results(answer, targets.members)
 

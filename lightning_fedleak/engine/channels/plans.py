@@ -47,7 +47,7 @@ class Plan:
     optimizer: Optimizer | None
 
     def facts(self, run: Run, local_steps: int | None, step: int) -> RunFacts:
-        """Return the facts of the run that the attack is told, see :meth:`Attack.meet`.
+        """Return the facts of the run that the attack gets, see :meth:`Attack.meet`.
 
         Args:
             run: The run.
@@ -78,11 +78,11 @@ class Plan:
         """Return the settings of the parameter group that the attack reads, without tensors."""
         if self.optimizer is None:
             return {}
-        read = {id(run.anatomy.parameter(role)) for role in self.roles}
+        ids = {id(run.anatomy.parameter(role)) for role in self.roles}
         groups = self.optimizer.param_groups
-        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
-        known = (int, float, bool, str, tuple, type(None))
-        return {name: value for name, value in group.items() if isinstance(value, known)}
+        group = next((g for g in groups if ids & {id(p) for p in g["params"]}), groups[0])
+        plain = (int, float, bool, str, tuple, type(None))
+        return {name: value for name, value in group.items() if isinstance(value, plain)}
 
 
 def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
@@ -107,7 +107,10 @@ def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
 
 
 def no_sum(plan: Plan) -> str | None:
-    """Return why an attack on sums of gradients cannot read these updates; None if it can."""
+    """Return why an attack cannot read the updates of its optimizer; None if it can.
+
+    A weight change is a sum of gradients only under SGD.
+    """
     optimizer = plan.optimizer
     adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
     if not adaptive or plan.attack.reads_adaptive_updates:
@@ -119,7 +122,7 @@ def no_sum(plan: Plan) -> str | None:
 
 
 def check_forward(attack: Attack, anatomy: Anatomy) -> None:
-    """Refuse an attack that runs the model on texts of its own if the model cannot run on texts.
+    """Refuse an attack that runs the model on its own texts if the model cannot run on token ids.
 
     Raises:
         ValueError: The model cannot; the message names the method to define.
@@ -164,6 +167,11 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
 
 
 def _check_head(attack: Attack, anatomy: Anatomy) -> None:
+    """Refuse an attack that reads words off the output head, if its rows are classes.
+
+    Raises:
+        ValueError: The model is a classifier.
+    """
     if anatomy.kind != "classifier" or not HEAD_CAPABILITIES & attack.threat_model.needs:
         return
     model = type(without_peft(anatomy.model)).__name__

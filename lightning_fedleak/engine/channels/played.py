@@ -1,4 +1,8 @@
-"""The results of membership games: of one look, pooled over looks, and how many a rate needs."""
+"""The results of membership games: of one look, pooled over looks, and on controls.
+
+In a game the attack scores a text, and decides whether it is in the batch. :class:`GameResults` are
+the games of one client at one look, :class:`Window` pools them over clients and the last looks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ smaller one, batches of a few texts have no control.
 """
 
 MAX_PART_P_VALUE = 0.01
-"""The same for the control of a part of a batch; lower, since about three parts are tried."""
+"""The same on a part of a control; lower, since an attack runs on about three parts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class GameResults:
 
 
 class Window:
-    """The games of one series, pooled over the last looks.
+    """The games of one series, pooled over clients and over the last looks.
 
     Accuracy, F1 and advantage use the adversary's own decisions, so that one look is enough for
     them. The threshold of a TPR is fitted on games other than the scored ones.
@@ -190,9 +194,10 @@ def rates_of(results: GameResults) -> dict[str, float]:
 
 
 def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting:
-    """Return a guess next to the secret bits ``members`` (n,).
+    """Return a guess together with the truth ``members``, (n,) bool.
 
-    The result is unknown if the guess is, or if its shape does not fit or a score is NaN.
+    The result is unknown, or waits, if the guess does. It is also unknown if the guess has another
+    shape than ``members``, or a score is NaN.
     """
     if isinstance(guess, Unknown | Waiting):
         return guess
@@ -209,8 +214,8 @@ def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting
 def control_rates_of(results: GameResults, *, is_part: bool) -> dict[str, float] | Unknown:
     """Return the rates of a control's games; unknown if random scores may do as well.
 
-    A batch with so few texts that not even perfect scores are significant keeps its rates. A part
-    of a batch does not, since the full batch is the alternative.
+    A batch has rates even if it has so few texts that not even perfect scores are significant. A
+    part of a batch has none then, since the full batch is the alternative.
 
     Args:
         results: The games of texts that are known to be in the batch or not.

@@ -1,4 +1,9 @@
-"""The target texts of membership games: members from the batch, and non-members."""
+"""The target texts of membership games: members from the batch, and non-members.
+
+:class:`Sources` draws them at each look. Members are texts of the step's batch. Non-members are the
+user's held-out texts or, without any, texts of the batches of earlier looks. Both sides are cut to
+one length, mixed in random order, and given to the attack as a query.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_las
 from lightning_fedleak.model.model_runs import hidden_states
 
 SPARE = 4
-"""Held-out texts drawn for each target, since some may be too short or in the batch."""
+"""Held-out texts drawn for each member, since some may be too short or in the batch."""
 EARLIER_LOOKS = 2  # looks at other batches whose texts serve as non-members; not tuned
 EARLIER_BATCHES = 2  # micro-batches that are kept of each of these looks; not tuned
 
@@ -78,11 +83,11 @@ class Rows:
 
     def shuffled(self, generator: torch.Generator, special: frozenset[int]) -> Rows:
         """Return the rows with all tokens but the special ones shuffled over rows and positions."""
-        stay = torch.tensor(sorted(special), device=self.ids.device, dtype=self.ids.dtype)
-        moves = (self.real & ~torch.isin(self.ids, stay)).flatten().nonzero()[:, 0]
-        order = torch.randperm(len(moves), generator=generator).to(moves.device)
+        fixed = torch.tensor(sorted(special), device=self.ids.device, dtype=self.ids.dtype)
+        places = (self.real & ~torch.isin(self.ids, fixed)).flatten().nonzero()[:, 0]
+        order = torch.randperm(len(places), generator=generator).to(places.device)
         ids = self.ids.flatten().clone()
-        ids[moves] = ids[moves[order]]
+        ids[places] = ids[places[order]]
         return replace(self, ids=ids.view_as(self.ids))
 
     @classmethod
@@ -112,8 +117,8 @@ class Rows:
 
     def trimmed(self) -> Rows:
         """Return the rows without the columns on the right that are only padding."""
-        used = int(self.real.any(0).nonzero().max()) + 1
-        return Rows(self.ids[:, :used], self.real[:, :used], self.masked, self.labels[:, :used])
+        end = int(self.real.any(0).nonzero().max()) + 1
+        return Rows(self.ids[:, :end], self.real[:, :end], self.masked, self.labels[:, :end])
 
     def texts(self) -> Tensor:
         """Return the tokens of each row, moved to the left and followed by -1, (N, L)."""
@@ -121,10 +126,15 @@ class Rows:
         return self.ids.masked_fill(~self.real, -1).gather(1, order)
 
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
-        """Return which tokens may be targets, see :class:`_Deal`, (N, L) bool."""
+        """Return which tokens may be targets, see :class:`_Deal`, (N, L) bool.
+
+        Args:
+            special: The ids that are no targets.
+            causal: Whether tokens see only the tokens before them.
+        """
         marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
-        free = self.real & ~torch.isin(self.ids, marked)
-        return free & (before_last(self.real & self.labels) if causal else self.labels)
+        words = self.real & ~torch.isin(self.ids, marked)
+        return words & (before_last(self.real & self.labels) if causal else self.labels)
 
     def hidden_states(self, anatomy: Anatomy, layer: int) -> Tensor:
         """Return the hidden states of the rows, (N, L, d).
@@ -146,7 +156,7 @@ class Rows:
         return states
 
     def query(self, positions: Tensor) -> attacks.Query:
-        """Return the query for an attack, with id 0 at padding, so that it tells no source."""
+        """Return the query for an attack, with id 0 at padding, so that it reveals no source."""
         ids = self.ids.masked_fill(~self.real, 0)
         labels = ids.masked_fill(~(self.real & self.labels), IGNORE_INDEX)
         return attacks.Query(ids, self.real.long(), positions, labels)
@@ -159,8 +169,9 @@ class Targets:
     Attributes:
         rows: The target sentences, (G, L).
         positions: The position of the target token of each, (G,).
-        members: The secret bits in random order, (G,) bool on the CPU.
-        places: The row of the batch that each member is, (G,); -1 for non-members.
+        members: Whether each is in the batch, which the attack guesses; in random order, (G,) bool
+            on the CPU.
+        places: The row of each member in the batch, (G,); -1 for non-members.
     """
 
     rows: Rows
@@ -173,10 +184,10 @@ class Targets:
         return self.rows.query(self.positions)
 
     def reached(self, marked: Tensor) -> Targets:
-        """Return some of the members, and as many non-members.
+        """Return the members that the loss reaches, and as many non-members.
 
         Args:
-            marked: Which members to keep, in their order, (G / 2,) bool.
+            marked: Whether to keep each member, in their order, (G / 2,) bool.
         """
         selected = torch.zeros_like(self.members)
         selected[self.members.nonzero()[:, 0][marked.cpu()]] = True
@@ -191,7 +202,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class _Deal:
-    """Draw the targets of a look.
+    """The rule by which the targets of a look are drawn.
 
     In a causal model the target token is the last one that predicts a label, because the loss
     ignores the tokens after it, which have no gradient. In other models it is a random one. A row
@@ -264,6 +275,7 @@ class _Deal:
 
 
 def _choose(values: list[int], count: int, generator: torch.Generator) -> Tensor:
+    """Return ``count`` of the values in random order, (count,)."""
     return torch.tensor(values)[torch.randperm(len(values), generator=generator)[:count]]
 
 
@@ -280,7 +292,7 @@ def _choose_token(askable: Tensor, generator: torch.Generator, *, causal: bool) 
 
 
 class Sources:
-    """Draw the targets of each look.
+    """Draw the targets of each look, and keep the batches that later looks need.
 
     Args:
         games: The settings of games.
@@ -303,11 +315,11 @@ class Sources:
         An earlier look at the same batches is replaced: a loader without shuffling repeats them in
         every epoch.
         """
-        kept = [batch for batch in batches if batch.input_ids.numel()][-EARLIER_BATCHES:]
-        if self._held_out is None and kept:
-            ids = kept[-1].input_ids
+        recent = [batch for batch in batches if batch.input_ids.numel()][-EARLIER_BATCHES:]
+        if self._held_out is None and recent:
+            ids = recent[-1].input_ids
             earlier = [look for look in self._earlier if not torch.equal(look[-1].input_ids, ids)]
-            self._earlier = [*earlier, kept][-EARLIER_LOOKS:]
+            self._earlier = [*earlier, recent][-EARLIER_LOOKS:]
 
     def population(
         self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
@@ -320,11 +332,12 @@ class Sources:
             shuffled: Whether to shuffle the tokens of non-members, as those of a control are.
         """
         try:
-            return self._drawn(step, batches, shuffled)
+            return self._draw(step, batches, shuffled)
         except Exception as error:
             return Unknown(reason(error))
 
-    def _drawn(self, step: int, batches: Sequence[TokenBatch], shuffled: bool) -> Targets | Waiting:
+    def _draw(self, step: int, batches: Sequence[TokenBatch], shuffled: bool) -> Targets | Waiting:
+        """Draw the targets; see :meth:`population`, which catches the exceptions."""
         # The seed depends only on the step and the client, so that a resumed run draws the same.
         generator = torch.Generator().manual_seed(1_000_003 * step + self._client)
         inside, outside = Rows.from_batches(batches), None
@@ -383,7 +396,7 @@ def with_gradient(
 
 
 def with_labels(batch: TokenBatch) -> TokenBatch | None:
-    """Return the texts of a batch that have a label; None where none has."""
+    """Return the texts of a batch that have a label; None if no text has one."""
     labels = batch.labels
     if labels is None:
         return batch

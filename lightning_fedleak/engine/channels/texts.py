@@ -1,7 +1,15 @@
 """The channel of text attacks: whole texts, from the activations at a split or from gradients.
 
-The attacked activations are those of the client's own forward pass, with its dropout, mask and
-positions. The attack decides at which looks the server's copy of the bottom model is renewed.
+For an attack on hidden states (:class:`~lightning_fedleak.attacks.InversionAttack`), a look is:
+
+1. :meth:`~TextsChannel.arm` lets a :class:`SplitTap` record the activations that *cross* the split,
+   in the client's own forward pass with its dropout, mask and positions.
+2. :meth:`~TextsChannel.batch_ends` stores the activations of each micro-batch.
+3. :meth:`~TextsChannel.at_stages` draws some of the batch's texts, and the attack reconstructs them
+   once. It decides at which looks the server's copy of the bottom model is renewed.
+4. :meth:`~TextsChannel.score` compares the texts with their reconstructions.
+
+An attack on gradients guesses at each stage, and its texts are matched with those of the batch.
 """
 
 from __future__ import annotations
@@ -49,19 +57,19 @@ from lightning_fedleak.report.records import TEXTS
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)
-"""The stages of activations, which no server reduces over clients."""
+"""The stages of activations: there is no aggregate, since no server sums them over clients."""
 RESAMPLES = 200
 """Bootstrap resamples of an interval; not tuned."""
 
 
 class _Text(NamedTuple):
-    """A text of a client's batches.
+    """A text of a client's micro-batches.
 
     Attributes:
         micro_batch: The index of its micro-batch.
         row: The index of its document in there.
-        ids: The tokens, (L,).
-        real: Which of them are tokens, and no padding, (L,) bool.
+        ids: The token ids, (L,).
+        real: True at tokens and False at padding, (L,) bool.
     """
 
     micro_batch: int
@@ -73,11 +81,11 @@ class _Text(NamedTuple):
 class TextsChannel(Channel):
     """The channel of attacks that reconstruct whole texts.
 
-    An attack on hidden states stands for a model that is split there; each process shows it some
-    texts of its own batch. Gradients do not tell the order of texts, so that texts guessed from
-    them are matched with those of the batch to make as many tokens as possible right. Texts at a
+    An attack on hidden states assumes a model that is split at its layer; each process shows it
+    some texts of its own batch. Gradients do not reveal the order of texts: texts guessed from them
+    are matched with those of the batch so that as many tokens as possible are right. Texts at a
     split that an attack did not start within its time budget do not count. Intervals take texts as
-    independent, but not their tokens
+    independent, but not the tokens of one text
     (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
     """
 
@@ -106,9 +114,9 @@ class TextsChannel(Channel):
             )
         self.width = 4 + len(SentenceScores._fields) * settings.texts
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
-        self._crossed: list[Crossed] = []
+        self._crossings: list[Crossed] = []
         self._tap: SplitTap | None = None
-        self._done = False
+        self._has_run = False
 
     def _reads_updates(self, attack: Attack) -> bool:
         return not isinstance(attack, InversionAttack)
@@ -129,15 +137,19 @@ class TextsChannel(Channel):
         """
         super().open(run)
         self._tap = None
-        self._defended = {layer for d in run.defenses for layer in d.activation_layers}
+        self._defended_layers = {layer for d in run.defenses for layer in d.activation_layers}
         self._check_local()
         if self.inverters:
             layers = [a.layer for a in self.inverters]
-            self._tap = SplitTap(run.anatomy, layers, self._defended)
-            self.removers = [self._crossed.clear, self._tap.close]
+            self._tap = SplitTap(run.anatomy, layers, self._defended_layers)
+            self.removers = [self._crossings.clear, self._tap.close]
 
     def _check_local(self) -> None:
-        """Refuse stage local if a defence acts on a layer below the one that an attack reads."""
+        """Refuse stage local if a defence acts on a layer below an attack's.
+
+        Raises:
+            ValueError: The undefended hidden states are then never computed.
+        """
         for defense in self.run.defenses if Stage.LOCAL in self._stages else ():
             for attack in self.inverters:
                 below = [layer for layer in defense.activation_layers if layer < attack.layer]
@@ -153,43 +165,47 @@ class TextsChannel(Channel):
 
     def arm(self) -> None:
         """Start a look."""
-        self._done = False
+        self._has_run = False
         if self._tap is not None:
             self._tap.arm()
 
     def disarm(self, look: Look) -> None:
-        """End a look, and free what it held."""
-        self._crossed.clear()
+        """End a look, and free its activations."""
+        self._crossings.clear()
         if self._tap is not None:
             self._tap.disarm()
 
     def batch_ends(self, batch: TokenBatch | None) -> None:
         """Take the activations of a micro-batch that has ended; None if it trained nothing."""
-        if self._tap is None or self._done:
+        if self._tap is None or self._has_run:
             return
         if batch is None:
             self._tap.arm()
         else:
-            self._crossed.append(self._tap.take(batch))
+            self._crossings.append(self._tap.take(batch))
 
     def at_stages(self, look: Look) -> None:
         """Let attacks on hidden states reconstruct once in a look, others from each gradient."""
         super().at_stages(look)
         # Entered on every process alike, as FSDP2's gathering of the model needs.
-        if self._tap is not None and not self._done:
-            self._done = True
+        if self._tap is not None and not self._has_run:
+            self._has_run = True
             with whole_model(self.run.anatomy.root), torch.no_grad():
                 self._reconstruct(look, self._tap)
 
     def _reconstruct(self, look: Look, tap: SplitTap) -> None:
+        """Store the answers of all attacks on hidden states, at each stage, in the look.
+
+        Both stages have one answer, unless a defence acts on the layer that the attack reads.
+        """
         step = look.training_step
         if step.error is not None:
             return
         if step.batch is not None:
-            self._crossed.append(tap.take(step.batch))
+            self._crossings.append(tap.take(step.batch))
         failure, texts = None, list[_Text]()
         try:
-            texts = self._draw_texts(look.step, self._crossed)
+            texts = self._draw_texts(look.step, self._crossings)
         except Exception as error:
             failure = Unknown(reason(error))
         if failure is None and not texts:
@@ -199,9 +215,9 @@ class TextsChannel(Channel):
                 continue
             answer: Inverted | Unknown = Unknown("")
             for i, stage in enumerate(self._stages):
-                if i == 0 or attack.layer in self._defended:
-                    answer = failure or self._reconstructed(
-                        attack, stage, texts, look.step, self._crossed
+                if i == 0 or attack.layer in self._defended_layers:
+                    answer = failure or self._run_attack(
+                        attack, stage, texts, look.step, self._crossings
                     )
                 look.answers |= dict.fromkeys(self.series(attack, (stage,)), answer)
 
@@ -211,10 +227,11 @@ class TextsChannel(Channel):
         return sorted(torch.randperm(n, generator=generator)[: self.settings.texts].tolist())
 
     def _draw_texts(self, step: int, crossed: Sequence[Crossed]) -> list[_Text]:
+        """Draw as many texts of the micro-batches as the settings name."""
         texts = _find_texts([part.batch for part in crossed])
         return [texts[i] for i in self._draw(len(texts), step)]
 
-    def _reconstructed(
+    def _run_attack(
         self,
         attack: InversionAttack,
         stage: Stage,
@@ -222,6 +239,7 @@ class TextsChannel(Channel):
         step: int,
         crossed: Sequence[Crossed],
     ) -> Inverted | Unknown:
+        """Return an attack's reconstruction of texts at a stage, with the truth."""
         input_ids, real = _stack_tokens(texts)
         try:
             snapshot = self._snapshot(attack.layer, stage, texts, step, crossed)
@@ -247,6 +265,11 @@ class TextsChannel(Channel):
         step: int,
         crossed: Sequence[Crossed],
     ) -> ActivationSnapshot:
+        """Return the activations of texts at a layer, padded on the right, as the server got them.
+
+        Raises:
+            UnusableObservation: Only some of the micro-batches have position ids.
+        """
         origins = [(crossed[text.micro_batch], text.row) for text in texts]
         states = [batch.states(stage, layer)[row] for batch, row in origins]
         length = max(len(s) for s in states)
@@ -256,7 +279,7 @@ class TextsChannel(Channel):
             raise UnusableObservation("only some micro-batches were given position_ids")
         mask = None
         if any(m is not None or len(s) < length for m, s in zip(masks, states, strict=True)):
-            mask = _stacked(
+            mask = _pad_rows(
                 [
                     torch.ones(len(s), dtype=torch.int64, device=s.device)
                     if m is None
@@ -268,17 +291,17 @@ class TextsChannel(Channel):
         return ActivationSnapshot(
             step,
             stage,
-            {f"layer {layer}": _stacked(states).detach()},
+            {f"layer {layer}": _pad_rows(states).detach()},
             client=self.run.rank,
             attention_mask=mask,
-            position_ids=_stacked(ids) if ids else None,
+            position_ids=_pad_rows(ids) if ids else None,
         )
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed scores of each text."""
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
-            answer = self._matched(answer, attack, look.training_step)
+            answer = self._match(answer, attack, look.training_step)
         assert isinstance(answer, Inverted)
         if (kind := kind_of(series)) is not None:
             return answer.pack(self.settings.texts, self._entities_in(answer, kind))
@@ -286,7 +309,7 @@ class TextsChannel(Channel):
         return answer.pack(self.settings.texts)
 
     def _entities_in(self, inverted: Inverted, kind: str) -> Tensor:
-        """Return which tokens of the texts lie in a value of a kind, (n, L) bool."""
+        """Return which tokens of the texts are part of a value of a kind, (n, L) bool."""
         assert self.finder is not None
         marks = torch.zeros(inverted.real.shape, dtype=torch.bool)
         for row, ids, real in zip(
@@ -296,14 +319,14 @@ class TextsChannel(Channel):
         return marks
 
     def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of guessed texts, against those of this process."""
+        """Return the rates of guessed texts against the texts of this process."""
         if isinstance(answer, TextGuess):
             attack: Any = plan.attack
-            answer = self._matched(answer, attack, step)
+            answer = self._match(answer, attack, step)
         assert isinstance(answer, Inverted)
         texts = self.settings.texts
         rates = self._values(unpack(answer.pack(texts), texts))
-        return rates | {"recall": rates["token_accuracy"]}  # of values the control is that of all
+        return rates | {"recall": rates["token_accuracy"]}  # control of series on values in texts
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of an attack on the texts of a control."""
@@ -326,10 +349,10 @@ class TextsChannel(Channel):
         # Entered on every process, which FSDP2's gathering of the model needs.
         with whole_model(self.run.anatomy.root), torch.no_grad():
             if texts := self._draw_texts(control.number, crossed):
-                answer = self._reconstructed(attack, Stage.LOCAL, texts, control.number, crossed)
+                answer = self._run_attack(attack, Stage.LOCAL, texts, control.number, crossed)
         return answer
 
-    def _matched(self, guess: TextGuess, attack: TextAttack, step: Step) -> Inverted:
+    def _match(self, guess: TextGuess, attack: TextAttack, step: Step) -> Inverted:
         """Match texts guessed from gradients with the texts of the batch.
 
         Tokens of a causal text that no label depends on (its last token, or all from the last
@@ -344,7 +367,7 @@ class TextsChannel(Channel):
                 "long, or without a label behind its first"
             )
         ids, real = _stack_tokens(texts)
-        order = (~real).int().argsort(dim=1, stable=True)  # such a text begins on the left
+        order = (~real).int().argsort(dim=1, stable=True)  # moves padding to the right
         ids, real = ids.gather(1, order), real.gather(1, order)
         tokens = in_true_order(guess.tokens, ids, real)
         drawn = self._draw(len(texts), step.number)
@@ -400,7 +423,7 @@ def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) ->
 
     Args:
         batches: The micro-batches of this process.
-        in_gradients: Whether tokens that no label depends on are left out.
+        in_gradients: Whether to exclude tokens that no label depends on.
 
     Raises:
         BatchError: Documents in a row are not read as they would be alone.
@@ -419,10 +442,10 @@ def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) ->
 
 
 def _stack_tokens(texts: Sequence[_Text]) -> tuple[Tensor, Tensor]:
-    """Return the tokens of texts, (n, L), and which of them are no padding, (n, L) bool."""
-    return _stacked([text.ids for text in texts]), _stacked([text.real for text in texts])
+    """Return the tokens of texts, (n, L), padded, and where they are no padding, (n, L) bool."""
+    return _pad_rows([text.ids for text in texts]), _pad_rows([text.real for text in texts])
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
+def _pad_rows(rows: Sequence[Tensor]) -> Tensor:
     """Return rows (L_i, ...) as one tensor (n, L, ...), padded with zeros."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

@@ -1,4 +1,10 @@
-"""The channel of word attacks: the word types of a batch, read from the client's gradients."""
+"""The channel of word attacks: the word types of a batch, recovered from the client's gradients.
+
+A *word type* is a token id. An attack recovers the types at one *surface* of the model: the labels
+of the loss (``output``), or the ids that the model reads (``input``). At a look the types in the
+batches are collected as the truth, over all processes if they are one client. Each guess is counted
+against them, and the counts of the clients are added.
+"""
 
 from __future__ import annotations
 
@@ -89,20 +95,20 @@ class _WordTruth:
         targets = [b.target_ids() for b in batches if b.kind != "classifier"]
         texts = [b.context_mask() for b in batches if b.kind == "classifier"]
         if source_only:
-            reads = [b.input_ids[b.context_mask()].long() for b in batches]
+            inputs = [b.input_ids[b.context_mask()].long() for b in batches]
         else:
-            reads = [b.context_ids(one_way=one_way) for b in batches]
+            inputs = [b.context_ids(one_way=one_way) for b in batches]
         live = sum(int(b.live.sum()) for b in batches if b.live is not None)
         return cls(
             torch.unique(torch.cat(targets)) if targets else torch.empty(0, dtype=torch.long),
-            torch.unique(torch.cat(reads)) if reads else torch.empty(0, dtype=torch.long),
+            torch.unique(torch.cat(inputs)) if inputs else torch.empty(0, dtype=torch.long),
             max(live, sum(int(t.numel()) for t in targets))
             + sum(int(t.any(1).sum()) for t in texts),
             any(b.soft_labels for b in batches),
         )
 
     def types(self, surface: str, kind: str | None = None) -> Tensor:
-        """Return the types at one surface.
+        """Return the sorted word types at one surface.
 
         Args:
             surface: ``"output"`` or ``"input"``.
@@ -136,7 +142,7 @@ class _WordTruth:
 
 
 class WordsChannel(Channel):
-    """The channel of attacks that name the words of a batch."""
+    """The channel of attacks that recover the word types of a batch."""
 
     guesses = WordGuess
     reads = Attack
@@ -152,10 +158,10 @@ class WordsChannel(Channel):
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self._truth: _WordTruth | None = None
-        self._one_way = False
-        self._twins: dict[str, Tensor] = {}
-        self._layers: dict[str, nn.Module] = {}
+        self._truth: _WordTruth | None = None  # of the look; None if it is not known
+        self._one_way = False  # whether tokens of a classifier see only the tokens before them
+        self._twins: dict[str, Tensor] = {}  # by surface, see _find_twins
+        self._layers: dict[str, nn.Module] = {}  # the embedding and the head, by surface
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of all words, and those of values by kind."""
@@ -195,12 +201,12 @@ class WordsChannel(Channel):
                 truth = self._words_in(step.batches)
         except Exception as error:
             step.error = reason(error)
-        truth = self._of_client(truth)
+        truth = self._join_processes(truth)
         self._truth = None if step.error else truth
         return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> _WordTruth:
-        """Return the words of batches of this process."""
+        """Return the word types of this process's batches."""
         two_vocabularies = self.run.anatomy.target_rows is not None
         truth = _WordTruth.from_batches(
             batches, one_way=self._one_way, source_only=two_vocabularies
@@ -211,13 +217,13 @@ class WordsChannel(Channel):
         """Return the types with a letter in the values of the batches, by kind of value."""
         assert self.finder is not None
         types: dict[str, set[int]] = {kind: set() for kind in self.entity_kinds}
-        has_answers = self.run.anatomy.target_rows is None  # else they have another vocabulary
+        has_answers = self.run.anatomy.target_rows is None  # otherwise labels have other ids
         for ids in (ids for batch in batches for ids in _texts_of(batch, has_answers)):
             for kind, marked in self.finder.marks(ids).items():
                 types[kind] |= set(filter(self.finder.has_letter, ids[marked].tolist()))
         return {kind: torch.tensor(sorted(ids), dtype=torch.long) for kind, ids in types.items()}
 
-    def _of_client(self, truth: _WordTruth | None) -> _WordTruth | None:
+    def _join_processes(self, truth: _WordTruth | None) -> _WordTruth | None:
         """Return the words of the client: of all processes together if they are one client.
 
         Every process must call it.
@@ -241,7 +247,7 @@ class WordsChannel(Channel):
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of an attack on the words of a control, of all processes of a client."""
-        truth = self._of_client(self._words_in(control.batches))
+        truth = self._join_processes(self._words_in(control.batches))
         answer = guess(plan, control, Stage.LOCAL, self.run)
         if isinstance(answer, Unknown | Waiting):
             return answer
@@ -252,7 +258,7 @@ class WordsChannel(Channel):
     def _counts(self, answer: WordGuess, types: Tensor) -> Counts:
         """Count a guess against the true types, with one type for all tokens of equal embedding.
 
-        The gradient of a trained layer tells such tokens apart, so that they count as they are.
+        If the layer is trained, its gradient distinguishes such tokens, and each counts by itself.
         """
         twins = self._twins.get(answer.surface)
         if twins is not None and not _is_trained(self._layers[answer.surface]):
@@ -261,6 +267,7 @@ class WordsChannel(Channel):
         return word_counts(answer, types, self._size)
 
     def _rates(self, answer: WordGuess, truth: _WordTruth) -> dict[str, float]:
+        """Return the rates of a guess against all word types, without their intervals."""
         counts = self._counts(answer, truth.types(answer.surface))
         return {name: rate.value for name, rate in precision_recall_f1(counts).items()}
 
@@ -283,18 +290,18 @@ class WordsChannel(Channel):
         rates, n = precision_recall_f1(pooled), int(pooled.tp + pooled.fn)
         if (kind := kind_of(series)) is not None:
             return Outcome({"recall": rates["recall"]}, n) if n else pending(NO_WORD.format(kind))
-        each, by_guessing = [], []
+        values, p_values = [], []
         n_types = min((len(torch.unique(t)) for t in self._twins.values()), default=self._size)
-        for alone in clients:
-            each.append({name: rate.value for name, rate in precision_recall_f1(alone).items()})
-            right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
-            by_guessing.append(naming_p_value(right, right + wrong, right + missed, n_types))
+        for counts in clients:
+            values.append({name: rate.value for name, rate in precision_recall_f1(counts).items()})
+            right, wrong, missed = int(counts.tp), int(counts.fp), int(counts.fn)
+            p_values.append(naming_p_value(right, right + wrong, right + missed, n_types))
         return Outcome(
             rates,
             n,
-            worst=worst_of(each),
+            worst=worst_of(values),
             extra=pooled.means(),
-            p_value=lowest_p_value(by_guessing),
+            p_value=lowest_p_value(p_values),
         )
 
 
@@ -318,12 +325,12 @@ def _find_twins(matrix: Tensor) -> Tensor | None:
     """
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(matrix.shape[1], DIRECTIONS, generator=generator)
-    parts = (matrix.float() @ directions.to(matrix.device)).cpu()
-    order = parts[:, 0].argsort()
-    parts, sizes = parts[order], parts[order].norm(dim=1)
+    points = (matrix.float() @ directions.to(matrix.device)).cpu()
+    order = points[:, 0].argsort()
+    points, sizes = points[order], points[order].norm(dim=1)
     links = []
-    for k in range(1, min(NEIGHBOURS, len(parts) - 1) + 1):
-        distances = (parts[k:] - parts[:-k]).norm(dim=1)
+    for k in range(1, min(NEIGHBOURS, len(points) - 1) + 1):
+        distances = (points[k:] - points[:-k]).norm(dim=1)
         close = (distances <= TWINS * torch.minimum(sizes[k:], sizes[:-k])).nonzero()[:, 0]
         links.append(torch.stack([order[close], order[close + k]]))
     pairs = torch.cat(links, 1) if links else torch.empty(2, 0, dtype=torch.long)
@@ -332,10 +339,10 @@ def _find_twins(matrix: Tensor) -> Tensor | None:
     shape = len(matrix), len(matrix)
     graph = coo_array((np.ones(pairs.shape[1]), tuple(pairs.numpy())), shape=shape)
     classes = torch.from_numpy(connected_components(graph, directed=False)[1]).long()
-    last = torch.zeros_like(classes).index_reduce(
+    representatives = torch.zeros_like(classes).index_reduce(
         0, classes, torch.arange(len(classes)), "amax", include_self=False
     )
-    return last[classes]
+    return representatives[classes]
 
 
 def _texts_of(batch: TokenBatch, has_answers: bool) -> Iterator[Tensor]:

@@ -1,1 +1,1 @@
-"""Attacks on the trained weights: what they are asked about, and when, and what is recorded."""
+"""Attacks on the trained weights: the texts of their queries, their looks and their records."""

@@ -1,4 +1,8 @@
-"""What an account of DP allows attacks on the trained weights."""
+"""Compare the privacy account of a DP run with the attacks on its trained weights.
+
+The account of a defence, its epsilon and delta, bounds the rates of every attack. The bounds are
+logged next to the rates. If an attack exceeds them significantly, the account is *refuted*.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +16,31 @@ from lightning_fedleak.evaluation.metrics.released import min_non_members
 from lightning_fedleak.messages import rank_zero_warn
 
 BOUND = "bound/"
-"""Begins the names of what is allowed: it is of all attacks, logged as ``leakage/bound/auc``."""
+"""The prefix of the bounds, which hold for all attacks; logged as ``leakage/bound/auc``."""
 
 
 class AccountGame:
     """Compare the account of a run with what the trained weights show.
 
-    The game is the account's own. A fair draw decided of every text, before the run, whether it is
-    trained on; all that are in count, whether a batch has held them or not. Looks and attacks share
-    the probability of error, so that an account that holds is refuted in at most that share of
-    runs.
+    An account bounds what one example changes that is added or removed. So a fair random bit, drawn
+    before the run, must have decided for each text whether it is trained on. All included texts
+    count as members, even before a batch holds them. Looks and attacks share the probability of
+    error, so that an account that holds is refuted in at most that share of runs.
 
     Args:
-        run: the run.
-        no_game: why its texts are no game of examples that are added or removed; None: they are.
+        run: The run.
+        no_game: Why the texts cannot be compared with an account; None if they can.
 
     Attributes:
-        why_not: why nothing is compared; None where something is, empty where nothing accounts.
+        why_not: Why nothing is compared; None if something is, empty if no defence has an account.
     """
 
     def __init__(self, run: Run, no_game: str | None) -> None:
         defenses = [d for d in run.defenses if type(d).privacy is not Defense.privacy]
         self._defense = defenses[0] if defenses else None
-        self._curve: Curve = ()
+        self._curve: Curve = ()  # of the releases until the newest look
         self._run = run
-        self._refuting: set[str] = set()
+        self._refuting: set[str] = set()  # names of the attacks that have refuted the account
         self.why_not: str | None = no_game if defenses else ""
         if len(defenses) > 1:
             self.why_not = "several defences account, and what they allow together is not known"
@@ -49,7 +53,7 @@ class AccountGame:
                 self.why_not = str(error)
 
     def describe(self) -> str:
-        """Return in words what is compared, for the end of the line-up's sentence."""
+        """Return in words what is compared, for the end of the message at the start of a run."""
         if self.why_not is None:
             return (
                 f". What the account allows is logged as leakage/{BOUND}auc beside them, and "
@@ -58,7 +62,7 @@ class AccountGame:
         return f". No line of what the account allows: {self.why_not}" if self.why_not else ""
 
     def limits(self) -> dict[str, float]:
-        """Return the largest rates that the releases so far allow any test of one text."""
+        """Return the highest rates that the account of the releases so far allows any attack."""
         assert self._defense is not None
         self._curve = self._defense.curve()
         return {
@@ -69,16 +73,16 @@ class AccountGame:
     def refuted(
         self, attack: str, scores: Tensor, members: Tensor, error: float, alpha: float
     ) -> float:
-        """Return 1 from the first look on that refutes :meth:`limits`, which warns; else 0.
+        """Return 1 from the first look on at which the attack refutes the account, else 0.
 
-        A larger account at a later look confirms nothing.
+        The first time a warning is shown. It stays 1, even if the account allows more later.
 
         Args:
-            attack: its name.
-            scores: (N,) of all texts, by one rule.
+            attack: The name of the attack.
+            scores: (N,) its scores of all texts.
             members: (N,) bool, the inclusion bits.
-            error: probability with which an account that holds is refuted here.
-            alpha: the same of all looks and attacks together.
+            error: The probability that an account that holds is refuted here.
+            alpha: The same over all looks and attacks together.
         """
         assert self._defense is not None
         privacy = self._defense.privacy
@@ -103,14 +107,14 @@ class AccountGame:
 def too_few_non_members(
     counts: list[int], alpha: float, metric: str, fpr: float, mend: str = ""
 ) -> str | None:
-    """Return at which look a TPR has too few non-members, the farthest one; None: at none.
+    """Return at which look a TPR lacks the most non-members, in words; None if at none.
 
     Args:
         counts: The numbers of non-members at look 1, 2, and so on.
-        alpha: probability of error over all looks together.
-        metric: its name.
-        fpr: the FPR of it.
-        mend: what to do; by default to leave out and ask about more rows.
+        alpha: The probability of error over all looks together.
+        metric: The name of the TPR.
+        fpr: The FPR at which it is measured.
+        mend: The advice to the user; by default to hold out and query more rows.
     """
     lacks = [min_non_members(look, alpha, fpr) - n for look, n in enumerate(counts, 1)]
     if max(lacks, default=0) <= 0:

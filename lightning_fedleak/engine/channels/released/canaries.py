@@ -1,4 +1,8 @@
-"""The channels of planted texts and values, which the trained weights leak by repetition."""
+"""The channels of planted texts (canaries) and planted values (entities) in the training data.
+
+The user plants them before the run, each at random in the data or held out, and some repeatedly.
+The more often one is repeated, the more the trained weights leak of it.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +37,18 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.model.taps import candidate_log_probs
 from lightning_fedleak.report.records import CANARIES, ENTITIES
 
+# The advice at the end of messages about tests without enough planted texts.
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
 
 class CanaryChannel(MemorizationChannel):
-    """Ask the trained weights about the user's own canaries, in the data or held out at random.
+    """Query the trained weights with the user's own canaries, in the data or held out at random.
 
-    Each number of repetitions has a series of its own, ``audit/<attack>_x<times>``. Those that were
-    trained on so far are compared with all that were held out.
+    Each number of repetitions is a *tier* with a series, ``audit/<attack>_x<times>``. The canaries
+    of a tier that were trained on so far are compared with all that were held out.
 
     Raises:
-        ValueError: no canaries, or tokens that one of them does not have.
+        ValueError: There are no canaries, or an attack needs more tokens than one of them has.
     """
 
     reads = Canaries
@@ -68,7 +73,7 @@ class CanaryChannel(MemorizationChannel):
         """Refuse attacks without canaries, or on tokens that one of them lacks.
 
         Raises:
-            ValueError: says what to give.
+            ValueError: The message says which setting to give.
         """
         super()._check_settings()
         shortest = min(map(len, self._planted.token_ids))
@@ -83,7 +88,7 @@ class CanaryChannel(MemorizationChannel):
         return [_tier_name(attack, times) for times in self._planted.record.times]
 
     def _never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known: few canaries were held out."""
+        """Return why a rate cannot become known: too few canaries were held out. None if it can."""
         if self._pool is None or metric != "shown":  # before the run begins
             return None
         alpha = self.settings.memorization.alpha / len(self._planted.record.times)
@@ -92,17 +97,17 @@ class CanaryChannel(MemorizationChannel):
         return too_few_non_members(counts, alpha, metric, FPR, "plant more canaries")
 
     def _draw_pool(self) -> Pool:
-        """Return all canaries; they are queried, or the attack does not run.
+        """Return all canaries.
 
         Raises:
-            UnplayableGame: the budget does not pay for them.
+            UnplayableGame: To query all of them costs more than the budget; none is queried.
         """
         return CanaryPool.of_canaries(
             self._planted, self.run.training_loader, self.settings.memorization
         )
 
     def describe(self) -> str:
-        """Return in words what is compared, for the line-up."""
+        """Return in words what is compared, for the message at the start of a run."""
         n, n_non_members = int(self.pool.trains.sum()), int((~self.pool.trains).sum())
         return f"{n} canaries in the data and {n_non_members} that were held out"
 
@@ -112,16 +117,16 @@ class CanaryChannel(MemorizationChannel):
         return {**super().state_dict(), **commitment}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the canaries are the same, and remember where the base's answers are.
+        """Check that the canaries are the same, and keep the path of the base's answers.
 
         Raises:
-            ValueError: other canaries.
+            ValueError: The state is of other canaries.
         """
         super().load_state_dict(state)
         if self.listed_attacks and (committed := state.get("canary_set")) is not None:
             self._planted.load_state_dict(committed)
 
-    def _read_texts(
+    def _score_texts(
         self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
@@ -154,14 +159,14 @@ def _tier_name(attack: Attack, times: int) -> str:
 
 
 class EntityChannel(WeightChannel):
-    """Rank planted values among others of their set, after each epoch and at the end.
+    """Rank planted values among candidates from the same set, after each epoch and at the end.
 
-    Each kind and place has a series, ``leakage/<attack>/<kind>/<place>``, and where values are
-    repeated differently one of each number of repetitions, with ``_x<times>``. The base is not
-    asked: the rank of a value that was left out is uniform under any model.
+    Each kind of value and place in the text has a series, ``leakage/<attack>/<kind>/<place>``. If
+    values are repeated a different number of times, each number also has one, ``..._x<times>``. The
+    base is not queried: the rank of a value that was held out is uniform under any model.
 
     Raises:
-        ValueError: no values are planted.
+        ValueError: No values are planted.
     """
 
     reads = Entities
@@ -178,7 +183,7 @@ class EntityChannel(WeightChannel):
     missing = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
 
     def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-        """Return by the name of each series its values, (N,) bool, and which repetitions count."""
+        """Return by series name its values, (N,) bool, and the numbers of repetitions it counts."""
         entities, times = self._planted, self._planted.record.times
         tiers = {"": times} | ({f"_x{n}": (n,) for n in times} if len(times) > 1 else {})
         groups = [(entity.kind, entity.place) for entity in entities.entities]
@@ -198,32 +203,32 @@ class EntityChannel(WeightChannel):
         """Return the rows with values.
 
         Raises:
-            UnplayableGame: the model is not causal.
+            UnplayableGame: The model is not causal.
         """
         if self.run.anatomy.kind != "causal":
             raise UnplayableGame(f"a {self.run.anatomy.kind} model does not write values")
         return CanaryPool.of_canaries(self._planted, self.run.training_loader)
 
     def query_base(self) -> None:
-        """Ask about one value, before the first step: what it costs, and whether it can be done."""
+        """Query the model with one value, before the first step, to try it and measure its cost."""
         start = time.perf_counter()
         for attack in self.attacks:
-            self._ask_values(attack, [0])
-        self._seconds = time.perf_counter() - start
+            self._answers(attack, [0])
+        self._query_seconds = time.perf_counter() - start
 
     def describe(self) -> str:
-        """Return in words what is ranked, and how long it takes, for the line-up."""
+        """Return in words what is ranked, and how long it takes, for the message at the start."""
         n, processes = len(self._planted), 1 if self.run.is_sharded else self.run.processes
         return (
             f"{n} planted values, each among {self.attacks[0].candidates} others of its set, after "
-            f"each epoch, which takes about {self._seconds * n / processes:.2g} s each time"
+            f"each epoch, which takes about {self._query_seconds * n / processes:.2g} s each time"
         )
 
     def query_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
-        """Return how every attack ranks the values by the model's answers now."""
-        passed, _ = self._count_seen()
+        """Query the model with all values, and return every attack's rates by series."""
+        n_read, _ = self._count_seen()
         self._looks += 1
-        rows, members = self.pool.compared(epoch, passed)
+        rows, members = self.pool.compared(epoch, n_read)
         repeats, held_out = torch.tensor(self._planted.record.repeats), ~self._planted.included
         answers: dict[Series, Answer] = {}
         for attack in self.attacks:
@@ -231,7 +236,7 @@ class EntityChannel(WeightChannel):
             try:
                 if not bool(members.any()):
                     raise UnusableObservation(f"no planted row was in a batch. {_MEND}")
-                guess = attack.run(Observation(candidates=self._ask_values(attack, rows.tolist())))
+                guess = attack.run(Observation(candidates=self._answers(attack, rows.tolist())))
                 for name, (inside, times) in self._tiers(attack).items():
                     answers[series[name]] = entity_values(
                         guess,
@@ -246,11 +251,15 @@ class EntityChannel(WeightChannel):
                 answers |= dict.fromkeys(series.values(), reason(error))
         return answers
 
-    def _ask_values(self, attack: Any, rows: Sequence[int]) -> CandidateSnapshot:
-        """Return the model's answers to some values; each process queries it with its part.
+    def _answers(self, attack: Any, rows: Sequence[int]) -> CandidateSnapshot:
+        """Return the model's answers to some values; each process queries it with a part of them.
+
+        Args:
+            attack: The attack, which says how many candidates a value is ranked among.
+            rows: The indices of the planted values.
 
         Raises:
-            UnusableObservation: it cannot be queried, on this process or on another one.
+            UnusableObservation: The model cannot be queried, on this process or on another one.
         """
         anatomy, entities = self.run.anatomy, self._planted
 
@@ -275,10 +284,10 @@ class EntityChannel(WeightChannel):
         return {self.family: {"looks": self._looks, **self._planted.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the values are the same, and count the looks.
+        """Check that the values are the same, and restore the number of looks.
 
         Raises:
-            ValueError: other values.
+            ValueError: The state is of other values.
         """
         saved = state.get(self.family, {})
         self._looks = int(saved.get("looks", 0))

@@ -1,7 +1,16 @@
-"""Memorization: what the trained weights themselves give away, asked about texts.
+"""Memorization: what the trained weights leak about the training data.
 
-The model and its base (the model before the first step) are asked about the same pool of texts at
-shares of the first epoch and at every epoch's last step. Nothing of a step is read.
+The order in a fit:
+
+1. A pool of texts is drawn: rows that are trained on, and non-members
+   (:mod:`lightning_fedleak.engine.channels.released.pool`).
+2. Before the first step, the model is queried with the pool. It is then the *base*. A reference
+   model is queried, too, if the settings name one.
+3. At shares of the first epoch, and at the end of every epoch, the model is queried with the same
+   pool. Each attack scores the texts by the answers of the model, the base and the reference.
+4. The scores of members are compared with those of non-members.
+
+Nothing of a training step is read.
 """
 
 from __future__ import annotations
@@ -82,17 +91,22 @@ from lightning_fedleak.model.taps import (
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
 BLIND = "blind/auc"
-"""The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
+"""The highest AUC of scores without the trained weights; logged as ``leakage/blind/auc``."""
 
 TPRS = tuple(map(rate_name, FPRS))
-"""TPRs that a release is judged by."""
+"""The names of the TPRs at low FPRs, by which a release is judged."""
 
 TIER_NAMES = tuple(f"{name}_x{count}" for name in ("extracted", "greedy") for count in TIERS)
 """Excesses by how often a text repeats; those of no text have no value."""
 
 
 class MemorizationChannel(WeightChannel):
-    """Attacks on the trained weights, beside the base that the adversary has too."""
+    """Attacks on the trained weights, by an adversary who also has the base model.
+
+    Attributes:
+        file: The name of the private file with the base's answers, for resuming.
+        cost: What it costs to query the model with a text, in forward passes.
+    """
 
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
@@ -115,29 +129,31 @@ class MemorizationChannel(WeightChannel):
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND, WEAK, STRENGTH),
     )
     width = 3 * len(metrics) + len(extras)
-    file = "memorization_base.safetensors"  # for resuming, of mode 0600
+    file = "memorization_base.safetensors"  # mode 0600
     finds_entities: ClassVar[bool] = True
-    cost: ClassVar[float] = 1  # of asking about a text, in forwards
+    cost: ClassVar[float] = 1
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self._found: FoundEntities | None = None
-        self._account: AccountGame | None = None  # None: the texts do not play its game
+        self._entities: FoundEntities | None = None
+        self._account: AccountGame | None = None  # None: no account fits how the texts were drawn
         self._account_words = ""
         self._reading_seconds = 0.0
         self._base: TokenSnapshot | None = None
         self._reference: TokenSnapshot | None = None
-        self._facts: ReferenceFacts | None = None
-        self._saved: Mapping[str, Any] = {}
-        self._due, self._lists = 0, 0
-        self._ended = False
+        self._facts: ReferenceFacts | None = None  # how the reference was trained
+        self._saved_state: Mapping[str, Any] = {}
+        self._looks_due, self._n_lists = 0, 0  # looks of this epoch that were due; lists written
+        self._has_ended = False  # whether the planned end was reached
         self._why_void = ""
-        self._written: Sequence[Text] = ()  # of prompts, the base's completions
-        self._rewards: Tensor | None = None  # (2, N) of them, of the base's and of the model's now
+        self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
+        # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
+        self._rewards: Tensor | None = None
 
     def _series_names(self, attack: Attack) -> list[str]:
-        first = next((a for a in self.listed_attacks if a.part != "prompts"), None)
-        if attack is not first:
+        # The list of rows and the values in texts are not of one attack: they go with the first.
+        first_attack = next((a for a in self.listed_attacks if a.part != "prompts"), None)
+        if attack is not first_attack:
             return [attack.name]
         names = [RECORDS] * self.settings.memorization.records
         return [attack.name, *names, *entity_names(self.entity_kinds)]
@@ -148,20 +164,20 @@ class MemorizationChannel(WeightChannel):
         """Forget the texts of an earlier fit."""
         super().open(run)
         self._base = self._reference = self._facts = self._rewards = None
-        self._why_void, self._written = "", ()
-        self._due, self.reference_seconds = 0, 0.0
+        self._why_void, self._completions = "", ()
+        self._looks_due, self.reference_seconds = 0, 0.0
 
     def _draw_pool(self) -> Pool:
         start = time.perf_counter()
         predicts = self.run.anatomy.kind == "causal"
-        self._found = FoundEntities(self.finder, predicts) if self.finder is not None else None
+        self._entities = FoundEntities(self.finder, predicts) if self.finder is not None else None
         pool = collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
-            resumed=self.run.step > 0 and not self._saved,
+            resumed=self.run.step > 0 and not self._saved_state,
             short=any(attack.part != "long" for attack in self.listed_attacks),
-            entities=self._found,
+            entities=self._entities,
             forwards=self.cost * (1 if self._mask is None else MASKS),
             show=self.run.shows_progress,
         )
@@ -172,12 +188,12 @@ class MemorizationChannel(WeightChannel):
         return pool
 
     @property
-    def _asked(self) -> Sequence[Text]:
-        """Return what the model is asked about, one for each text of the pool."""
-        return self._written or self.pool.texts
+    def _queries(self) -> Sequence[Text]:
+        """Return the texts that the model is queried with, one for each text of the pool."""
+        return self._completions or self.pool.texts
 
     def describe(self) -> str:
-        """Return in words what is compared, for the line-up."""
+        """Return in words what is compared, for the message at the start of a run."""
         pool = self.pool
         end = f". {NO_CONTROLS}" * (pool.way == "not yet seen" and self.run.epochs != 1)
         cost = f"{pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
@@ -188,7 +204,7 @@ class MemorizationChannel(WeightChannel):
             cost += f". The prompts of {n}, which have no loss, are asked about by {name}"
         if self._facts is not None:
             rows = self._facts.rows
-            weak = rows is not None and rows < pool.length  # else only a look measures it
+            weak = rows is not None and rows < pool.length  # otherwise a look measures its strength
             cost += f". Reference of combined_reference: {self._facts.in_words(weak=weak)}"
         return f"{cost}{self._account_words}"
 
@@ -210,7 +226,7 @@ class MemorizationChannel(WeightChannel):
 
     @property
     def _planned_looks(self) -> int:
-        """Return how many looks the run is to have, or its first epoch where nobody knows."""
+        """Return the number of looks in the run; in its first epoch if its length is unknown."""
         first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
         return first_epoch + max(0, (self.run.epochs or 1) - 1)
 
@@ -222,23 +238,27 @@ class MemorizationChannel(WeightChannel):
             share: The share of the epoch's batches that are done, up to 1.
         """
         if share >= 1:
-            self._due = 0
+            self._looks_due = 0
             return True
         shares = self.settings.memorization.looks if epoch == 0 else ()
-        passed = sum(share >= s - 1e-9 for s in shares)  # shares of batches are rounded
-        due, self._due = passed > self._due, max(passed, self._due)
-        return due
+        n_due = sum(share >= s - 1e-9 for s in shares)  # shares of batches are rounded
+        is_due, self._looks_due = n_due > self._looks_due, max(n_due, self._looks_due)
+        return is_due
 
     def query_base(self) -> None:
-        """Query the base model with all texts, before the first step; or read its answers."""
+        """Query the base, and the reference if there is one, before the first step.
+
+        A resumed fit reads the answers from a file. Without that file the base stays unknown,
+        because the present weights are already trained.
+        """
         pool = self.pool
-        if self.run.on_any_process(bool(self._saved)):
+        if self.run.on_any_process(bool(self._saved_state)):
             self._restore()
-            if self.run.on_any_process(self._base is None):  # a file that one of them does not see
+            if self.run.on_any_process(self._base is None):  # one process cannot read the file
                 self._base = self._reference = self._facts = None
-        elif self.run.step == 0:  # later weights are no base
+        elif self.run.step == 0:  # weights of a later step are not the base
             start = time.perf_counter()
-            self._base = self._ask()
+            self._base = self._query()
             settings = self.settings.memorization
             if settings.reference is not None and any(
                 type(attack) is CombinedReference for attack in self.attacks
@@ -247,18 +267,19 @@ class MemorizationChannel(WeightChannel):
                     self._train_references(time.perf_counter() - start)
                 else:
                     source = settings.reference, settings.reference_rows
-                    self._reference, self._facts = ask_reference(*source, self.run, self._ask)
-        if self._base is not None and pool.way != "not yet seen":  # else all rows are trained on
+                    self._reference, self._facts = ask_reference(*source, self.run, self._query)
+        # Rows that are not yet seen are of the training data, so that nothing else can differ.
+        if self._base is not None and pool.way != "not yet seen":
             self._compare_untrained(self._base)
 
     def _train_references(self, seconds: float) -> None:
-        """Train references on rows that they do not score, and ask them.
+        """Train references on rows that they do not score, and query them with the pool.
 
         Args:
-            seconds: The seconds that it took to ask the base about all texts.
+            seconds: The seconds that it took to query the base with the pool.
 
         Raises:
-            ValueError: no draw says which rows are left out, or nothing can be trained.
+            ValueError: No rows were held out by a draw, or nothing can be trained.
         """
         source, seed = self.settings.memorization.reference, self.settings.memorization.seed
         rows, run = self.pool.references, self.run
@@ -270,21 +291,23 @@ class MemorizationChannel(WeightChannel):
         row_seconds = seconds / len(self.pool.texts) / FORWARD_SHARE
         announce_references(run, [len(data) for data in rows.data], row_seconds)
         start = time.perf_counter()
-        trained = train_references(source, rows.data, rows.seen, run, self._ask, seed)
+        trained = train_references(source, rows.data, rows.seen, run, self._query, seed)
         self._reference, self._facts = trained
         self.reference_seconds = time.perf_counter() - start
 
     def _compare_untrained(self, base: TokenSnapshot) -> None:
-        """Find out whether both sides can be told apart without the training.
+        """Check that only the training can distinguish members from non-members.
+
+        If the user's own non-members differ from the rows, no attack has a result.
 
         Raises:
-            ValueError: the reference model tells them apart: it has seen some of the texts.
+            ValueError: The reference model distinguishes them: it has seen some of the texts.
         """
         pool = self.pool
-        alone = (pool.times == 1).nonzero()[:, 0]
-        texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
-        asked = [self._asked[row] for row in alone.tolist()]
-        answers, compressed = _of_labels(base, alone, asked), compressed_bytes(texts, self._decode)
+        rows = (pool.times == 1).nonzero()[:, 0]
+        texts, trains = [pool.texts[row] for row in rows.tolist()], pool.trains[rows]
+        queries = [self._queries[row] for row in rows.tolist()]
+        answers, compressed = _at_labels(base, rows, queries), compressed_bytes(texts, self._decode)
         if pool.way == "given":
             scores = blind_scores(answers, compressed, texts, trains)
             if (finding := distribution_shift(blind_aucs(scores, trains))) is not None:
@@ -293,20 +316,20 @@ class MemorizationChannel(WeightChannel):
                     "kind"
                 )
         if self._reference is not None and not self._why_void:
-            check_unseen(_of_labels(self._reference, alone, texts), answers, compressed, trains)
+            check_unseen(_at_labels(self._reference, rows, texts), answers, compressed, trains)
 
-    def _ask(self, run: Run | None = None) -> TokenSnapshot:
-        """Return a model's answers to the pool; each process queries it with its part.
+    def _query(self, run: Run | None = None) -> TokenSnapshot:
+        """Return a model's answers to the pool; each process queries it with a part of the texts.
 
         Args:
-            run: The run of the model; by default the one that trains.
+            run: The run of the model; by default the run that trains.
 
         Raises:
-            UnusableObservation: it cannot be queried, on this process or on another one.
+            UnusableObservation: It cannot be queried, on this process or on another one.
         """
-        texts, run = self._asked, self.run if run is None else run
+        texts, run = self._queries, self.run if run is None else run
         reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
-        reads_prompts |= self._found is not None and self._found.are_predicted
+        reads_prompts |= self._entities is not None and self._entities.are_predicted
         columns = max(1, max(len(text.labels) for text in texts) - 1)
 
         def ask(rows: list[int]) -> list[Tensor]:
@@ -318,6 +341,7 @@ class MemorizationChannel(WeightChannel):
         return TokenSnapshot(*over_processes(run, len(texts), ask))
 
     def _decode(self, ids: list[int]) -> str:
+        """Return the text of token ids; their numbers if no tokenizer is known."""
         tokenizer = self.settings.tokenizer or next(
             (t for t in self.run.tokenizers if hasattr(t, "decode")), None
         )
@@ -326,14 +350,14 @@ class MemorizationChannel(WeightChannel):
     # ---- a look -----------------------------------------------------------------------------
 
     def query_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
-        """Return what every attack guesses from the model's answers now, in each of its series."""
+        """Query the model with the pool, and return the values of every attack by series."""
         pool, now = self.pool, None
         series = {a: self.series(a, (Stage.RELEASED,)) for a in self.attacks}
         if self._base is None:
             why = "what the base said is not known: the run was resumed without its record"
             why = f"{why} ({self.folder / self.file})"
             return dict.fromkeys(chain.from_iterable(series.values()), why)
-        passed, unread = self._count_seen()
+        n_read, unread = self._count_seen()
         self._looks += 1
         everyone, alpha = self._account is not None, self.settings.memorization.alpha
         answers: dict[Series, Answer] = {}
@@ -348,55 +372,55 @@ class MemorizationChannel(WeightChannel):
                     )
                 if self._why_void:
                     raise UnplayableGame(self._why_void)
-                rows, members = pool.compared(epoch, passed, everyone=everyone, part=part)
-                now = now or self._ask()
+                rows, members = pool.compared(epoch, n_read, everyone=everyone, part=part)
+                now = now or self._query()
             except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
-            values = dict[str, Answer](self._read_texts(now, rows, members, attacks))
+            values = dict[str, Answer](self._score_texts(now, rows, members, attacks))
             self._compared |= dict.fromkeys(names, pool.digest(rows, members))
             if RECORDS in names.values():
-                self.owes_list, self._lists = not lists, self._lists + lists
+                self.owes_list, self._n_lists = not lists, self._n_lists + lists
                 values[RECORDS] = BETWEEN
                 if lists:
                     texts = pool, self._released(now, rows), rows, members
-                    shared = self._lists, self._share(epoch), alpha
+                    shared = self._n_lists, self._error_share(epoch), alpha
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
-            if self._found is not None and any(n.startswith("entity/") for n in names.values()):
-                values |= self._found.compare(now, self._base, rows, members, self._looks, alpha)
+            if self._entities is not None and any(n.startswith("entity/") for n in names.values()):
+                values |= self._entities.compare(now, self._base, rows, members, self._looks, alpha)
             answers |= {s: values[name] for s, name in names.items()}
         return answers
 
     def _released(
         self, now: TokenSnapshot, rows: Tensor, *, prompts: bool = False
     ) -> ReleasedModel:
-        """Return the answers of the model and its base to the labels of some texts, or prompts."""
+        """Return all models' answers at the label tokens of some texts, or of their prompts."""
         assert self._base is not None
-        texts = [self._asked[row] for row in rows.tolist()]
+        texts = [self._queries[row] for row in rows.tolist()]
         texts = [text.prompt for text in texts] if prompts else texts
-        now, base = (_of_labels(answers, rows, texts) for answers in (now, self._base))
-        reference = self._reference and _of_labels(self._reference, rows, texts)
+        now, base = (_at_labels(answers, rows, texts) for answers in (now, self._base))
+        reference = self._reference and _at_labels(self._reference, rows, texts)
         compressed = compressed_bytes(texts, self._decode)
         rewards = None if self._rewards is None else self._rewards[:, rows]
         groups = answer_groups(texts)
         return ReleasedModel(now, base, compressed, groups, reference, rewards=rewards)
 
-    def _share(self, epoch: int) -> float:
-        """Return which share of the errors of all lists the newest one has.
+    def _error_share(self, epoch: int) -> float:
+        """Return the share of the allowed error of all lists that the newest list spends.
 
-        Half is for that at the planned end, so that it is as long as if it were the only one. List
-        k before it, or after it, has its part of the other half.
+        Half is reserved for the list at the planned end, so that earlier lists do not shorten it.
+        Every other list k spends ``1 / (k (k + 1))`` of the other half.
         """
         ends = self.run.epochs is not None and epoch + 1 == self.run.epochs
-        is_first, self._ended = ends and not self._ended, self._ended or ends
-        return 0.5 if is_first else spent_at(self._lists, 0.5)
+        is_first, self._has_ended = ends and not self._has_ended, self._has_ended or ends
+        return 0.5 if is_first else spent_at(self._n_lists, 0.5)
 
-    def _read_texts(
+    def _score_texts(
         self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
-        """Return what each attack reads off some of the texts, by the name of its series.
+        """Return the values of each attack on some of the texts, by the name of its series.
 
-        Texts that are in one row are compared; all are tested for extraction.
+        Membership is scored only on texts that occur in one row, extraction on all.
         """
         part, texts, times = attacks[0].part, self.pool.texts, self.pool.times[rows]
         released = self._released(now, rows, prompts=part == "prompts")
@@ -405,21 +429,21 @@ class MemorizationChannel(WeightChannel):
             released = replace(released, rejected=rejected_places(picked, columns))
         values: dict[str, dict[str, float] | str] = {}
         look, alpha = self._looks, self.settings.memorization.alpha
-        once = (times == 1).nonzero()[:, 0]
-        game = released.rows(once)
+        single = (times == 1).nonzero()[:, 0]
+        game = released.rows(single)
         shared = {} if self._account is None else self._account.limits()
-        if part in ("long", "pairs"):  # no data has both: the log has one line of it
-            compared = [texts[row] for row in rows[once].tolist()]
-            blind = blind_scores(game.base, game.compressed, compared, members[once])
-            shared[BLIND] = highest_auc(blind, members[once])
+        if part in ("long", "pairs"):  # data has only one of them, so that the value is logged once
+            compared = [texts[row] for row in rows[single].tolist()]
+            blind = blind_scores(game.base, game.compressed, compared, members[single])
+            shared[BLIND] = highest_auc(blind, members[single])
         for attack in attacks:
             try:
                 if isinstance(attack, Extraction):
                     guess: Any = attack.run(Observation(released=released))
                     read = extraction_values(guess, attack, members, times, look=look, alpha=alpha)
-                    values[attack.name] = read | self._sizes(members)
+                    values[attack.name] = read | self._count_compared(members)
                 else:
-                    values[attack.name] = self._membership(attack, game, members[once], shared)
+                    values[attack.name] = self._membership(attack, game, members[single], shared)
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
@@ -427,9 +451,16 @@ class MemorizationChannel(WeightChannel):
     def _membership(
         self, attack: Any, game: ReleasedModel, members: Tensor, shared: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the values of an attack on membership by name, with those that all share."""
+        """Return the values of a membership attack by name.
+
+        Args:
+            attack: The attack.
+            game: The answers of the models to n texts.
+            members: (n,) bool, which of them are members.
+            shared: Values that all attacks of the look have in common; they are included.
+        """
         look, alpha = self._looks, self.settings.memorization.alpha
-        ranked = sum(not isinstance(other, Extraction) for other in self.attacks)
+        ranked = sum(not isinstance(a, Extraction) for a in self.attacks)  # attacks that score
         guess = attack.run(Observation(released=game))
         exact = attack.part == "short" or isinstance(attack, RewardGain)  # scores may be coarse
         values, joint = (
@@ -446,9 +477,9 @@ class MemorizationChannel(WeightChannel):
             values["refuted"] = self._account.refuted(
                 attack.name, guess.scores, members, error, alpha
             )
-        return {**values, **shared, **self._sizes(members)}
+        return {**values, **shared, **self._count_compared(members)}
 
-    def _sizes(self, members: Tensor) -> dict[str, float]:
+    def _count_compared(self, members: Tensor) -> dict[str, float]:
         """Return how many texts are compared, and the error that the look spends."""
         return {
             "members": float(members.sum()),
@@ -457,19 +488,19 @@ class MemorizationChannel(WeightChannel):
         }
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome of the values that an attack has; each has some of them alone."""
+        """Return the outcome without the values that the attack of the series does not compute."""
         outcome = super().pooled(series, rows)
         rates, extra = {**outcome.rates}, outcome.extra
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
-        rare = {name: rates[name].value for name in (*TIER_NAMES, "at_least") if name in rates}
-        absent = {name for name, value in rare.items() if math.isnan(value)}
-        if "at_least" in rare.keys() - absent:  # a list of rows has no other
+        optional = {name: rates[name].value for name in (*TIER_NAMES, "at_least") if name in rates}
+        absent = {name for name, value in optional.items() if math.isnan(value)}
+        if "at_least" in optional.keys() - absent:  # a list of rows has no other rates
             absent |= {"auc", "shown", *TPRS, "extracted", "greedy"}
         elif math.isnan(extra["p_value"]):
             absent |= {"auc", "shown", *TPRS}
         elif math.isnan(extra["extracted_base"]):
             absent |= {"extracted", "greedy"}
-        if math.isnan(extra["shown_p_value"]):  # of values in texts
+        if math.isnan(extra["shown_p_value"]):  # series of values in texts have only an AUC
             absent |= {"shown", *TPRS}
         return replace(
             outcome,
@@ -480,9 +511,9 @@ class MemorizationChannel(WeightChannel):
     # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the base's answers to a private file, and return where it is.
+        """Write the base's answers to a private file, and return its path with the counts.
 
-        The hash is of the answers and the texts together; the texts themselves are in no file.
+        ``digest`` hashes the answers and the texts together. No file has the texts themselves.
         """
         if self._pool is None or self._base is None:
             return {}
@@ -492,9 +523,9 @@ class MemorizationChannel(WeightChannel):
         return {
             self.family: {
                 "looks": self._looks,
-                "lists": self._lists,
-                "ended": self._ended,
-                "due": self._due,
+                "lists": self._n_lists,
+                "ended": self._has_ended,
+                "due": self._looks_due,
                 "passed": self._pool.passed,
                 "unread": self._pool.unread,
                 "processes": self.run.processes,
@@ -506,26 +537,26 @@ class MemorizationChannel(WeightChannel):
         }
 
     def pool_line(self) -> PoolLine | None:
-        """Return the record of the texts that are asked about; None where there are none."""
+        """Return the record of the pool; None without a pool."""
         if self._pool is None:
             return None
         line = self._pool.line(self._base and self._digest(self._base))
         return line and replace(line, reference=self._facts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember where the base's answers are."""
-        self._saved = state.get(self.family, {})
-        self._looks = int(self._saved.get("looks", 0))
-        self._lists = int(self._saved.get("lists", 0))
-        self._ended = bool(self._saved.get("ended", False))
+        """Keep the path of the base's answers for :meth:`query_base`, and restore the counts."""
+        self._saved_state = state.get(self.family, {})
+        self._looks = int(self._saved_state.get("looks", 0))
+        self._n_lists = int(self._saved_state.get("lists", 0))
+        self._has_ended = bool(self._saved_state.get("ended", False))
 
     def _digest(self, base: TokenSnapshot) -> str:
         """Return the SHA-256 of the pool's texts and the base's answers together."""
         return digest_answers(base, self._reference, [text.ids for text in self.pool.texts])
 
     def _restore(self) -> None:
-        """Read the base's answers, if the file and the texts are those of the run's begin."""
-        pool, saved, self._saved, self._base = self.pool, self._saved, {}, None
+        """Read the base's answers, if the file and the pool are those of the run's first fit."""
+        pool, saved, self._saved_state, self._base = self.pool, self._saved_state, {}, None
         try:
             base, self._reference = load_answers(Path(saved["file"]))
         except (OSError, ValueError, TypeError):  # TypeError: the file holds something else
@@ -535,7 +566,7 @@ class MemorizationChannel(WeightChannel):
             facts = saved.get("reference")
             self._facts = facts and ReferenceFacts(**facts)
             pool.seen = torch.as_tensor(saved["seen"]).bool()
-            self._due, pool.passed = int(saved["due"]), int(saved["passed"])
+            self._looks_due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
             if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
                 self._why_void = (
@@ -544,6 +575,12 @@ class MemorizationChannel(WeightChannel):
                 )
 
 
-def _of_labels(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
-    """Return a model's answers to the labels of some texts, of its answers to all texts."""
+def _at_labels(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
+    """Select the answers at the label tokens of some texts from those to the whole pool.
+
+    Args:
+        answers: The model's answers to the whole pool.
+        rows: (n,) indices of the texts in the pool.
+        texts: These n texts, or their prompts.
+    """
     return answers.rows(rows).within(label_places(texts, answers.labels.shape[1]))

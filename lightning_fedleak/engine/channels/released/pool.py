@@ -1,9 +1,14 @@
-"""Who is compared: rows of the training data that were trained on, and texts that were not.
+"""The pool: members, which are rows of the training data, and non-members to compare with.
 
 A membership score means nothing without non-members from the members' distribution. There are
-three ways to get them. Rows that a shuffled first epoch has not come to yet (nothing to give); rows
-that :func:`~lightning_fedleak.evaluation.canaries.leave_out` left out; and a set of texts of one's
-own, if nothing but the training tells it apart.
+three sources of them (``Pool.way``):
+
+- ``"not yet seen"``: Rows that a shuffled first epoch has not come to yet. Needs no setting.
+- ``"left out"``: Rows that :func:`~lightning_fedleak.evaluation.canaries.leave_out` held out.
+- ``"given"``: The user's own texts, if only the training distinguishes them from the rows.
+
+:func:`collect` draws the pool before the first step. During training :meth:`Pool.remember` records
+which of its texts are in each batch, and at a look :meth:`Pool.compared` returns both sides.
 """
 
 from __future__ import annotations
@@ -45,22 +50,21 @@ from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import PoolLine
 
 _Way = Literal["not yet seen", "left out", "given"]
-"""Where non-members come from: rows that the first epoch has not come to, rows held out by a draw,
-or texts of the user's own."""
+"""Where non-members come from, see the module."""
 
 FORWARD_SHARE = 0.4
-"""Cost of asking the model about a text, over that of training on it: .28 and .38 were measured on
-two models, with reading the data and statistics. Larger: fewer texts are asked about."""
+"""Cost of querying the model with a text, divided by that of training on it. On two models .28 and
+.38 were measured, with reading the data and statistics. Larger: fewer texts are queried."""
 
-MIN_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
-MIN_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
-MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
+MIN_TEXTS = 10  # members, and non-members, that a look needs; two for each fold of words
+MIN_POOL = 200  # texts that a pool needs; 100 members show a TPR of .1
+MISSED = 5.0  # standard deviations below the expected number of recognised rows; not tuned
 NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
-MAX_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
+MAX_ROWS = 10_000  # rows searched for repeats: 4 to 8 s on a core; more rows take longer
 
 
 class NoRows(ValueError):
-    """The data has no rows of the kind that an attack compares."""
+    """The data has no rows of the :data:`Part` that an attack compares."""
 
 
 @dataclass
@@ -68,27 +72,26 @@ class Pool:
     """Hold the texts that the model is queried with.
 
     Attributes:
-        way: where the non-members come from.
-        texts: N texts, each once; of copies the first that was trained on, at the end.
-        trains: (N,) bool, rows of the training data.
-        seen: (N,) bool, rows that have been trained on so far.
-        length: texts of the training data; of rows that hold several, as many as a row of those
-            asked about holds on average.
-        once: an epoch takes each row once.
-        times: (N,) int64, rows of the training data that a text stands in. One that stands in
-            several is no unit of a game of membership, since each row has an inclusion bit.
-        no_game: why no account of examples that are added or removed is compared; None: each text
-            was held out by a draw of its own.
-        passed: texts that have been in batches so far, on this process.
-        unread: batches that could not be read so far, on this process.
-        rows: which rows of the user's data the texts are; None where nothing lists them.
-        references: the rows that references are trained on; None where none is trained.
-        is_short: (N,) bool, texts with 1 to 7 label tokens, which are compared apart.
-        has_prompt: (N,) bool, texts of which the prompt is compared.
-        repeated: texts of which another row repeats the whole or a part, so that they are not
-            compared.
-        short: texts that were excluded because they have fewer than 8 label tokens.
-        searched: share of the data's rows that was searched for repeats.
+        way: The source of the non-members.
+        texts: N different texts. Of copies it has the first in the training data, at the end.
+        trains: (N,) bool, whether each is in the training data.
+        seen: (N,) bool, whether each has been trained on so far.
+        length: The number of texts in the training data; estimated if rows hold several.
+        once: Whether an epoch takes each row exactly once.
+        times: (N,) int64, the number of rows of the training data that hold each text. Only texts
+            in one row are used in membership games, since each row has its own inclusion bit.
+        no_game: Why the texts cannot be compared with a DP account; None if each was held out by a
+            draw of its own.
+        passed: The number of texts in the batches so far, on this process.
+        unread: The number of batches that could not be read so far, on this process.
+        rows: Which rows of the user's data the texts are, for the list of members; or None.
+        references: The rows that references are trained on; None if none is trained.
+        is_short: (N,) bool, whether a text has 1 to 7 label tokens. Short ones are compared with
+            each other only.
+        has_prompt: (N,) bool, whether the prompt of a text is compared.
+        repeated: The number of texts excluded because another row repeats at least a part of them.
+        short: The number of texts excluded because they have fewer than 8 label tokens.
+        searched: The share of the data's rows that was searched for repeats.
     """
 
     way: _Way
@@ -110,26 +113,26 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.seen = torch.zeros_like(self.trains)
-        self._places: Mapping[bytes, int] = {
+        self._row_by_key: Mapping[bytes, int] = {
             self._key(text): row for row, text in enumerate(self.texts) if bool(self.trains[row])
         }
 
     def _key(self, text: Text) -> bytes:
-        """Return what a text is recognised by in a batch."""
+        """Return the bytes by which a text is recognised in a batch."""
         return text.content
 
     @property
     def alone(self) -> Tensor:
-        """Return (N,) bool, long texts that occur once; they alone are compared."""
+        """Return (N,) bool, the long texts in a single row; no other long text is compared."""
         return (self.times == 1) & ~self.is_short
 
     @property
     def has_pairs(self) -> bool:
-        """Return whether the rows are pairs, which the loss compares; all are or none is."""
+        """Return whether the texts are preference pairs; either all are or none is."""
         return any(text.split is not None for text in self.texts)
 
-    def _sides(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Return (N,) bool, the texts of a part that are compared, and all that it has."""
+    def _part_masks(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return (N,) bool masks of the texts of a part that are compared, and of all its texts."""
         if self.has_pairs != (part == "pairs"):
             return (torch.zeros_like(self.trains),) * 2
         part = "long" if part == "pairs" else part
@@ -138,13 +141,14 @@ class Pool:
         return (self.is_short if part == "short" else self.has_prompt,) * 2
 
     def check_rows(self, part: Part) -> str:
-        """Return why no look at a part but the long rows can give a number; empty if one can.
+        """Return why no look at a part can give a number; empty if one can, or for long rows.
 
         Raises:
-            NoRows: the data has no texts of the part.
-            UnplayableGame: prompts or pairs of other data may be from a different distribution.
+            NoRows: The data has no texts of the part.
+            UnplayableGame: Prompts or pairs of the user's own non-members may be from a different
+                distribution.
         """
-        compared, texts = self._sides(part)
+        compared, texts = self._part_masks(part)
         if not bool(texts.any()):
             reasons = {
                 "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
@@ -165,19 +169,19 @@ class Pool:
 
     @property
     def seen_in_checkpoints(self) -> Tensor:
-        """Return (N,) bool, the texts that a checkpoint says were trained on."""
+        """Return (N,) bool, the trained texts, as a checkpoint stores them."""
         return self.seen
 
     def digest(self, rows: Tensor, members: Tensor) -> str:
-        """Return a name of some of the texts, and of which of them are members."""
+        """Return a hash of some of the texts and of which of them are members."""
         return pool_digest([self.texts[row] for row in rows.tolist()], members)
 
     def remember(self, batch: TokenBatch) -> None:
-        """Note which texts are in a batch that is trained on."""
+        """Record which texts are in a batch that is trained on."""
         texts = texts_in(batch)
         self.passed += len(texts)
         for text in texts:
-            row = self._places.get(self._key(text))
+            row = self._row_by_key.get(self._key(text))
             if row is not None:
                 self.seen[row] = True
 
@@ -187,16 +191,16 @@ class Pool:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
         Args:
-            epoch: counted from 0.
-            passed: texts that have been in batches so far, on all processes.
-            everyone: all training rows are members, also those that no batch has held yet.
-            part: which texts; of prompts and short ones those that occur once.
+            epoch: The epoch, counted from 0.
+            passed: The number of texts in the batches so far, on all processes.
+            everyone: Whether all training rows are members, even before a batch holds them.
+            part: Which part of the texts to compare.
 
         Raises:
-            UnplayableGame: too few of either side, or rows that were trained on and not recognised;
-                what was known before says nothing of the weights now.
+            UnplayableGame: There are too few members or non-members, or too few of the rows that
+                were trained on were recognised in the batches.
         """
-        alone, inside = self._sides(part)
+        alone, inside = self._part_masks(part)
         members = self.trains & self.seen & inside
         non_members = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
         non_members = non_members & alone
@@ -224,7 +228,7 @@ class Pool:
         return index, members[index]
 
     def line(self, base: str | None) -> PoolLine | None:
-        """Return the record of the texts, with the hash of what the base said, if that is known."""
+        """Return the record of the pool, with the hash of the base's answers if there are any."""
         train = int(self.trains.sum())
         return PoolLine(
             run="",
@@ -240,7 +244,7 @@ class Pool:
 
     @property
     def cost(self) -> str:
-        """Return in words what is compared, for the line-up."""
+        """Return in words what is compared, for the message at the start of a run."""
         n, n_copied = int((self.trains & self.alone).sum()), int((self.times > 1).sum())
         n_non_members, n_short = int((~self.trains & self.alone).sum()), int(self.is_short.sum())
         controls = {
@@ -265,10 +269,11 @@ class CanaryPool(Pool):
     def of_canaries(
         cls, canaries: CanarySet, loader: Any, settings: Memorization | None = None
     ) -> CanaryPool:
-        """Return all canaries; the budget pays for all, or the attack is not played.
+        """Return a pool of all canaries.
 
         Raises:
-            UnplayableGame: the budget of the settings, if there are any, does not pay for them.
+            UnplayableGame: To query all of them costs more than the budget of the settings, if
+                there are any.
         """
         check_loader(loader)
         length = len(loader.dataset)
@@ -284,21 +289,26 @@ class CanaryPool(Pool):
 
     @property
     def seen_in_checkpoints(self) -> Tensor:
-        """Return (N,) False: a checkpoint does not show which canaries are in the data."""
+        """Return (N,) False: a checkpoint must not reveal which canaries are in the data."""
         return torch.zeros_like(self.seen)
 
     def compared(
         self, epoch: int, passed: int, *, everyone: bool = False, part: Part = "long"
     ) -> tuple[Tensor, Tensor]:
-        """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
+        """Return all canaries, (n,) indices, and whether each was trained on so far, (n,) bool."""
         return torch.arange(len(self.texts)), self.trains & self.seen
 
     def line(self, base: str | None) -> None:
-        """Return nothing: each line of results has the numbers of canaries."""
+        """Return None: each line of results has the numbers of canaries."""
 
 
 def forwards_of(settings: Memorization, *, last_step: bool) -> int:
-    """Return how often each text is asked about in the first epoch, the base included."""
+    """Return how often the model, or its base, is queried with each text in the first epoch.
+
+    Args:
+        settings: The user's settings.
+        last_step: Whether there is a look at the end of the epoch too.
+    """
     return 1 + len(settings.looks) + int(last_step and settings.looks[-1:] != (1.0,))
 
 
@@ -315,18 +325,21 @@ def collect(
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
-    Rows are read as training's collate function makes them, twice, with all random states put
-    back; those that do not read the same twice are refused. Every process draws the same rows.
+    1. The source of the non-members is chosen, and the budget gives the number of rows to query.
+    2. These rows are drawn, the same on every process. Each is read twice by the loader's collate
+       function, and refused if both readings differ. All random states are restored.
+    3. More rows are searched for repeats of the texts, and for values in texts.
+    4. Repeated and short texts are excluded, and the rows for references are drawn.
 
     Args:
-        loader: the training data's loader.
-        settings: the user's settings.
-        read: reads a batch.
-        resumed: the run goes on with an earlier one, so that rows may have been trained on before.
-        short: texts with 1 to 7 label tokens are asked about too.
-        entities: finds the values of all rows, and of the texts that are asked about.
-        forwards: The forwards that asking the model about a text takes.
-        show: a bar shows how many rows are searched for values.
+        loader: The loader of the training data.
+        settings: The user's settings.
+        read: Returns the tokens of a batch.
+        resumed: Whether the run resumes another, so that rows may have been trained on before.
+        short: Whether texts with 1 to 7 label tokens are queried too.
+        entities: Finds values in the texts of all rows; None if no values are named.
+        forwards: The number of forward passes to query the model with a text.
+        show: Whether to show a progress bar of the search for values.
 
     Raises:
         UnplayableGame: No texts can be compared; the message names the argument to change.
@@ -355,9 +368,9 @@ def collect(
     if is_auto and (n_others := length + len(others) - n_reference) >= MIN_POOL:
         size = min(size, n_others)
     generator = torch.Generator().manual_seed(settings.seed)
-    sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
-    unread = len(rest)
-    rest, _ = _drawn(rest, max(MAX_ROWS, n_reference) if entities is None else unread, generator)
+    sample, extra = _sample(dataset, others, size, generator, by_coins=no_game is None)
+    n_extra = len(extra)
+    extra, _ = _drawn(extra, max(MAX_ROWS, n_reference) if entities is None else n_extra, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
@@ -378,19 +391,19 @@ def collect(
                 "the rows are pairs of answers: leave them out"
             )
         sides = [source is dataset for source, _ in sample]
-        trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
+        in_data = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
         searched: Iterable[tuple[Text, bool]] = (
             (text, source[0] is dataset)
-            for source in (rest if entities is None else track(rest, "searching rows for values"))
+            for source in (extra if entities is None else track(extra, "searching rows for values"))
             for text in read_row(loader, *source, read)
         )
         if entities is not None:
-            deque(entities.counting(zip(texts, trained, strict=True)), 0)
+            deque(entities.counting(zip(texts, in_data, strict=True)), 0)  # runs the generator
             searched = entities.counting(searched)
-            if len(rest) > MAX_ROWS:
-                seconds = (time.perf_counter() - start) / len(sample) * len(rest)
-                rank_zero_info(f"entities: {len(rest):,} more rows are searched, ~{seconds:.0f} s")
-        scored = scored_texts(texts, trained, searched)
+            if len(extra) > MAX_ROWS:
+                seconds = (time.perf_counter() - start) / len(sample) * len(extra)
+                rank_zero_info(f"entities: {len(extra):,} more rows are searched, ~{seconds:.0f} s")
+        scored = scored_texts(texts, in_data, searched)
     places = scored.rows + (scored.short_rows if short else [])
     if not places:
         n_short = 0 if short else len(scored.short_rows)
@@ -402,7 +415,7 @@ def collect(
         )
     if entities is not None:
         entities.locate([texts[row] for row in places])
-    trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
+    trains = torch.tensor([in_data[row] for row in places], dtype=torch.bool)
     prompt_rows = {*scored.prompt_rows}
     has_prompt = torch.tensor([row in prompt_rows for row in places], dtype=torch.bool)
     has_prompt[: len(scored.rows)] &= scored.times == 1
@@ -416,8 +429,8 @@ def collect(
     references = None
     if is_auto:
         row_of = torch.tensor([n for n, row_texts in enumerate(read_rows) for _ in row_texts])
-        inside = draw_references(len(sample), len(rest), n_reference, settings.seed)
-        references = ReferenceRows(sample + rest, inside, row_of[places])
+        inside = draw_references(len(sample), len(extra), n_reference, settings.seed)
+        references = ReferenceRows(sample + extra, inside, row_of[places])
     return Pool(
         way,
         [texts[row] for row in places],
@@ -430,14 +443,18 @@ def collect(
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
         scored.repeated,
         scored.short - int(is_short.sum()),
-        len(rest) / unread if unread else 1.0,
+        len(extra) / n_extra if n_extra else 1.0,
         PoolRows.of(texts, scored, numbers, short=short),
         references,
     )
 
 
 def _no_game(dataset: Any, way: _Way) -> str | None:
-    """Return why texts tell nothing of examples that are added or removed; None: they do."""
+    """Return why the texts cannot be compared with a DP account; None if they can.
+
+    An account bounds what one example changes that is added or removed. So each text must have been
+    included by a random bit of its own, drawn before the run.
+    """
     mend = "leave_out(..., coins=True)"
     if way == "not yet seen":
         return f"rows are compared by whether they were drawn, which the account hides: {mend}"
@@ -450,21 +467,21 @@ def _no_game(dataset: Any, way: _Way) -> str | None:
     return None
 
 
-_Source = tuple[Any, int]
+_Source = tuple[Any, int]  # a data set, and the index of a row in it
 
 
 def _sample(
     dataset: Any, others: Any, size: int, generator: torch.Generator, *, by_coins: bool
 ) -> tuple[list[_Source], list[_Source]]:
-    """Return the rows that are asked about, of both sides, and the rest.
+    """Return the rows to query, trained and held out, and all remaining rows.
 
     Args:
-        dataset: the training data.
-        others: what was held out; None where nothing was.
-        size: rows that are asked about.
-        generator: draws them.
-        by_coins: a fair coin held each row out. Then which rows are asked about, in which order,
-            depends on no inclusion bit.
+        dataset: The training data.
+        others: The rows that were held out; None if there are none.
+        size: The number of rows to query.
+        generator: The source of randomness.
+        by_coins: Whether a random inclusion bit (a coin) held each row out. Then the choice and the
+            order of the rows to query do not depend on these bits.
     """
     if by_coins:
         everyone = dataset.sources()
@@ -474,30 +491,30 @@ def _sample(
     sources = [(dataset, row) for row in range(len(dataset))]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]
     n_non_members = min(max(size // 2, size - len(sources)), len(held_out))
-    inside, rest = _drawn(sources, size - n_non_members, generator)
-    outside, rest_held_out = _drawn(held_out, n_non_members, generator)
-    return inside + outside, rest + rest_held_out
+    inside, other_rows = _drawn(sources, size - n_non_members, generator)
+    outside, other_held_out = _drawn(held_out, n_non_members, generator)
+    return inside + outside, other_rows + other_held_out
 
 
 def _drawn(
     sources: list[_Source], size: int, generator: torch.Generator
 ) -> tuple[list[_Source], list[_Source]]:
-    """Return so many rows at random, and the rest."""
+    """Return ``size`` rows, or all, at random, and the remaining ones."""
     order = torch.randperm(len(sources), generator=generator).tolist()
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
 
 def affordable(length: int, settings: Memorization, min_texts: int, forwards: float) -> int:
-    """Return how many texts the budget pays for.
+    """Return the number of texts that can be queried within ``max_overhead``.
 
     Args:
-        length: The rows of the training data.
+        length: The number of rows of the training data.
         settings: The user's settings.
         min_texts: The number of texts that are needed.
-        forwards: How often the model is queried with each text in an epoch.
+        forwards: The number of forward passes for each text in an epoch.
 
     Raises:
-        UnplayableGame: it pays for fewer, or ``most_texts`` is fewer; names what would be enough.
+        UnplayableGame: The budget or ``most_texts`` is too small; the message names enough.
     """
     count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)

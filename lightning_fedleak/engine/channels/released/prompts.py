@@ -33,7 +33,7 @@ class PromptChannel(MemorizationChannel):
     reads = PromptAttack
     kinds = ("causal",)
     finds_entities = False
-    cost = 1 / FORWARD_SHARE  # that of training on a prompt, which has as many completions
+    cost = 1 / FORWARD_SHARE  # as much as training on a prompt, which has as many completions
 
     def _series_names(self, attack: Attack) -> list[str]:
         return [attack.name]
@@ -49,6 +49,7 @@ class PromptChannel(MemorizationChannel):
         return replace(pool, length=pool.length * rollouts.repeats)
 
     def _read(self, batch: Any) -> Any:
+        """Return the prompts of a batch of rollouts, as tokens."""
         return self.run.rollouts.read(batch)
 
     def describe(self) -> str:
@@ -66,12 +67,12 @@ class PromptChannel(MemorizationChannel):
         Raises:
             UnusableObservation: The base cannot be queried, or rewards cannot be recomputed.
         """
-        rollouts, self._saved = self.run.rollouts, {}  # a saved state has no completions
+        rollouts, self._saved_state = self.run.rollouts, {}  # a saved state has no completions
         if self.run.step == 0:
-            self._written = self._write()
+            self._completions = completions = self._complete()
             if any(isinstance(attack, RewardGain) for attack in self.attacks):
                 if not (why := rollouts.why_no_rewards()):
-                    rewards = [rollouts.reward(self.pool.texts, self._written) for _ in range(2)]
+                    rewards = [rollouts.reward(self.pool.texts, completions) for _ in range(2)]
                     if not torch.equal(*rewards):
                         why = "the same completions have others the second time, or no numbers"
                 if why:
@@ -79,7 +80,7 @@ class PromptChannel(MemorizationChannel):
                 self._rewards = torch.stack(rewards)
         super().query_base()
 
-    def _write(self) -> Sequence[Text]:
+    def _complete(self) -> Sequence[Text]:
         """Return the model's present completions, drawn with the same random numbers at each look.
 
         Raises:
@@ -96,7 +97,7 @@ class PromptChannel(MemorizationChannel):
         """Return every attack's guess from the present likelihoods and completions."""
         if self._rewards is not None:
             try:
-                self._rewards[1] = self.run.rollouts.reward(self.pool.texts, self._write())
+                self._rewards[1] = self.run.rollouts.reward(self.pool.texts, self._complete())
             except UnusableObservation:
                 self._rewards[1] = torch.nan  # RewardGain alone is unknown
         return super().query_weights(epoch, lists=lists)

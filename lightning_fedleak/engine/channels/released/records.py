@@ -1,4 +1,4 @@
-"""The list of training rows that the trained weights give away, in a private file of the run."""
+"""The list of training rows that the trained weights reveal, in a private file of the run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel
 RECORDS = "records"
 """The name of the list's counts in the logs, ``leakage/records/at_least``."""
 FILE = "records.jsonl"
+# The answer of the series at looks within an epoch, which write no list.
 BETWEEN = Waiting("rows are listed after each epoch, and at the end", soon=False)
 
 
@@ -32,30 +33,30 @@ def write_list(
     share: float,
     alpha: float,
 ) -> dict[str, float] | str:
-    """Write the list of the rows that were trained on, and return its counts, or why there is none.
+    """Write the list of rows that count as revealed; return its counts, or why there is none.
 
     Args:
         run: The run, whose first process writes.
         path: The path of the file.
-        pool: the texts of the run.
-        released: what the model and its base said of n texts.
-        rows: (n,) which texts of the pool these are.
-        members: (n,) bool, those that were trained on.
-        look: number of the list, counted from 1.
-        share: The share of the rate of false discoveries and of ``alpha`` that this list has.
-        alpha: probability of error of ``at_least`` at all lists together.
+        pool: The pool of the run.
+        released: The answers of the model and its base to n texts.
+        rows: (n,) the indices of these texts in the pool.
+        members: (n,) bool, whether each was trained on.
+        look: The number of the list, counted from 1.
+        share: The share of the rate of false discoveries and of ``alpha`` that this list spends.
+        alpha: The probability of error of ``at_least`` over all lists together.
     """
     assert pool.rows is not None
     copies = [pool.rows.copies[row] for row in rows.tolist()]
     inside = {*rows.tolist()}
-    apart = {
+    excluded = {  # rows of the training data that are not compared, and why
         number: "short" if bool(pool.is_short[row]) else "unknown"
         for row in pool.trains.nonzero()[:, 0].tolist()
         if row not in inside
         for number in pool.rows.copies[row]
     }
-    apart = {**pool.rows.apart, **apart}
-    places = PoolRows(copies, pool.times[rows], apart, pool.rows.short_copies)
+    excluded = {**pool.rows.apart, **excluded}
+    listed = PoolRows(copies, pool.times[rows], excluded, pool.rows.short_copies)
     facts: dict[str, Any] = {
         "pool": pool.digest(rows, members),
         "account": bool(accounting(run.defenses)),
@@ -66,7 +67,7 @@ def write_list(
         "alpha": alpha * share,
     }
     try:
-        records = list_records(released, members, places, **facts)
+        records = list_records(released, members, listed, **facts)
         if run.rank == 0 or run.processes == 1:
             records.save(path)
     except Exception as error:

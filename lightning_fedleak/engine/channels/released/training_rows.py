@@ -1,4 +1,8 @@
-"""Read single rows of the training data again, and check that a DataLoader allows it."""
+"""Read single rows of the training data, and check that a DataLoader allows it.
+
+The pool of a run (:mod:`lightning_fedleak.engine.channels.released.pool`) is drawn from the rows of
+the training data. They are read outside of training, and must be recognised in its batches later.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from lightning_fedleak.model.taps import Text, texts_in
 
 
 class UnplayableGame(ValueError):
-    """A game on the trained model that this run does not allow; the message says what to change."""
+    """A test of the trained weights cannot run here; the message says what to change."""
 
 
 def check_loader(loader: Any) -> None:
@@ -75,7 +79,7 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
 
 
 def _is_accelerate(thing: object, name: str) -> bool:
-    """Return whether an object has this class of Accelerate, which need not be installed."""
+    """Return whether an object is of this class of Accelerate, which need not be installed."""
     return (type(thing).__module__, type(thing).__name__) == ("accelerate.data_loader", name)
 
 
@@ -154,7 +158,7 @@ def read_row(
     """Return the texts of a batch that holds only this row.
 
     Raises:
-        UnplayableGame: The row cannot be read, or has a form of which no likelihood is queried.
+        UnplayableGame: The row cannot be read, or has a form whose likelihoods show no membership.
     """
     item = _copy_item(dataset[row])  # collate functions may change their arguments
     try:

@@ -1,6 +1,13 @@
-"""Looks at the trained weights, and the base of the channels that query them with a pool of texts.
+"""Looks at the trained weights: when they take place, and the base class of their channels.
 
-The base model is queried before the first step, the weights within epochs and at their ends.
+A channel queries the model with a *pool* of texts. The order in a fit:
+
+1. Before the first step, :meth:`WeightLooks.begin` lets each channel draw its pool and query the
+   *base*, the model before the fine-tuning. Attacks that cannot run are excluded or refused.
+2. Before each batch, every channel records which texts of its pool are in it.
+3. After a batch, the channels for which a look is due query the present weights
+   (:meth:`WeightLooks.look_where_due`), and their results are pooled over processes.
+4. When training ends, all channels look again, if the weights changed since the last look.
 """
 
 from __future__ import annotations
@@ -47,21 +54,24 @@ from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report.records import PoolLine, by_reason
 
 Answer = Mapping[str, float] | Waiting | str
-"""An attack's values by name, or that they come later, or why there are none."""
+"""An attack's values by name; or that they come at a later look; or why there are none."""
 
+# The begin of messages about a pool without texts to compare; cut off in the summary of the run.
 _NOBODY = "finds nobody to compare: "
 
 
 class WeightChannel(Channel):
     """Attacks on the trained weights, which are queried with one pool of texts at every look.
 
+    A subclass draws the pool, queries the base, and queries the weights at a look.
+
     Attributes:
-        kinds: The kinds of the models that can be queried.
-        planted: The setting of :class:`Games` that holds what the user planted; empty if the
-            channel needs no planted texts.
+        kinds: The kinds of models that can be queried.
+        planted: The name of the setting of :class:`Games` with the texts that the user planted;
+            empty if the channel needs no planted texts.
         missing: What is missing without that setting, for an error message.
         prefix: The prefix of the names of its series.
-        folder: The folder with what a resumed run needs.
+        folder: The folder of the private file that a resumed run needs.
         owes_list: Whether the user wants a list of members that the newest look did not write.
     """
 
@@ -86,10 +96,10 @@ class WeightChannel(Channel):
         self._compared: dict[Series, str] = {}
 
     def _check_settings(self) -> None:
-        """Check that what the attacks test was planted.
+        """Check that the texts that the attacks test were planted.
 
         Raises:
-            ValueError: It was not; the message says which setting to give.
+            ValueError: They were not; the message says which setting to give.
         """
         super()._check_settings()
         self._planted: Any = getattr(self.settings.games, self.planted, None)
@@ -110,12 +120,12 @@ class WeightChannel(Channel):
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Forget the texts of an earlier fit."""
+        """Begin a fit without the texts of an earlier one."""
         super().open(run)
         self._pool = self._refusal = self._mask = None
 
     def meet_data(self, attack: MemorizationAttack) -> str:
-        """Draw the texts that the model is queried with.
+        """Draw the pool if no attack has yet, and check that it has texts for this attack.
 
         Returns:
             Why no look can have a result of this attack; empty if one can.
@@ -139,8 +149,8 @@ class WeightChannel(Channel):
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string.
 
-        All processes return an error if one has it. So one without readable rows goes on to the
-        exchange.
+        If one process fails, all return a reason. A process without readable rows does not return
+        early, because the others wait for it.
         """
         run, pool, refusal = self.run, None, ""
         try:
@@ -175,15 +185,15 @@ class WeightChannel(Channel):
         """Return the texts that the model is queried with.
 
         Raises:
-            UnplayableGame: there are none.
+            UnplayableGame: There are none.
         """
 
     @abstractmethod
     def query_base(self) -> None:
-        """Query the model before the first step."""
+        """Query the base, which is the model before the first step."""
 
     reference_seconds: float = 0.0
-    """Seconds that the training of references took; they are not part of the budget of looks."""
+    """Seconds that reference models took to train; they do not count as overhead of looks."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -195,7 +205,7 @@ class WeightChannel(Channel):
     # ---- a step -----------------------------------------------------------------------------
 
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
-        """Return why a rate cannot become known, and why it cannot judge a client's update."""
+        """Return why a rate cannot become known, and why it cannot judge one client's update."""
         never_alone = "it is of the model that was sent, and of no client's update"
         return Requirement(never=self._never_known(metric), never_alone=never_alone)
 
@@ -206,7 +216,7 @@ class WeightChannel(Channel):
         """Record which texts of the pool a batch holds, or that the batch cannot be read."""
         try:
             self.pool.remember(self._read(batch))
-        except Exception:  # of the user's adapter too; which texts it holds is unknown
+        except Exception:  # also of the user's adapter: its texts are unknown, and training goes on
             self.pool.unread += 1
 
     def _read(self, batch: Any) -> TokenBatch:
@@ -219,7 +229,7 @@ class WeightChannel(Channel):
         """Return whether a look is due at this share of an epoch; by default at its end.
 
         Args:
-            epoch: counted from 0.
+            epoch: The epoch, counted from 0.
             share: The share of the epoch's batches that are done, up to 1.
         """
         return share >= 1
@@ -231,14 +241,14 @@ class WeightChannel(Channel):
         """Query the weights, and return the answers of all attacks by series.
 
         Args:
-            epoch: counted from 0.
+            epoch: The epoch, counted from 0.
             lists: Whether lists of members may be written: at the end of an epoch or the training.
         """
 
     def _count_seen(self) -> tuple[int, int]:
-        """Join what all processes have trained on; return the numbers of texts and unread batches.
+        """Return how many texts and how many unreadable batches all processes have trained on.
 
-        ``pool.seen`` then marks the texts that any process has seen.
+        ``pool.seen`` then marks the texts that any process has trained on.
         """
         pool = self.pool
         counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
@@ -259,7 +269,7 @@ class WeightChannel(Channel):
         return (*ends, *self.extras)
 
     def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return nothing: :meth:`packed` packs the values itself."""
+        """Not used: :meth:`packed` packs the values of a look."""
         raise NotImplementedError
 
     # ---- over processes ---------------------------------------------------------------------
@@ -278,14 +288,14 @@ class WeightLooks:
     """Look at the weights of a run, with the channels that query them.
 
     Args:
-        run: the run.
+        run: The run.
         channels: The channels; those that read weights are used.
-        series: the channel of each series, in the order of the logs.
-        folder: The folder for what a resumed run needs besides its checkpoint.
+        series: The channel of each series, in the order of the logs.
+        folder: The folder of the files that a resumed run needs besides its checkpoint.
 
     Attributes:
-        refused: why attacks are not played, by their names.
-        looked_at: step of the newest look; None before the first.
+        refused: Why attacks do not run, by their names.
+        looked_at: The step of the newest look; None before the first.
     """
 
     def __init__(
@@ -298,19 +308,19 @@ class WeightLooks:
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None
-        self._sums = torch.zeros(0)
-        self._choice = -1, -math.inf
+        self._weight_sums = torch.zeros(0)  # those of the weights at the newest look
+        self._chosen_loss = -1, -math.inf  # the step of the newest choice, and its loss
         self.refused: dict[str, str] = {}
         self._has_begun = False
 
     @property
     def attacks(self) -> tuple[Attack, ...]:
-        """Return the attacks that are played."""
+        """Return the attacks that run."""
         return tuple(attack for channel in self._channels for attack in channel.attacks)
 
     @property
     def series(self) -> frozenset[Series]:
-        """Return the series of the attacks that are played."""
+        """Return the series of the attacks that run."""
         names = {attack.name for attack in self.attacks}
         return frozenset(series for series in self._series if series.attack in names)
 
@@ -318,14 +328,14 @@ class WeightLooks:
         """Draw the texts, and query the base model, before the first step.
 
         Args:
-            choosing: Whether attacks that cannot be played are left out, and are not an error.
+            choosing: Whether attacks that cannot run are excluded. Otherwise they are an error.
 
         Returns:
-            What is compared, and which attacks are not played, in words.
+            Which attacks do not run, and what is compared, in words.
 
         Raises:
-            ValueError: an attack that the user listed cannot be played, or a setting or callback
-                would use private texts outside the epsilon of the run.
+            ValueError: An attack that the user listed cannot run, or a setting or callback would
+                use private texts outside the epsilon of the run.
         """
         self._has_begun = True
         self._check_private()
@@ -364,14 +374,14 @@ class WeightLooks:
             exclude(channel, self.refused.keys())
 
     def _check_private(self) -> None:
-        """Refuse what the run's epsilon does not cover, and references that cannot be trained.
+        """Refuse settings that the run's epsilon does not cover, and untrainable references.
 
         Raises:
-            ValueError: under DP rows would be listed, a reference is used, or a callback acts on
-                private texts; or ``reference="auto"`` would train without the run's defences, or
-                in a run of several processes.
+            ValueError: Under DP, rows would be listed, a reference is used, or a callback acts on
+                values of private texts. Or ``reference="auto"`` would train without the run's
+                defences, or in a run of several processes.
         """
-        settings = self._channels[0].settings.memorization  # the same of all channels
+        settings = self._channels[0].settings.memorization  # all channels have the same settings
         run = self._run
         if settings.trains_reference and run.defenses:
             raise ValueError(
@@ -412,8 +422,8 @@ class WeightLooks:
         Args:
             names: The names of the attacks; None: all of them.
         """
-        played = {attack.name for attack in self.attacks}
-        if played if names is None else played.issuperset(names):
+        running = {attack.name for attack in self.attacks}
+        if running if names is None else running.issuperset(names):
             return None
         silent = sorted(self.refused if names is None else names)
         whys = {self.refused.get(name, "it was left out") for name in silent}
@@ -426,11 +436,11 @@ class WeightLooks:
         return sum(channel.reference_seconds for channel in self._channels)
 
     def refusals(self) -> list[Row]:
-        """Return the attacks that are not played, and why, as rows of the table of attacks."""
+        """Return the attacks that do not run, and why, as rows of the table of attacks."""
         return [Row(name, (), why, True, None) for name, why in self.refused.items()]
 
     def batch_begins(self, batch: Any) -> None:
-        """Record which texts are trained on."""
+        """Let every channel record which texts of its pool are trained on."""
         for channel in self._channels:
             if channel.attacks:
                 channel.batch_begins(batch)
@@ -442,13 +452,14 @@ class WeightLooks:
                 record.append(line)
 
     def choose(self, loss: float) -> float:
-        """Return the highest loss that gates gave the weights of this step, to choose them by.
+        """Return the loss to choose a checkpoint of this step by: the highest of all gates.
 
-        A gate that does not allow the weights gives infinity.
+        Args:
+            loss: The loss from one gate; infinite if it does not allow the weights.
         """
-        step, earlier = self._choice
-        self._choice = self._run.step, max(loss, earlier) if step == self._run.step else loss
-        return self._choice[1]
+        step, earlier = self._chosen_loss
+        self._chosen_loss = self._run.step, max(loss, earlier) if step == self._run.step else loss
+        return self._chosen_loss[1]
 
     def look_where_due(self) -> tuple[Look, dict[Series, Outcome]] | None:
         """Return a look after a batch by the channels for which one is due; None if none is."""
@@ -459,49 +470,50 @@ class WeightLooks:
         return self.look(channels) if channels else None
 
     def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Return a look by all channels when training ends; None if these weights were looked at.
+        """Return a look by all channels when training ends; None if these weights had their look.
 
-        They look again if a callback has put other weights in place since, such as averages.
+        They have not if a callback has replaced the weights since, for example by averages, or if
+        a channel still has to write its list of members.
         """
         channels = [channel for channel in self._channels if channel.attacks]
         if not channels or not self._has_begun:  # a run without steps has no answers of the base
             return None
         with self._on_device():
             just_looked = self.looked_at == self._run.step and not self._run.on_any_process(
-                not torch.equal(self._sums, self._sums_of_weights())
+                not torch.equal(self._weight_sums, self._sums_of_weights())
             )
             is_done = just_looked and not any(channel.owes_list for channel in channels)
             return None if is_done else self.look(channels, ends=True)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Hold the model where it was trained; Lightning moves it to the CPU before its last hook.
+        """Move the model to its training device: Lightning's last hook finds it on the CPU.
 
         The CPU rounds the sums of weights differently, so that the weights would seem changed.
         """
         root, device = self._run.anatomy.root, self._run.device
         places = {p.device.type for p in root.parameters()}
-        # Shards on the CPU are offloaded.
-        is_away = places == {"cpu"} != {device.type} and not self._run.is_sharded
-        if is_away:
+        # Shards on the CPU are offloaded there during training too.
+        was_moved = places == {"cpu"} != {device.type} and not self._run.is_sharded
+        if was_moved:
             root.to(device)
         try:
             yield
         finally:
-            if is_away:
+            if was_moved:
                 root.cpu()
 
     def skip_present_weights(self) -> None:
-        """Let :meth:`look_at_end` skip the present weights, which are earlier ones of this run.
+        """Let :meth:`look_at_end` skip the present weights, a restored checkpoint of this run.
 
-        Rows that were trained on after them would count as members.
+        Rows that were trained on after the checkpoint would count as members.
         """
-        self._sums = self._sums_of_weights()
+        self._weight_sums = self._sums_of_weights()
 
     def _sums_of_weights(self) -> Tensor:
         """Return (2 n,) the sum and norm of each of n trained parameters' part on this process.
 
-        Equal sums are taken for equal weights.
+        If they are equal at two times, the weights count as unchanged.
         """
         weights = [p.detach() for p in self._run.anatomy.root.parameters() if p.requires_grad]
         local = [w.to_local() if hasattr(w, "to_local") else w for w in weights]
@@ -515,13 +527,13 @@ class WeightLooks:
     def look(
         self, channels: Sequence[WeightChannel], *, ends: bool = False
     ) -> tuple[Look, dict[Series, Outcome]]:
-        """Return a look at the weights as they are, with its outcomes.
+        """Look at the present weights, and return the look with its outcomes.
 
         Args:
             channels: The channels that look.
             ends: Whether training ends here.
         """
-        self.looked_at, self._sums = self._run.step, self._sums_of_weights()
+        self.looked_at, self._weight_sums = self._run.step, self._sums_of_weights()
         scope = frozenset(s for s in self.series if self._series[s] in channels)
         look = Look(self._run.step, scope=scope)
         answers: dict[Series, Answer] = {}
@@ -531,10 +543,10 @@ class WeightLooks:
                     epoch, share = self._run.progress or (0, 0.0)
                     answers |= channel.query_weights(epoch, lists=ends or share >= 1)
                 except Exception as error:
-                    failed = (s for s in scope if self._series[s] is channel)
-                    answers |= dict.fromkeys(failed, reason(error))
+                    unknown = (s for s in scope if self._series[s] is channel)
+                    answers |= dict.fromkeys(unknown, reason(error))
         ordered = {s: c.packed(answers[s]) for s, c in self._series.items() if s in scope}
         exposed = dict.fromkeys(ordered, True)
         outcomes, _ = self._exchange.outcomes(ordered, exposed, look.step)
-        assert outcomes is not None  # weights are always there
+        assert outcomes is not None  # unlike gradients, weights are always exposed
         return look, outcomes

@@ -364,13 +364,11 @@ class _TextWalk:
             branch, value = branches[i], float(evidence[i])
             if math.isfinite(value) and value >= min_evidence:
                 shares = (*[1.0] * len(branch.prefix), float(fits.worst[i]))
-                remaining = fits.explain(remainders, i)
+                residue = fits.explain(remainders, i)
                 siblings = [b for b in map(branches.__getitem__, best) if b.prefix == branch.prefix]
                 rivals = tuple(b for b in siblings if b is not branch)
                 texts.append(
-                    _PartialText(
-                        branch.text, shares, value, remaining, rivals, (), (branch.states,)
-                    )
+                    _PartialText(branch.text, shares, value, residue, rivals, (), (branch.states,))
                 )
         if not fits.exact:
             return texts

@@ -61,11 +61,11 @@ class StateTable:
         commonest = (-counts).argsort(stable=True)
         self.rank = commonest.argsort()
         self.representative = _representatives(words, commonest)
-        self._is_represented = self.representative != torch.arange(len(words), device=words.device)
+        self._is_copy = self.representative != torch.arange(len(words), device=words.device)
         self.axes = self._discriminants(tokens).float()
         self.points = (self.entries + self._shift.float()) @ self.axes
         self._lengths = self.entries.square().sum(1)
-        self._squares = self.points.square().sum(1).masked_fill_(self._is_represented, float("inf"))
+        self._squares = self.points.square().sum(1).masked_fill_(self._is_copy, float("inf"))
         self._isolation = self._squares.new_full((len(states),), -1.0)
         del self._spread
 
@@ -90,19 +90,15 @@ class StateTable:
     @property
     def distinct(self) -> int:
         """The number of tokens that are tried, which represent all others."""
-        return int((~self._is_represented).sum())
+        return int((~self._is_copy).sum())
 
     def best(self, scores: Tensor, k: int) -> Tensor:
         """Return the ``k`` representative tokens with the highest scores (V,)."""
-        return (
-            scores.masked_fill(self._is_represented, -float("inf"))
-            .topk(min(k, self.distinct))
-            .indices
-        )
+        return scores.masked_fill(self._is_copy, -float("inf")).topk(min(k, self.distinct)).indices
 
     def only_tried(self, scores: Tensor) -> Tensor:
         """Set scores (..., V) to minus infinity for tokens that another represents."""
-        return scores.masked_fill_(self._is_represented, -float("inf"))
+        return scores.masked_fill_(self._is_copy, -float("inf"))
 
     @property
     def _kappa(self) -> float:
@@ -181,10 +177,10 @@ class StateTable:
         target = observed - states[0]
         lengths = expected.square().sum(1)
         products = expected @ target
-        far = (lengths - 2.0 * products).masked_fill_(self._is_represented, float("inf"))
+        far = (lengths - 2.0 * products).masked_fill_(self._is_copy, float("inf"))
         nearest = far.topk(k, largest=False).indices
         cosine = products * lengths.clamp(min=1e-30).rsqrt()
-        aligned = cosine.masked_fill_(self._is_represented, -float("inf")).topk(k).indices
+        aligned = cosine.masked_fill_(self._is_copy, -float("inf")).topk(k).indices
         return nearest, aligned
 
     def nearest(self, tokens: Tensor, differences: Tensor) -> Tensor:
@@ -217,7 +213,7 @@ class StateTable:
         centre = self.entries[token]
         length = self._lengths[token]
         squared = self._lengths - 2.0 * (self.entries @ centre) + length
-        close = (squared <= radius**2 + ROUNDING * float(length)) & ~self._is_represented
+        close = (squared <= radius**2 + ROUNDING * float(length)) & ~self._is_copy
         rough = torch.nonzero(close).squeeze(1)
         return rough[(self.entries[rough] - centre).norm(dim=1) <= radius]
 

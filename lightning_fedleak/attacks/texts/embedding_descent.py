@@ -410,7 +410,7 @@ class _Descent:
         variables: (B, L, n) the variables that Adam moves, here word embeddings.
         tokens: (B, L) the tokens of the variables after the last :meth:`descend` or sweep.
         errors: (B, L) the relative errors of the hidden states of ``tokens``, see
-            :meth:`~.base.Sent.relative_errors`; NaN before the first guess.
+            ``Sent.relative_errors``; NaN before the first guess.
         steps: (B,) the number of gradient steps of each text.
         stopped: (B,) whether a sweep has found the text exact, which ends its descent.
         finished: False once the deadline has passed.

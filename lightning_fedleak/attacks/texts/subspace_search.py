@@ -5,7 +5,7 @@ combination of the hidden states that enter the block. :class:`SubspaceSearch` r
 searches (:class:`_TextWalk`), and :class:`_Certificate` checks their texts. A search recovers one
 text after the other. It starts from first tokens, or branches off from a text that was recovered
 before. It appends the tokens whose states lie nearest to the rows, and projects each chosen state
-out of them. What remains of the rows is a :class:`~.subspace_rows.Remainder`.
+out of them. What remains of the rows is a ``Remainder``.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class _PartialText:
         tokens: The tokens from the first on.
         fits: The share of each token's state that the rows explained when it was chosen; 1 for
             inherited tokens.
-        score: The sum of the evidence and of the prior of the tokens that are not inherited.
+        score: The sum of the evidence and the weighted prior of the tokens that are not inherited.
         remainders: The part of each block's rows that the text does not explain.
         rivals: Other first tokens, or other tokens at the branch.
         alternatives: Other continuations.
@@ -81,7 +81,7 @@ class _PartialText:
 
     @property
     def exact(self) -> bool:
-        """Return whether at least half of the tokens with own states fit exactly."""
+        """Return whether at least half of the tokens in ``states`` fit exactly."""
         fits = self.fits[-len(self.states) :]
         return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
 
@@ -320,7 +320,7 @@ class _TextWalk:
         return continued
 
     def _states(self, prefixes: Prefixes) -> list[list[Tensor]]:
-        """Return for each prefix, for each block, the whitened states (n, d) of the bag."""
+        """Return, for each prefix and block, the whitened states (n, d) of the bag's tokens."""
         parts = self.measure.whiten(self.candidates.states(prefixes))
         return [[x[row] for x in parts] for row in range(len(prefixes.lengths))]
 

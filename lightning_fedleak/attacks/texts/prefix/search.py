@@ -284,7 +284,7 @@ class PrefixSearch:
         return correct
 
     def _note_twins(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Note which right tokens may have twins: tokens with equal states here, but not later."""
+        """Store which right tokens may have twins: tokens with equal states here, but not later."""
         is_other = other >= 0
         for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
             position = self.positions[i]

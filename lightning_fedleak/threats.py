@@ -1,8 +1,8 @@
 """Capabilities of an adversary, which are checked before an attack runs.
 
-An attack declares a :class:`ThreatModel`: the capabilities that its adversary needs.
-:func:`require` compares them at setup with those of the user's run, so that no attack gives a
-meaningless result.
+An attack declares a :class:`ThreatModel`: the capabilities that its adversary needs. At setup,
+:func:`require` compares them with the capabilities that the adversary has in the user's run. So an
+attack never runs in a setting in which its result has no meaning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """A capability of an adversary. The value is the text in messages.
+    """A capability of an adversary; its value is the phrase in messages.
 
     Examples:
         >>> from lightning_fedleak import Capability

@@ -1,1 +1,1 @@
-"""Attacks that ask whether a text is in the batch: with crafted layers, or passively."""
+"""Attacks that infer whether a text is in the batch: with crafted layers, or passively."""

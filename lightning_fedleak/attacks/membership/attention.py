@@ -159,15 +159,15 @@ class AttentionMembership(MembershipAttack):
     def meet(self, facts: RunFacts) -> None:
         """Choose the default beta and widths for the run's defences.
 
-        Against a defence that acts on gradients there is one width: that of ``gamma``, or of those
-        given the nearest to ``DEFENDED_WIDTH``. Against one that replaces batches beta is smaller,
-        and unless another defence acts on gradients the widths reach .999.
+        Against a defence that acts on gradients there is only one band: of the widths, the nearest
+        to ``DEFENDED_WIDTH``. Against one that replaces batches, the default beta is smaller, and
+        the default widths reach .999 unless another defence acts on gradients.
         """
         super().meet(facts)
         self._choose(replaced="batches" in facts.defended, defended="gradients" in facts.defended)
 
     def _choose(self, *, replaced: bool, defended: bool) -> None:
-        """Set beta and widths, as passed or by the run's defences."""
+        """Set beta and the widths: the user's, or defaults that depend on the run's defences."""
         beta, widths = self._settings.beta, self._settings.widths
         self.beta = (REPLACED_BETA if replaced else BETA) if beta == "auto" else beta
         if isinstance(widths, str):
@@ -179,7 +179,7 @@ class AttentionMembership(MembershipAttack):
         self.widths = sorted({*widths})
 
     def _factor(self, d: int) -> float:
-        """Return beta for hidden states of d numbers."""
+        """Return the factor of the products for hidden states of width d."""
         return 2.0 / math.sqrt(d - 1) if isinstance(self.beta, str) else self.beta
 
     @property
@@ -339,7 +339,7 @@ class AttentionMembership(MembershipAttack):
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
     def _fingerprint(self) -> Tensor:
-        """Return (32,) bytes that differ for other settings or another public text."""
+        """Return (32,) the bytes of a hash of the settings and the public text."""
         digest = hashlib.sha256(self.fingerprint().encode()).digest()
         return torch.tensor(list(digest), dtype=torch.uint8)
 

@@ -1,4 +1,8 @@
-"""Calibration of the attention adversary on public text: whitening, false positives, gamma."""
+"""Calibration of the attention adversary on public text: whitening, false positives, gamma.
+
+:func:`calibrate` fits the whitening, scores public sentences for public tokens as targets that they
+do not contain, and chooses the easiest threshold whose false positive rate is low enough.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +24,24 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.validate import check_integer
 
-MAX_TARGETS = 512  # public tokens that serve as targets; not tuned; more: steadier and slower
+MAX_TARGETS = 512  # public tokens that serve as targets; more are more stable and slower
 
-CALIBRATED_LEVELS = 16  # gammas of a ladder over coordinates; not tuned; more: a finer score
+CALIBRATED_LEVELS = 16  # gammas of a ladder over coordinates; more give a finer score
 
 WIDE_ENOUGH = 0.1
-"""Half-width, in units of a member's response, that holds it in bfloat16 too (.06 was measured).
+"""The half-width, in units of a member's response, that holds it in bfloat16 too (.06 measured).
 
-Wider bands would decide at the same rate on text like the public text, but fire on other text; they
-only rank."""
+Wider bands have the same false positive rate on text like the public text, but a higher one on
+other text. So they only rank, and do not decide."""
 
 
 @dataclass(frozen=True, repr=False)
 class PublicStates:
-    """Hidden states of public text.
+    """The hidden states of S public texts.
 
     Attributes:
         hidden: (S, L, d), at least float32.
-        mask: (S, L) bool.
+        mask: (S, L) bool, False at padding.
     """
 
     hidden: Tensor
@@ -47,9 +51,7 @@ class PublicStates:
     def sample(
         cls, anatomy: Anatomy, layer: int, text: PublicText, length: int, tokens: int, seed: int
     ) -> PublicStates:
-        """Return states of random texts, each cut to ``length``, with about ``tokens`` tokens in
-        all.
-        """
+        """Return states of random texts, cut to ``length``, with about ``tokens`` tokens in all."""
         generator = torch.Generator().manual_seed(seed)
         indices: list[int] = []
         remaining = tokens
@@ -71,24 +73,24 @@ class PublicStates:
         return PublicStates(whitening(self.hidden), self.mask)
 
     def halves(self) -> tuple[PublicStates, PublicStates]:
-        """Return every second text, and the others."""
+        """Return the texts with even and with odd indices."""
         parts = [PublicStates(self.hidden[i::2], self.mask[i::2]) for i in (0, 1)]
         return parts[0], parts[1]
 
     @property
     def tokens(self) -> Tensor:
-        """Return (N, d) hidden states that are not padding."""
+        """Return (N, d) the hidden states of all real tokens."""
         return self.hidden[self.mask]
 
 
 @dataclass(frozen=True, repr=False)
 class _PublicScores:
-    """Scores of public sentences for public targets that they do not hold.
+    """The scores of S public sentences for T public targets.
 
     Attributes:
-        scores_without: (T, S) score of each sentence for each target; -inf where the target's
+        scores_without: (T, S) the score of each sentence for each target; -inf if the target's
             hidden state occurs in the sentence.
-        scores_with: (T,) score of the sentence that holds the target.
+        scores_with: (T,) the score of the sentence from which the target is.
     """
 
     scores_without: Tensor
@@ -97,8 +99,9 @@ class _PublicScores:
     def false_positive_rate(self, threshold: float, batch: int) -> float:
         """Return the chance that one of ``batch`` public sentences scores above ``threshold``.
 
-        It is exact for a batch drawn at random from the public sentences: for a target on which h
-        of s sentences fire, ``1 - C(s - h, batch) / C(s, batch)``; the mean over targets.
+        It is exact for a random batch of the public sentences without the target. If h of s
+        sentences score above the threshold, the chance is ``1 - C(s - h, batch) / C(s, batch)``.
+        The result is the mean over the targets.
         """
         allowed = self.scores_without > -torch.inf
         s = allowed.sum(1).double()
@@ -114,7 +117,7 @@ class _PublicScores:
         return float((1 - miss_chance).mean())
 
     def batch_maxima(self, batch: int, draws: int, generator: torch.Generator) -> Tensor:
-        """Return maxima of random public batches without and with each target, (n,)."""
+        """Return (n,) the maximal scores of random public batches, without and with each target."""
         t, s = self.scores_without.shape
         picks = torch.randint(s, (draws, t, batch), generator=generator).to(
             self.scores_without.device
@@ -130,9 +133,9 @@ class _PublicTargets:
 
     Attributes:
         sentence: (T,) the index of each token's public sentence.
-        position: (T,) of the token in it.
-        hidden: (T, L, d) of their sentences.
-        mask: (T, L) bool.
+        position: (T,) the position of the token in it.
+        hidden: (T, L, d) the hidden states of these sentences.
+        mask: (T, L) bool, False at padding.
     """
 
     sentence: Tensor
@@ -160,14 +163,14 @@ def public_scores(
 ) -> _PublicScores:
     """Return the scores of all public sentences for public tokens as targets.
 
-    A score is minus the half-width of the narrowest band around 1 that holds a token's response
-    along the target's row, or without rows the largest coordinate.
+    With rows, a score is minus the half-width of the narrowest band around 1 that holds the
+    response of a token along the target's row. Without rows, it is the largest coordinate.
 
     Args:
-        states: whitened, where the attack whitens.
-        targets: the public tokens.
-        rows: (T, d) of W_O; None for coordinates.
-        beta: factor of the products.
+        states: The public states, whitened if the attack whitens.
+        targets: The public tokens.
+        rows: (T, d) the rows of W_O; None for coordinates.
+        beta: The factor of the products.
     """
     v = targets.tokens
     best = v.new_full((len(v), len(states.hidden)), -torch.inf)
@@ -183,7 +186,7 @@ def public_scores(
 
 
 def _sentences_with(states: PublicStates, v: Tensor) -> Tensor:
-    """Return (T, S): whether a sentence holds the target's hidden state, up to rounding."""
+    """Return (T, S) whether a sentence holds the target's hidden state, up to rounding."""
     x = states.hidden.double().flatten(0, 1)
     t = v.double()
     squared = x.square().sum(1) + t.square().sum(1, keepdim=True) - 2 * t @ x.T
@@ -193,13 +196,13 @@ def _sentences_with(states: PublicStates, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Calibration:
-    """Whitening and thresholds from public text.
+    """The whitening and the thresholds from public text.
 
     Attributes:
-        whitening: None for the model's own coordinates.
-        gammas: (levels,) absolute gammas of coordinates, hardest to exceed first; empty for bands.
-        level: index of the gamma or band that decides: the easiest at which public batches fire at
-            no more than ``false_positive_rate``, or the hardest where none does.
+        whitening: The whitening of hidden states; None without.
+        gammas: (levels,) the gammas of coordinates, hardest to exceed first; empty for bands.
+        level: The index of the gamma or band that decides: the easiest one with at most the
+            ``false_positive_rate`` on public batches, or the hardest one if there is none.
     """
 
     whitening: Whitening | None
@@ -230,16 +233,16 @@ def calibrate(
 ) -> Calibration:
     """Return whitening and gamma from the hidden states of public text.
 
-    Gamma is calibrated on one half of the states, whitened by the other half: states that their own
-    covariance whitens lie nearer to their mean than those of other text.
+    With whitening, gamma is calibrated on one half of the states, whitened by the other half,
+    because whitening by the own covariance moves states nearer to their mean than other text.
 
     Args:
-        states: hidden states of public text.
-        beta: factor of the products.
-        whiten: whether to whiten hidden states.
-        widths: half-widths of bands; None for gammas of coordinates.
-        batch: sentences of a client.
-        false_positive_rate: at which public batches may fire.
+        states: The hidden states of public text.
+        beta: The factor of the products.
+        whiten: Whether to whiten hidden states.
+        widths: The half-widths of bands; None for gammas of coordinates.
+        batch: The number of sentences in a client's batch.
+        false_positive_rate: The largest rate of public batches that score above the threshold.
         seed: The seed of the targets.
 
     Raises:
@@ -266,19 +269,19 @@ def calibrate(
 
 
 def _quantiles(scores: _PublicScores, batch: int, seed: int) -> Tensor:
-    """Return gammas at equal shares of the maxima of public batches with and without targets."""
+    """Return evenly spaced quantiles of the maxima of public batches with and without targets."""
     maxima = scores.batch_maxima(batch, 8, torch.Generator().manual_seed(seed))
     maxima = maxima.sort(descending=True).values.cpu()
     gammas = maxima[torch.linspace(0, len(maxima) - 1, CALIBRATED_LEVELS).long()].float()
-    gammas[0] *= 0.999  # the largest of all would never be exceeded
+    gammas[0] *= 0.999  # no score exceeds the maximum itself
     return gammas
 
 
 def lemma_gamma(states: PublicStates, beta: float) -> float:
     """Return 2 Delta-bar = ``4 M (l - 1) exp(2 / l - beta Delta)`` of public text (Lemma 2).
 
-    Delta is the separation (Definition 2) and M the largest norm of a token, l the longest
-    sentence's length. It is infinite where it overflows.
+    Delta is the separation (Definition 2), M the largest norm of a token, and l the length of the
+    longest sentence. The result is infinite if it overflows.
     """
     delta, longest, largest = math.inf, 1, 0.0
     for x, keep in zip(states.hidden.double(), states.mask, strict=True):

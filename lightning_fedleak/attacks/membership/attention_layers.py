@@ -1,11 +1,11 @@
 """The attention adversary's heads in closed form (Vu et al. 2024, Sect. 4.2).
 
-Algorithm 1's matrix of head 1 has orthonormal rows, so its pseudo-inverse is its transpose and
-``W_K^T W_Q = beta (I - v v^T / |v|^2)``. Head 2's random matrix omits one random direction, which
-hardly matters; here it omits none: ``beta I``. Hence, with tokens as rows of X,
+In Algorithm 1, the matrix of head 1 has orthonormal rows. So its pseudo-inverse is its transpose,
+and ``W_K^T W_Q = beta (I - v v^T / |v|^2)`` for the target token v. The matrix of head 2 omits one
+random direction, which has little effect; here it omits none: ``beta I``. With tokens as rows of X,
 ``Z1 - Z2 = [softmax beta(G - a a^T) - softmax beta G] X`` with ``G = X X^T`` shared by all targets,
 ``a = X v / |v|``. This costs O(d) per token for a target, and needs no QR and no pseudo-inverse.
-``beta`` multiplies the products: it is the paper's beta over ``sqrt(d_attn)``.
+``beta``, the factor of the products, is the paper's beta over ``sqrt(d_attn)``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, of all targets, in memory at once (4 MiB for a head)
+PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, times targets, in memory at once (4 MiB per head)
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,13 +25,13 @@ class _Attention:
     """The attention of both heads in one sentence, for some of the targets.
 
     Attributes:
-        sentence: number of the sentence in the batch.
-        places: (n,) positions of its real tokens.
-        targets: slice of the g targets.
-        tokens: (n, d) hidden states.
-        norms: (n,) norms of the hidden states.
-        first: (g, n, n) attention of head 1, a row for each query.
-        second: (n, n) attention of head 2.
+        sentence: The index of the sentence in the batch.
+        places: (n,) the positions of its real tokens.
+        targets: The slice of the g targets among all targets.
+        tokens: (n, d) the hidden states of the real tokens.
+        norms: (n,) the norms of the hidden states.
+        first: (g, n, n) the attention of head 1, one row per query, for each target.
+        second: (n, n) the attention of head 2, which is the same for all targets.
     """
 
     sentence: int
@@ -50,11 +50,11 @@ class _Attention:
     def coordinates(self, at_least: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
         """Return Z1 - Z2 in all coordinates, for tokens where one may exceed ``at_least``.
 
-        No coordinate is larger than the sum of the attentions' absolute differences, each times
-        the norm of its token.
+        Other tokens are skipped. They are found by a bound: no coordinate is larger than the sum of
+        the attentions' absolute differences, each times the norm of its token.
 
         Returns:
-            Numbers of targets (m,), the tokens' indices in ``places`` (m,), and Z1 - Z2 (m, d).
+            Indices of targets (m,), the tokens' indices in ``places`` (m,), and Z1 - Z2 (m, d).
         """
         difference = self.first - self.second
         bound = (difference.abs() @ self.norms) * (1 + 1e-4)
@@ -68,10 +68,10 @@ def attentions(
     """Yield both heads' attention in every sentence, for some of the targets at a time.
 
     Args:
-        hidden: (B, L, d).
-        mask: (B, L), 0 where padded, or None.
+        hidden: (B, L, d) the hidden states of a batch.
+        mask: (B, L), 0 at padding, or None.
         targets: (G, d) the tokens v; a zero vector omits nothing.
-        beta: factor of the products.
+        beta: The factor of the products.
     """
     target_norms = targets.norm(dim=1, keepdim=True)
     tiny = torch.finfo(targets.dtype).tiny
@@ -102,13 +102,13 @@ def expected_response(
 ) -> Tensor:
     """Return Z1 - Z2 at the target token in its own sentence, ``mean(X) - Z2``, (G, d).
 
-    Head 1's query is zero there, so it attends to all tokens equally.
+    The query of head 1 is zero there, so it attends to all tokens equally.
 
     Args:
-        hidden: (G, L, d) of the target sentences.
-        mask: (G, L), 0 where padded, or None.
-        positions: (G,) of the target tokens.
-        beta: factor of the products.
+        hidden: (G, L, d) the hidden states of the target sentences.
+        mask: (G, L), 0 at padding, or None.
+        positions: (G,) the positions of the target tokens.
+        beta: The factor of the products.
     """
     visible = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     if mask is not None:
@@ -121,9 +121,9 @@ def expected_response(
 
 
 def matched_rows(hidden: Tensor, mask: Tensor | None, positions: Tensor, beta: float) -> Tensor:
-    """Return rows of W_O, (G, d), that read 1 from a member's expected response.
+    """Return rows of W_O, (G, d), whose product with a member's expected response is 1.
 
-    Rows are zero where no response is expected. The arguments are those of
+    A row is zero if the expected response is zero. The arguments are those of
     :func:`expected_response`.
     """
     expected = expected_response(hidden, mask, positions, beta)
@@ -133,23 +133,23 @@ def matched_rows(hidden: Tensor, mask: Tensor | None, positions: Tensor, beta: f
 
 
 def tokens_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Return (G, d): one token of each sentence (G, L, d)."""
+    """Return (G, d) the hidden state at one position of each sentence (G, L, d)."""
     return hidden[torch.arange(len(hidden), device=hidden.device), positions]
 
 
 def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> Tensor:
     """Return the gradient of biases ``-threshold`` before a ReLU.
 
-    It is the sum of the upstream gradients of the tokens above each threshold.
+    It is the sum of the upstream gradients of the tokens whose response exceeds each threshold.
 
     Args:
-        responses: (..., n) over tokens.
-        thresholds: (K,), or (..., K) for each response.
-        upstream: (n,).
+        responses: (..., n) the responses of n tokens.
+        thresholds: (K,), or (..., K) for each set of responses.
+        upstream: (n,) the upstream gradients of the tokens.
 
     Returns:
-        (..., K). Two thresholds that the same tokens exceed get exactly the same number. NaN where
-        a response is NaN.
+        The gradient (..., K). It is exactly equal for two thresholds that the same tokens exceed,
+        and NaN if a response is NaN.
     """
     above = responses[..., None, :] > thresholds[..., None]
     sums = torch.where(above, upstream, 0.0).sum(-1)
@@ -159,22 +159,22 @@ def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> T
 def coordinate_gradients(
     attentions: Iterable[_Attention], gammas: Tensor, weights: Tensor, targets: int, d: int
 ) -> Tensor:
-    """Return the gradient of biases ``-gamma`` after a W_O of both signs of every coordinate.
+    """Return the gradient of biases ``-gamma`` if W_O reads every coordinate with both signs.
 
     Args:
-        attentions: the attention in the sentences of a batch.
-        gammas: (R,) for every row of W_O.
-        weights: (B, L) upstream gradients.
-        targets: number of targets, G.
-        d: width of the hidden states.
+        attentions: The attention in the sentences of a batch.
+        gammas: (R,) the thresholds for every row of W_O.
+        weights: (B, L) the upstream gradients.
+        targets: The number of targets, G.
+        d: The width of the hidden states.
 
     Returns:
-        (B, G, 2 d R).
+        The gradient (B, G, 2 d R).
     """
     gradient = weights.new_zeros((len(weights), targets, 2, d, len(gammas)))
-    lowest = float(gammas.min())
+    min_gamma = float(gammas.min())
     for attention in attentions:
-        target, token, z = attention.coordinates(lowest)
+        target, token, z = attention.coordinates(min_gamma)
         if len(target) == 0:
             continue
         weight = weights[attention.sentence, attention.places][token][:, None]
@@ -188,20 +188,20 @@ def coordinate_gradients(
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How an :class:`AttentionMembership` crafts and reads its layers.
+    """Settings of the crafted layers of an :class:`AttentionMembership` and of its decision.
 
     Attributes:
-        beta: factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
+        beta: The factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
             2 / sqrt(d - 1), the value of their code. ``"auto"``: ``BETA``, and
             ``REPLACED_BETA`` against a defence that replaces batches.
-        whiten: False for the model's own coordinates, as in the paper.
-        score: how the biases' gradient is read. ``"band"``: the narrowest band around 1 that holds
-            a token's response along the expected one, from the difference of the gradients of its
-            two edges. ``"coordinates"``: the paper's rows, and the highest gamma that any of them
-            exceeds.
-        widths: half-widths w of the bands. ``"auto"``: ``WIDTHS``; against a defence that replaces
-            batches ``REPLACED_WIDTHS``. Against one that acts on gradients the band nearest to
-            ``DEFENDED_WIDTH`` is crafted alone: rungs share the clip norm.
+        whiten: Whether hidden states are whitened. False uses them as they are, as in the paper.
+        score: How a score follows from the gradient of the biases. ``"band"``: by the narrowest
+            band around 1 that holds the response of a token along the expected one. The gradient of
+            a band is the difference of the gradients of its two edges. ``"coordinates"``: by the
+            highest gamma that any of the paper's rows exceeds.
+        widths: The half-widths of the bands. ``"auto"``: ``WIDTHS``, or ``REPLACED_WIDTHS`` against
+            a defence that replaces batches. Against a defence that acts on gradients, only the band
+            nearest to ``DEFENDED_WIDTH`` is crafted, because rungs share the clip norm.
     """
 
     beta: float | Literal["authors", "auto"] = "auto"

@@ -1,29 +1,31 @@
-"""Active membership inference: what the crafted-layer adversaries have in common.
+"""Membership inference on updates: the passive base class, and the base of crafted layers.
 
-A dishonest server adds crafted layers to the model that a client trains (Vu et al. 2024, Fig. 3)
-and sets their weights so that the gradient of a few trainable numbers, called *rungs* in this
-package, shows whether a target is in the batch (Fig. 2). An adversary has three parts: A_init
-(:meth:`MembershipAttack.prepare`), A_attack (the crafted layers themselves) and A_guess
-(:meth:`MembershipAttack.guess`). :meth:`MembershipAttack.gradient` is the gradient that a client
-would compute through the crafted layers, in closed form and for many targets at once.
+:class:`PassiveMembership` is the base of attacks by an honest but curious server.
+:class:`MembershipAttack` is the base of the active attacks.
 
-The gradient at the output of crafted layers, as if they stood behind a block (Vu et al. 2024).
+A dishonest server adds crafted layers to the model that a client trains (Vu et al. 2024, Fig. 3).
+It sets their weights so that the gradient of a few trainable numbers, called *rungs* in this
+package, shows whether a target is in the batch (Fig. 2). A *target* is the hidden state, or states,
+of a candidate text. An adversary has three parts: A_init (:meth:`MembershipAttack.prepare`),
+A_attack (the crafted layers themselves) and A_guess (:meth:`MembershipAttack.guess`).
+:meth:`MembershipAttack.gradient` is the gradient that a client would compute through the crafted
+layers, in closed form and for many targets at once.
 
-Fig. 3 b: the output of the crafted layers, z (B, R, K), is added to the residual stream along one
-fixed unit direction w: ``h <- h + scale * sum_k z_k w``. So for every rung the gradient of the loss
-at z_k is ``scale * <dL/dh, w>`` (:func:`upstream_of`). w is random, not constant: a constant lies
-in the null space of LayerNorm.
+The crafted layers are placed after a block (Fig. 3 b). Their output, z (B, R, K), is added to the
+residual stream along one fixed unit direction w: ``h <- h + scale * sum_k z_k w``. So for every
+rung the gradient of the loss with respect to z_k is ``scale * <dL/dh, w>`` (:func:`upstream_of`).
+w is random, because a constant vector lies in the null space of LayerNorm.
 
-The server has to *choose the architecture*. A real LoRA adapter has neither a ReLU nor a bias, and
-a Houlsby adapter one ReLU between two trained matrices: neither can be set to fire on one text
-only, so these attacks do not reach a client who fixes the trained modules itself.
+The server must be able to *choose the architecture*. A real LoRA adapter has neither a ReLU nor a
+bias, and a Houlsby adapter has one ReLU between two trained matrices. Neither can be set to be
+active on one text only, so these attacks fail if the client chooses the trained modules itself.
 
 Only the rungs' biases are trained. The first layer W_1, which holds the target, and the second
 layer's weights W_2 are frozen. The paper trains them too, but the attack reads only the gradient of
 b_2. With the others frozen the shared update is smaller than that of any adapter, the target does
 not drift during training, and under per-sample clipping no other part of the crafted layers takes a
 share of the norm. A client can notice an adapter whose matrices are not trained. If they were
-trained, W_2's gradient would show the same.
+trained, the gradient of W_2 would show the same as that of b_2.
 """
 
 from __future__ import annotations
@@ -56,10 +58,10 @@ from lightning_fedleak.validate import check_choice, check_integer
 Granularity = Literal["full", "token"]
 
 FALSE_POSITIVE_RATE = 0.01
-"""Rate at which a batch without the target is taken for one with it, under noise."""
+"""The rate at which a batch without the target is guessed to contain it, under noise."""
 
 CRAFTED = "crafted.rungs"
-"""Role of the crafted layers' trainable numbers in a snapshot: (G, K) for G targets, K rungs."""
+"""The role of the rungs' gradient in a snapshot: (G, K) for G targets and K rungs."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ class MembershipGuess(Guess):
 
 
 class PassiveMembership(Attack):
-    """An honest but curious server that asks whether a text is in the batch.
+    """An honest but curious server that infers whether a text is in the batch.
 
-    It adds nothing to the model and reads what the client shares of the model's own parameters.
+    It adds nothing to the model and uses the gradients or updates of the model's parameters.
 
     Args:
-        public_text: text like the clients', or ``"sampled"`` for text that the model writes.
-        tokenizer: The tokenizer of strings.
-        public_rows: number of public texts.
-        tokens: of a text that are read at most.
+        public_text: Text like the clients', or ``"sampled"`` for text that the model writes.
+        tokenizer: The tokenizer of ``public_text``, if that holds strings.
+        public_rows: The number of public texts.
+        tokens: The largest number of tokens of a text that are used.
         seed: The seed of sampled text.
         name: The name in the logs.
 
@@ -127,9 +129,9 @@ class PassiveMembership(Attack):
         self._start: dict[nn.Parameter, Tensor] = {}
 
     def _round_starts(self, anatomy: Anatomy) -> None:
-        """Store the trained weights of a round's start, which the server sent.
+        """Store the trained weights at the start of a round, which the server sent.
 
-        Sharded weights are not stored: texts are then scored with the weights of the round's end.
+        Sharded weights are not stored: texts are then scored with the weights at the round's end.
         """
         rounds = self._facts.local_steps is not None
         trained = (p for p in anatomy.root.parameters() if rounds and p.requires_grad)
@@ -150,13 +152,13 @@ class PassiveMembership(Attack):
     def _texts(
         self, anatomy: Anatomy, n: int, *, skip: int = 0, tokens: int | None = None
     ) -> TokenBatch:
-        """Return n public texts as ids with labels, after the first ``skip``; always the same.
+        """Return a fixed batch of n public texts with labels, after the first ``skip`` ones.
 
         Args:
-            anatomy: the model that may write them.
-            n: the number of texts.
-            skip: the number of texts before them.
-            tokens: the length to which texts are cut; None: ``tokens`` of the attack.
+            anatomy: The model, which may write the texts.
+            n: The number of texts.
+            skip: The number of texts to skip.
+            tokens: The length to which texts are cut; None for ``tokens`` of the attack.
         """
         if self._public is None:
             self._public = PublicText.resolve(
@@ -167,7 +169,7 @@ class PassiveMembership(Attack):
         return self._public.rows(rows, min(tokens or self.tokens, self.tokens), generator)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the text that the model wrote, which takes longest; the rest follows from it."""
+        """Return the text that the model wrote. Everything else is computed from it again."""
         if self._public is None or self.public_text != "sampled":
             return {}
         rows = nn.utils.rnn.pad_sequence(self._public.sentences, True, padding_value=-1)
@@ -183,24 +185,24 @@ class PassiveMembership(Attack):
         """Return for each text of the query whether it was in the batch.
 
         Raises:
-            UnusableObservation: the snapshot shows nothing.
+            UnusableObservation: The snapshot holds nothing that the attack can use.
         """
 
 
 class MembershipAttack(Attack):
-    """A server that crafts layers to ask whether a text is in the batch.
+    """A server that crafts layers to infer whether a text is in the batch.
 
     The crafted layers read the hidden states at ``layer`` and return one number per rung for each
     of their inputs. That number is added to the residual stream along one fixed direction, so the
-    loss depends on it. All of a crafted layer's weights are frozen but the rungs' biases.
+    loss depends on it. Only the rungs' biases are trained; all other weights are frozen.
 
     Args:
-        layer: whose hidden states are read, as in Hugging Face's ``hidden_states``: 0 is the
-            output of the embeddings, k that of block k (counted from 1).
+        layer: The layer whose hidden states are read, as in Hugging Face's ``hidden_states``: 0 is
+            the output of the embeddings, k that of block k (counted from 1).
         granularity: ``"token"`` reads the hidden state of one token (Remark 1), ``"full"`` all
-            hidden states of a sentence, one after the other.
-        tokens: with ``"full"``, how many positions of a sentence are read: shorter ones are filled
-            with zeros, longer ones cut ("use a part", Sect. 4.1).
+            hidden states of a sentence, concatenated.
+        tokens: With ``"full"``, the number of positions of a sentence that are read. Shorter
+            sentences are padded with zeros, longer ones cut ("use a part", Sect. 4.1).
         name: The name in the logs.
 
     Raises:
@@ -236,7 +238,7 @@ class MembershipAttack(Attack):
 
     @property
     def read_together(self) -> int | None:
-        """Return how many positions of a sentence are one input; None where each token is one."""
+        """Return the number of positions that form one input; None if each token is one."""
         return self.tokens if self.granularity == "full" else None
 
     def reads(self, position: int) -> slice | None:
@@ -259,7 +261,7 @@ class MembershipAttack(Attack):
         return Surfaces(layers=(place_of(anatomy, self.layer).name,))
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Run A_init: check the layer, and calibrate on public text where the attack does so."""
+        """Run A_init: check the layer. Subclasses may also calibrate on public text."""
         place_of(anatomy, self.layer)
 
     @property
@@ -274,11 +276,11 @@ class MembershipAttack(Attack):
         """Return the gradient of the crafted layers' rungs, per sample, in closed form.
 
         Args:
-            targets: (G, D).
-            hidden: (B, L, d) hidden states of the client's batch at ``layer``.
-            mask: (B, L), 0 where padded, or None.
-            upstream: (B, L) gradient of the loss with respect to the crafted output at each token,
-                the same for all rungs; with ``"full"`` (B, 1).
+            targets: (G, D) the targets, from :meth:`embed`.
+            hidden: (B, L, d) the hidden states of the client's batch at ``layer``.
+            mask: (B, L), 0 at padding, or None.
+            upstream: (B, L) the gradient of the loss with respect to the crafted output at each
+                token, the same for all rungs; with ``"full"`` (B, 1).
 
         Returns:
             (B, G, K); its sum over B is the gradient of the batch.
@@ -293,24 +295,24 @@ class MembershipAttack(Attack):
         """Run A_guess: return scores and decisions for a gradient, see :func:`read_rungs`.
 
         Args:
-            gradient: (G, K) that the client shared.
-            noise_std: standard deviation of the noise that a defence added to each number, as far
-                as the adversary knows; 0 for none.
+            gradient: (G, K) the gradient that the client shared.
+            noise_std: The standard deviation of the noise that a defence added to each number, as
+                far as the adversary knows it; 0 for none.
 
         Raises:
-            UnusableObservation: the gradient is not finite.
-            ValueError: it has another number of rungs.
+            UnusableObservation: The gradient is not finite.
+            ValueError: The gradient does not have K rungs.
         """
         check_choice("rungs of the gradient", gradient.shape[1], (self.rungs,))
         return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the targets as the crafted layers hold them.
+        """Return the targets in the form in which the crafted layers hold them.
 
         Args:
-            hidden: (G, L, d) hidden states of the target sentences at ``layer``, computed by the
-                server's copy.
-            query: the target sentences, and with ``"token"`` the position of the target token in
+            hidden: (G, L, d) the hidden states of the target sentences at ``layer``, computed by
+                the server's copy of the model.
+            query: The target sentences, and with ``"token"`` the position of the target token in
                 each; by default the last real token.
 
         Returns:
@@ -336,17 +338,17 @@ class MembershipAttack(Attack):
 
 
 def reach(counts: Tensor, tokens: int) -> int:
-    """Return the column up to which every text has ``tokens`` tokens from the first that counts.
+    """Return the number of columns that hold ``tokens`` tokens of every text.
 
     Args:
-        counts: (G, L), bool.
-        tokens: of each text; a shorter text ends earlier.
+        counts: (G, L) bool, the positions that count; a text's tokens start at the first of them.
+        tokens: The number of tokens of each text; a shorter text ends earlier.
     """
     return int(counts.int().argmax(1).max()) + tokens
 
 
 def last_real(mask: Tensor | None, hidden: Tensor) -> Tensor:
-    """Return (G,) index of the last token of each row that is not padded."""
+    """Return (G,) the index of the last real token of each row."""
     g, length = hidden.shape[:2]
     if mask is None:
         return torch.full((g,), length - 1, device=hidden.device)
@@ -358,7 +360,7 @@ def last_real(mask: Tensor | None, hidden: Tensor) -> Tensor:
 def sentence_rows(hidden: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
     """Return each sentence as one row, (B, tokens * d): its real tokens in order, then zeros.
 
-    Real tokens move to the front, so the side of the padding does not matter.
+    Real tokens are moved to the front, so the side of the padding does not matter.
     """
     b, length, d = hidden.shape
     if mask is not None:
@@ -388,18 +390,18 @@ def read_rungs(
     """Run A_guess on the rungs of a gradient, with or without noise on it.
 
     Without noise, a guess depends on which rungs are not zero. With Gaussian noise, the statistic
-    is the size of one rung in units of the noise, and the threshold is its quantile where that
-    rung holds noise alone.
+    is the absolute value of one rung in units of the noise. Its threshold is the quantile of the
+    statistic for a rung that holds only noise.
 
     Args:
-        gradient: (G, K), the rungs that are hardest to reach first.
-        noise_std: standard deviation of the noise on each number; 0 for none.
-        rung: index of the one that decides.
+        gradient: (G, K) the gradient of the rungs, the hardest to reach first.
+        noise_std: The standard deviation of the noise on each number; 0 for none.
+        rung: The index of the rung that decides.
         false_positive_rate: The false positive rate of the decision under noise.
 
     Returns:
-        Scores: without noise the number of rungs from the first that is not zero to the last (0:
-        all are zero), with noise the statistic; and decisions.
+        The scores and the decisions. Without noise, a score is the number of rungs from the first
+        that is not zero to the last, and 0 if all are zero. With noise, it is the statistic.
 
     Raises:
         UnusableObservation: the gradient is not finite.
@@ -425,16 +427,16 @@ def upstream_of(
     """Return the gradient of the loss at the crafted layers' output, the same for all rungs.
 
     Args:
-        delta: (B, L, d) gradient of the loss in the hidden states at ``layer``. With that of a run
-            without the inserted layers the result is exact to first order in ``scale``, with that
-            of a run with them exact.
-        direction: (d,) w, from :func:`direction_of`.
-        scale: factor of what is added.
-        whole_sentence: for granularity ``"full"``, whose output is added at every real token.
-        mask: (B, L), 0 where padded; read for ``whole_sentence`` only.
+        delta: (B, L, d) the gradient of the loss with respect to the hidden states at ``layer``. If
+            it is from a run with the crafted layers, the result is exact. If it is from a run
+            without them, the result is exact to first order in ``scale``.
+        direction: (d,) the unit vector w, from :func:`direction_of`.
+        scale: The factor of the crafted layers' output.
+        whole_sentence: True for granularity ``"full"``, whose output is added at every real token.
+        mask: (B, L), 0 at padding; used for ``whole_sentence`` only.
 
     Returns:
-        (B, L), or (B, 1) with ``whole_sentence``; at least in float32.
+        The gradient (B, L), or (B, 1) with ``whole_sentence``, at least in float32.
     """
     dtype = torch.promote_types(delta.dtype, torch.float32)
     upstream = scale * (delta.to(dtype) * direction.to(delta.device, dtype)).sum(-1)

@@ -86,11 +86,11 @@ tau is in units of ``‖T‖_1``, the dead zone in units of the mean absolute va
 coordinates. The docstring of :class:`FCMembership` lists the models they were measured on.
 """
 
-MAX_NUMBERS_AT_ONCE = 1 << 20  # per chunk of the distances, 4 MiB in float32: bounds memory
+MAX_NUMBERS_AT_ONCE = 1 << 20  # values of a chunk of inputs, 4 MiB in float32; bounds the memory
 
 MAX_RELATIVE_TAU = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``; not tuned."""
-_RUNGS_BELOW, _RUNGS_ABOVE = 5, 8  # of an automatic ladder, below and above ``tau``; not tuned
+_RUNGS_BELOW, _RUNGS_ABOVE = 5, 8  # rungs below and above ``tau`` of an automatic ladder
 
 RANDOMISED_LADDER = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """A ladder for text with replaced tokens: with fp32's ``tau`` it reaches twice ``‖T‖_1``."""

@@ -1,12 +1,12 @@
 """A passive membership attack on gradients: how much of a text's own gradient is shared.
 
-A server that knows the model can compute the gradient that a text would leave, and measure how much
-of it the shared gradient holds. Gradients of different texts are nearly orthogonal where a model
-has many parameters, so the inner product shows members (Li, Li and Ribeiro, ICLR 2023). Two steps
-are new in this package. Both sides of a linear map's gradient are whitened by public text, so what
-all texts have in common counts for little. And every token's part is tested separately
-(:mod:`~lightning_fedleak.attacks.membership.token_parts`): of a text in which one word was replaced
-nearly all parts are in the gradient, but not those of that word.
+A server that knows the model can compute the gradient of a candidate text, and measure how much of
+it the shared gradient contains. In a model with many parameters the gradients of different texts
+are nearly orthogonal, so the inner product shows members (Li, Li and Ribeiro, ICLR 2023). Two steps
+are new in this package. Both sides of a linear map's gradient are whitened by public text, so
+components that all texts share have little weight. And the part of every token is tested separately
+(:mod:`~lightning_fedleak.attacks.membership.token_parts`): if one word of a member was replaced,
+the shared gradient contains nearly all parts of the text, but not those of the replaced word.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ from lightning_fedleak.validate import check_integer
 Parts = Mapping[str, tuple[Tensor, Tensor]]
 """Inputs (B, L, d) and slopes (B, L, o) of texts, by the map's name."""
 
-MAX_NUMBERS = 64_000_000  # numbers of read maps with whitening, or of stored parts: 256 MB
-MAX_OTHER_NUMBERS = 1 << 20  # numbers of other parameters, one gradient a public text (4 MB)
-FAR_DEVIATIONS = 3.0  # from the controls' mean, above which a text is a member; not tuned
-DECAY_ROUNDINGS = 4.0  # rounding errors of a step that count as no gradient; not tuned
-TIMED_TEXTS = 2  # public texts that an estimate runs on; more: steadier and slower
+MAX_NUMBERS = 64_000_000  # values of the maps and whitenings, or of stored parts: 256 MB
+MAX_OTHER_NUMBERS = 1 << 20  # values of other parameters: 4 MB for each public text
+FAR_DEVIATIONS = 3.0  # standard deviations of a member above the controls' mean; not tuned
+DECAY_ROUNDINGS = 4.0  # an update within so many rounding errors is no gradient; not tuned
+TIMED_TEXTS = 2  # public texts of a time estimate; more are more stable and slower
 MIN_GRADIENT = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
-"""A largest number of a gradient, 1e-31, below which numbers of 1e-7 of it are no longer exact."""
+"""The smallest usable maximum of a gradient, 1e-31: below it, float32 rounds values 1e-7 as big."""
 
 
 class GradientMembership(PassiveMembership):
     """Score how much of a text's own gradient, token by token, the shared gradient holds.
 
-    The attack reads trained linear maps of any block, low-rank factors too, but not the head. Where
-    none is trained (biases, norms' gains, virtual tokens of prompt tuning) it compares the whole
+    The attack uses trained linear maps of any block, also low-rank factors, but not the head. If no
+    map is trained (biases, norms' gains, virtual tokens of prompt tuning), it compares the whole
     gradients of the other trained parameters.
 
     With the whitened parts P_t of the text's tokens and the shared gradient G, the least squares
-    coefficient ``c = <G, sum P_t> / |sum P_t|^2`` is one over the tokens of the batch for a member,
-    and nearly zero for another text. The same coefficient of two neighbouring tokens, given the
-    rest, is far lower where a word was replaced: the token before has to predict that word, and the
-    model reads it at its place. The score is c less the largest such shortfall beyond two standard
-    errors, and at least c / 2. Maps are weighted by their noise on public texts.
+    coefficient ``c = <G, sum P_t> / |sum P_t|^2`` is one over the number of tokens in the batch for
+    a member, and nearly zero for a non-member. The same coefficient of two neighbouring tokens in
+    the residual is far lower where a word was replaced: the token before predicts that word, and
+    the word is the input at its position. The score is c minus the largest such shortfall beyond
+    two standard errors, and at least c / 2. Maps are weighted by their noise on public texts.
 
-    An update of plain SGD is a sum of gradients after decay is undone. Adam and its relatives
-    divide all numbers of a gradient to about one size; the attack multiplies them by their sizes on
-    public text.
+    An update of plain SGD is a sum of gradients, after weight decay is subtracted. Adam and similar
+    optimizers scale all values of a gradient to about the same size; the attack multiplies them by
+    their root mean squares on public text.
 
     Args:
-        public_text: text like the clients', or ``"sampled"`` for text that the model writes.
-        controls: public texts that are scored beside the candidates at every look, at least 2.
+        public_text: Text like the clients', or ``"sampled"`` for text that the model writes.
+        controls: The number of public texts that are scored at every measurement step, at least 2.
         shared: ``tokenizer``, ``public_rows``, ``tokens`` (from the first that the loss counts),
             ``refresh_every``, ``seed`` and ``name``, as in
             :class:`~lightning_fedleak.attacks.PassiveMembership`.
@@ -112,8 +112,7 @@ class GradientMembership(PassiveMembership):
         self._round_weights: dict[str, Tensor] = {}
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Return trained linear maps of blocks spread over the depth; else other trained
-        parameters.
+        """Return trained linear maps of blocks over the depth, or else other trained parameters.
 
         Raises:
             ValueError: not a causal model, or one that has neither.
@@ -161,21 +160,21 @@ class GradientMembership(PassiveMembership):
         return names
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
-        """Return the seconds of a look, from the model's runs on a few public texts."""
-        few, maps = self._texts(anatomy, TIMED_TEXTS), self._select_maps(anatomy)
+        """Return the seconds of a measurement step, from runs on a few public texts."""
+        batch, maps = self._texts(anatomy, TIMED_TEXTS), self._select_maps(anatomy)
 
         def run() -> None:
             if maps:
-                token_parts.map_token_parts(anatomy, maps, few, lambda parts: None)
+                token_parts.map_token_parts(anatomy, maps, batch, lambda parts: None)
             else:
-                _text_gradients(anatomy, self._other_parameters(anatomy), few)
+                _text_gradients(anatomy, self._other_parameters(anatomy), batch)
 
         return measure_seconds(run, anatomy.device) / TIMED_TEXTS * (texts + self.controls)
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on public text, forward and backward.
 
-        A LoRA whose B is zero is calibrated when it is asked: its A has no slopes yet.
+        A LoRA whose B is zero is calibrated in :meth:`run`, because its A has no slopes yet.
         """
         maps = self._select_maps(anatomy)
         if maps and not _all_reached(anatomy, maps, self._texts(anatomy, TIMED_TEXTS)):
@@ -200,7 +199,7 @@ class GradientMembership(PassiveMembership):
         self._anatomy = anatomy
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Run the model on public text again at times, and where other parameters are trained."""
+        """Calibrate again if the calibration is too old or other parameters are trained."""
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
         self._anatomy = anatomy
         if names != self._names or not 0 <= step - self._prepared_at < self.refresh_every:
@@ -211,16 +210,15 @@ class GradientMembership(PassiveMembership):
             self._round_weights = copy_weights(anatomy, names)
 
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
-        """Score every text of the query, and public texts beside them.
+        """Score every text of the query, and public texts as controls.
 
         Returns:
-            ``members`` are texts whose score lies more than three standard deviations above the
-            mean of the controls. A text without a label, which leaves no gradient, scores that
-            mean.
+            The scores; ``members`` are texts that score more than three standard deviations above
+            the mean of the controls. A text without a label has no gradient, and gets that mean.
 
         Raises:
-            UnusableObservation: gradients that are not finite, zero, or hardly above what float32
-                can hold.
+            UnusableObservation: The gradients are not finite, are zero, or are too small for
+                float32.
         """
         assert query is not None
         check_fresh(self._facts, view.gradients[-1])
@@ -258,9 +256,7 @@ class GradientMembership(PassiveMembership):
         return g
 
     def _rescale(self, g: Tensor, view: Observation, name: str) -> Tensor:
-        """Return a shared gradient; after an adaptive optimizer, scaled to the sizes on public
-        text.
-        """
+        """Return a shared gradient; an adaptive optimizer's is scaled by sizes on public text."""
         update = isinstance(view.gradients[-1], UpdateSnapshot)
         if not update or self._facts.optimizer in (None, "SGD"):
             return g
@@ -270,27 +266,25 @@ class GradientMembership(PassiveMembership):
         return torch.zeros_like(g) if whitening is None else g * whitening.sizes
 
     def _without_decay(self, g: Tensor, name: str, update: UpdateSnapshot) -> Tensor:
-        """Return an update less what decay added; zeros where decay alone changed the weights.
+        """Return an update without weight decay; zeros if only decay changed the weights.
 
-        Decay alone changes LoRA's A as long as B is zero. The rest of such an update is no
-        gradient: it shows how B's step changed a text's loss, with the opposite sign.
+        As long as LoRA's B is zero, only decay changes A. The remainder of such an update is not a
+        gradient: it shows how the step of B changed a text's loss, with the opposite sign.
         """
         steps = LocalSteps.from_facts(self._facts)
         assert steps is not None
         weights, numbers = self._round_weights[name].to(g), torch.finfo(g.dtype)
         share = (g * weights).sum() / weights.square().sum().clamp_min(numbers.tiny)
         rounding = DECAY_ROUNDINGS * steps.steps * numbers.eps / update.learning_rate
-        rest = float((g - share * weights).abs().max())
-        if g.numel() > 1 and rest <= rounding * float(weights.abs().max()):
+        remainder = float((g - share * weights).abs().max())
+        if g.numel() > 1 and remainder <= rounding * float(weights.abs().max()):
             return torch.zeros_like(g)
         return steps.without_decay(g, self._round_weights[name], update.learning_rate)
 
     def _token_scores(
         self, view: Observation, candidates: TokenBatch, public: TokenBatch
     ) -> tuple[float, Tensor, Tensor]:
-        """Return the gradients' size, and in its units scores of the candidates and of public
-        texts.
-        """
+        """Return the gradients' size, and the scores of candidates and controls in its units."""
         anatomy, maps = self._anatomy, self._select_maps(self._anatomy)
         gradients = {m.name: self._shared_gradient(view, m.name) for m in maps}
         size = _gradient_size(gradients.values())
@@ -322,8 +316,8 @@ class GradientMembership(PassiveMembership):
     ) -> list[dict[str, token_parts.PartFit]]:
         """Return the fits of a few texts at a time to whitened gradients, by the map's name.
 
-        Texts' parts are the same at all stages of a step and in its control. They are kept from one
-        to the next where they are small enough.
+        The parts of texts are the same for all gradients of a step and its controls. If they fit
+        into memory, they are computed once and stored.
         """
         anatomy, whitenings = self._anatomy, self._whitenings
 
@@ -349,14 +343,14 @@ class GradientMembership(PassiveMembership):
 
 
 def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
-    """Return the linear maps, without those of PEFT's prompt encoder, which reads no text."""
+    """Return the linear maps whose input depends on the text, without PEFT's prompt encoder."""
     linears = find_linear_maps(anatomy)
     linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]  # by itself
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
 
 
 def _all_reached(anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch) -> bool:
-    """Return whether some text leaves a gradient in each of the maps."""
+    """Return whether each of the maps has a gradient from some text."""
 
     def reached(parts: Parts) -> set[str]:
         return {name for name, sides in parts.items() if all(bool(s.any()) for s in sides)}
@@ -366,7 +360,7 @@ def _all_reached(anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch)
 
 
 def _gradient_size(gradients: Iterable[Tensor]) -> float:
-    """Return the largest number of shared gradients, by which squares in float32 stay in range."""
+    """Return the largest absolute value; divided by it, squares stay in range of float32."""
     largest = max(float(g.abs().max()) for g in gradients)
     if largest < MIN_GRADIENT:
         raise UnusableObservation(
@@ -378,13 +372,13 @@ def _gradient_size(gradients: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class _CommonPart:
-    """The part that public texts' gradients have in common.
+    """The span of public texts' gradients, which is removed before a comparison.
 
     Attributes:
-        sizes: root mean square of each number, by parameter.
-        scale: (D,) factor of every number.
-        public: (n, D) public gradients, scaled.
-        inverse: (n, n) of their inner products, with a ridge.
+        sizes: The root mean square of each value over the public texts, by parameter.
+        scale: (D,) the factor of each value.
+        public: (n, D) the scaled public gradients.
+        inverse: (n, n) the inverse of the matrix of their inner products, with a ridge.
     """
 
     sizes: Mapping[str, Tensor]
@@ -406,9 +400,7 @@ class _CommonPart:
         return cls(sizes, scale, public, torch.linalg.inv(products).float())
 
     def coefficients(self, shared: Tensor, gradients: Tensor) -> Tensor:
-        """Return (G,) coefficients of texts' gradients (G, D) in the shared one (D,), less the
-        common part.
-        """
+        """Return (G,) the coefficients of gradients (G, D) in ``shared`` (D,), outside the span."""
         scaled, shared = gradients * self.scale, shared * self.scale
         projections = scaled @ self.public.T
         products = scaled @ shared - projections @ (self.inverse @ (self.public @ shared))
@@ -417,7 +409,7 @@ class _CommonPart:
 
 
 def _text_gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -> Tensor:
-    """Return (B, D): the gradient of each text's summed loss in some parameters."""
+    """Return (B, D) the gradient of each text's summed loss with respect to some parameters."""
     gradients = []
     mask = batch.attention_mask
     masks = torch.ones_like(batch.input_ids) if mask is None else mask
@@ -434,7 +426,7 @@ def _text_gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -
 
 
 def _query_batch(query: Query, tokens: int) -> TokenBatch:
-    """Return the query's texts, cut ``tokens`` after the first token that the loss counts."""
+    """Return the query's texts, cut ``tokens`` tokens after the first label."""
     ids, mask = query.input_ids, query.attention_mask
     real = torch.ones_like(ids) if mask is None else mask.long()
     labels = ids if query.labels is None else query.labels

@@ -1,11 +1,11 @@
 """A passive membership attack on row spaces: how much of the shared rows a text's states explain.
 
-The shared rows of every block combine the hidden states of members, not those of other texts.
+The shared rows of every block are combinations of the hidden states of members only.
 ProjRes (arXiv 2604.21197) measures how far a candidate's hidden states lie from the row space of a
 whole gradient. Under LoRA the row space is far smaller than a batch, so no state lies in it. Then
-two quantities separate members: whether the candidate's tokens are among those that the first
+two quantities distinguish members: whether the candidate's tokens are among those that the first
 block's rows reveal (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`), and how much
-more of deeper blocks' rows its states explain than of the first's, where order does not matter.
+more its states explain of deeper blocks' rows than of the first block's, where order has no effect.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.progress import measure_seconds
 
 # None of these was tuned.
-MIN_PIVOT = 1e-2  # squared share of a state outside those before it, below which it is skipped
+MIN_PIVOT = 1e-2  # a state is skipped if its squared share outside earlier ones is smaller
 MIN_GAIN = 1e-2  # lower bound of a gain, relative to that of a random state
-FREE_DIMENSIONS = 20  # that rows must leave to a block's states for a distance to mean anything
-ABSENT_WEIGHT = 10.0  # subtracted from the score of a text with a token that is surely absent
-MIN_DISTANCE = 1e-10  # squared, of a unit state from the span of the rows; rounding
-DEEP_SHARES = (0.4, 0.95)  # of the depth between which deeper blocks are read
-_TIMED_TEXTS = 2  # public texts on which the states of a look are timed
-BLOCKS = 12  # read at most: the first two, and others from the middle on
-FIRST_BLOCK_WEIGHT = 0.5  # of the first block's gain, subtracted from that of deeper ones
+FREE_DIMENSIONS = 20  # min. dimensions outside of the rows' span, for distances to be used
+ABSENT_WEIGHT = 10.0  # subtracted from a text's score if a token is certainly absent
+MIN_DISTANCE = 1e-10  # lower bound of a unit state's squared distance, for rounding
+DEEP_SHARES = (0.4, 0.95)  # range of relative depths of the deeper blocks that are used
+_TIMED_TEXTS = 2  # public texts of a time estimate
+BLOCKS = 12  # max. number of blocks that are used: the first two, and deeper ones
+FIRST_BLOCK_WEIGHT = 0.5  # weight of the first blocks' gain, subtracted from the deeper gain
 
 
 class SubspaceMembership(PassiveMembership):
     """Score how much of the shared rows of all blocks a text's hidden states explain.
 
     Args:
-        public_text: text like the clients', or ``"sampled"`` for text that the model writes; it
-            shows how much any text explains.
+        public_text: Text like the clients', or ``"sampled"`` for text that the model writes. It
+            shows how much a non-member explains.
         shared: ``tokenizer``, ``public_rows``, ``tokens``, ``seed`` and ``name``, as in
             :class:`~lightning_fedleak.attacks.PassiveMembership`.
 
@@ -74,12 +74,12 @@ class SubspaceMembership(PassiveMembership):
         self._factors: dict[str, Tensor] = {}
 
     def meet(self, facts: RunFacts) -> None:
-        """Store the precision, and what made an update."""
+        """Store the run's precision and optimizer, also for the attack on words."""
         super().meet(facts)
         self._words.meet(facts)
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Return the maps of some blocks that read what the block's attention reads.
+        """Return the maps of some blocks that share the input of the block's attention.
 
         Raises:
             ValueError: the model has no linear map that is called once.
@@ -93,7 +93,7 @@ class SubspaceMembership(PassiveMembership):
         return Surfaces(gradients=tuple(dict.fromkeys([*word_names, *names])))
 
     def _select_inputs(self, anatomy: Anatomy) -> tuple[row_space.SharedInput, ...]:
-        """Return the inputs that are read: those with trained readers, if there are any."""
+        """Return the inputs that are used: those with trained maps, if there are any."""
         wide = self._wide_inputs.get(anatomy)
         if not wide:
             raise ValueError(
@@ -111,7 +111,7 @@ class SubspaceMembership(PassiveMembership):
         return (*first, *deep)
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
-        """Return the seconds of a look: the words by arithmetic, the states from a few texts."""
+        """Return the seconds of a measurement step: the words' estimate, and timed states."""
         inputs, ids = self._select_inputs(anatomy), self._texts(anatomy, _TIMED_TEXTS).input_ids
         run = partial(row_space.input_states, anatomy, inputs, ids)
         states = measure_seconds(run, anatomy.device) / _TIMED_TEXTS * texts
@@ -123,7 +123,7 @@ class SubspaceMembership(PassiveMembership):
         self._prepare_public(anatomy)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Follow the model: the first input at every look, public text at times."""
+        """Update the words at every step, and the states of public text when they are too old."""
         self._words.refresh(anatomy, step)
         changed = self._public_inputs != self._select_inputs(anatomy)
         if changed or not 0 <= step - self._prepared_at < self.refresh_every:
@@ -132,7 +132,7 @@ class SubspaceMembership(PassiveMembership):
         self._copy_weights(anatomy)
 
     def _copy_weights(self, anatomy: Anatomy) -> None:
-        """Store a copy of AdaLoRA's factors A, with which its own loss term shares directions."""
+        """Store copies of AdaLoRA's factors A, which its regularisation adds to the gradient."""
         inputs = self._select_inputs(anatomy)
         readers = [m for i in inputs for m in i.trained_readers(anatomy)]
         self._factors = row_space.factor_rows(anatomy, readers)
@@ -152,14 +152,14 @@ class SubspaceMembership(PassiveMembership):
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
-        """Score every text of the query, and public texts beside them.
+        """Score every text of the query, and public texts as controls.
 
         Returns:
-            ``members`` are texts that score above all public ones (whose absent tokens are ignored
-            where the tokens of the batch are certain).
+            The scores; ``members`` are texts that score above all public ones. If the tokens of the
+            batch are certain, the absent tokens of public texts are ignored for this.
 
         Raises:
-            UnusableObservation: non-finite or zero gradients.
+            UnusableObservation: The gradients are not finite, or all are zero.
         """
         assert query is not None
         assert self._public_states is not None
@@ -211,7 +211,7 @@ class SubspaceMembership(PassiveMembership):
         return MembershipGuess(scores=scores.cpu(), members=(scores > control_scores.max()).cpu())
 
     def _loss_term_rows(self, shared_input: row_space.SharedInput, anatomy: Anatomy) -> Tensor:
-        """Return a basis (k, d) of what AdaLoRA's own loss term adds to the gradients of A's."""
+        """Return a basis (k, d) of what AdaLoRA's regularisation adds to the gradients of A."""
         basis = [torch.zeros(0, shared_input.width, dtype=torch.float64, device=anatomy.device)]
         for linear in shared_input.trained_readers(anatomy):
             if linear.regularised:
@@ -225,7 +225,7 @@ class SubspaceMembership(PassiveMembership):
         view: Observation,
         excluded: Tensor,
     ) -> row_space.SharedRows | None:
-        """Return what the trained readers of an input shared; None where that is all zero."""
+        """Return the shared rows of an input's trained maps; None if all are zero."""
         maps = row_space.nonzero_gradients(view, shared_input.trained_readers(anatomy))
         gradients = list(maps.values())
         noise = [view.gradients[-1].noise_on(linear.name) for linear in maps]
@@ -238,7 +238,7 @@ class SubspaceMembership(PassiveMembership):
 
 
 def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
-    """Return states (G, L, d) less their part in the span of orthonormal rows (k, d)."""
+    """Return states (G, L, d) without their part in the span of orthonormal rows (k, d)."""
     basis = basis.to(states)
     return states - (states @ basis.T) @ basis
 
@@ -246,7 +246,7 @@ def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
 def _find_wide_inputs(
     anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
 ) -> list[row_space.SharedInput]:
-    """Return the inputs as wide as hidden states, in the order of the forward."""
+    """Return the inputs that are as wide as hidden states, in the order of the forward."""
     inputs = row_space.find_shared_inputs(anatomy, [m for m in maps if m.factor != "B"])
     return [i for i in inputs if i.width == anatomy.hidden_size]
 
@@ -259,7 +259,7 @@ def _first_input_per_block(inputs: Sequence[row_space.SharedInput]) -> list[row_
 
 
 def _early_blocks(inputs: int) -> int:
-    """Return how many of the inputs are the first blocks', where order hardly matters."""
+    """Return how many inputs count as the first blocks', where word order has little effect."""
     return 2 if inputs > 3 else 1
 
 
@@ -271,7 +271,7 @@ def _evidence(
     ids: Tensor,
     words: WordGuess | None,
 ) -> Tensor:
-    """Return (G, 4): gain in the first block, gain deeper, nearness to spans, absent tokens."""
+    """Return the evidence (G, 4): first blocks' gain, deeper gain, nearness, absent tokens."""
     device = states[0].device
     counted = counted.to(device)
     first, deep, nearness = (torch.zeros(len(ids), device=device) for _ in range(3))
@@ -289,8 +289,8 @@ def _evidence(
             nearness, close_blocks = nearness + _nearness(rows, x, counted), close_blocks + 1
     absent = torch.zeros(len(ids), device=device)
     if words is not None:
-        known = words.types if words.silent is None else torch.cat([words.types, words.silent])
-        present = torch.isin(ids.to(device), known.to(device))
+        types = words.types if words.silent is None else torch.cat([words.types, words.silent])
+        present = torch.isin(ids.to(device), types.to(device))
         total = counted.sum(1).clamp_min(1)
         absent = (~present & counted).sum(1) / total
         if words.silent is not None:
@@ -301,17 +301,17 @@ def _evidence(
 
 
 def _scores(candidates: Tensor, public: Tensor) -> Tensor:
-    """Return (G,) one score of the evidence: explained beyond public text, less what is absent."""
+    """Return (G,) the scores: gains beyond public text, plus nearness, minus absent tokens."""
     level = public[:, :2].mean(0)
     first, deep = (candidates[:, :2] - level).unbind(1)
     return deep - FIRST_BLOCK_WEIGHT * first + candidates[:, 2] - candidates[:, 3]
 
 
 def _mean_log_gain(rows: row_space.SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Tensor:
-    """Return (G,) the mean logarithm of what a token's state explains beyond those before it.
+    """Return (G,) the mean logarithm of what a token's state explains beyond earlier states.
 
     The Cholesky factor of the states' Gram matrix orthogonalises them in their order, as
-    Gram-Schmidt does. Its pivots are their shares outside of the span of those before.
+    Gram-Schmidt does. Its pivots are the shares of states outside of the span of earlier ones.
 
     Args:
         rows: The shared rows.

@@ -1,4 +1,4 @@
-"""Attacks on the trained weights: what a released model gives away of its training texts."""
+"""Attacks on the trained weights: what a released model leaks about its training texts."""
 
 from lightning_fedleak.attacks.memorization.blind import blind_scores as blind_scores
 from lightning_fedleak.attacks.memorization.entities import Entities as Entities

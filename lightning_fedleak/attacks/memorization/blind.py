@@ -1,9 +1,8 @@
-"""Scores that know nothing of the training: are members and non-members exchangeable?
+"""Blind scores, which do not use the trained model: are members and non-members exchangeable?
 
-If members can be distinguished from non-members before the first step, by the base model or by
-their words, then a membership attack may read that difference and not the training. With
-non-members that a random draw chose it is chance; with any other set of texts the comparison is
-void.
+If the base model's outputs or the words alone distinguish members from non-members, a membership
+attack may measure this difference instead of the training. If a random draw chose the non-members,
+such a difference is chance. With any other non-members, the comparison is invalid.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from lightning_fedleak.attacks.memorization.scores import Loss, MinK, Zlib
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
-FOLDS = 5  # of the cross-fitted word counts, the usual number; more: slower
-MIN_BLIND_AUC, MAX_BLIND_AUC = 0.45, 0.55  # limits of the interval of each blind AUC
+FOLDS = 5  # folds of the cross-fitted word counts, the usual number; more are slower
+MIN_BLIND_AUC, MAX_BLIND_AUC = 0.45, 0.55  # limits for the confidence interval of a blind AUC
 
 
 def blind_scores(
     base: TokenSnapshot, compressed: Tensor, texts: Sequence[Text], members: Tensor, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return (N,) scores by name, none of which has seen the trained model.
+    """Return scores (N,) by name that do not use the trained model.
 
-    They are the base's loss, its zlib ratio and Min-K%++, the number of label tokens, and
+    They are minus the base's loss, its zlib ratio and Min-K%++, the number of label tokens, and
     cross-fitted word counts.
 
     Args:
-        base: what the base model said of the texts.
-        compressed: (N,) bytes that zlib compresses each text to.
-        texts: N texts.
-        members: (N,) bool.
+        base: The base model's outputs for the texts.
+        compressed: (N,) the zlib-compressed size of each text in bytes.
+        texts: The N texts.
+        members: (N,) bool, whether each text is a member.
         seed: The seed of the folds.
     """
     released = ReleasedModel(base, base, compressed)
@@ -47,14 +46,14 @@ def blind_scores(
 
 
 def word_scores(texts: Sequence[Text], members: Tensor, seed: int = 0) -> Tensor:
-    """Return (N,) log odds a token that a text is a member, by its words alone.
+    """Return (N,) the log odds per token that a text is a member, by its words alone.
 
-    A multinomial naive Bayes classifier with one added count is fitted on the other folds. Each
-    fold has its share of members.
+    The score of a text is from a multinomial naive Bayes classifier with add-one smoothing, fitted
+    on the other folds. The folds are stratified by membership.
 
     Args:
-        texts: N texts.
-        members: (N,) bool, with at least one member and one other in each of five folds.
+        texts: The N texts.
+        members: (N,) bool, with at least one member and one non-member in each of five folds.
         seed: The seed of the folds.
     """
     member = members.bool()
@@ -76,6 +75,6 @@ def word_scores(texts: Sequence[Text], members: Tensor, seed: int = 0) -> Tensor
 
 
 def _log_rates(ids: Tensor, size: int) -> Tensor:
-    """Return (size,) the log of each word's share of token ids, with one added."""
+    """Return (size,) the log frequency of each token id, with add-one smoothing."""
     totals = torch.bincount(ids, minlength=size).double() + 1
     return (totals / totals.sum()).log()

@@ -15,11 +15,11 @@ from lightning_fedleak.validate import check_integer
 
 @dataclass(frozen=True)
 class EntityGuess(Guess):
-    """Where each of N values stands among its candidates.
+    """The rank of each of N values among its candidates.
 
     Attributes:
-        ranks: (N,) int64, 1 for the most likely; ties are broken at random.
-        candidates: (N,) int64, values that each is compared with.
+        ranks: (N,) int64, 1 for the most likely value; ties are broken at random.
+        candidates: (N,) int64, the number of candidates that each value is compared with.
         greedy: (N,) bool, whether greedy decoding writes the value.
     """
 
@@ -31,15 +31,14 @@ class EntityGuess(Guess):
 class Entities(MemorizationAttack):
     """Rank each planted value among candidates that were drawn from the same set as it.
 
-    It is asked about the values of
-    :func:`~lightning_fedleak.evaluation.canaries.with_entities`. All candidates of a value stand in
-    the same context, are distinct, and none was planted. So the rank of a value that was not
-    trained on is uniform, whatever the model has learned of the sentence or of the form of a value.
-    The rank is that of the exposure of Carlini et al. 2019 (arXiv 1802.08232, section 4), among
-    drawn values in place of all.
+    The values are those of :func:`~lightning_fedleak.evaluation.canaries.with_entities`. All
+    candidates of a value are in the same context, are distinct, and were not planted. So the rank
+    of a value that was not trained on is uniform, whatever the model has learned about the sentence
+    or the format of values. The exposure of Carlini et al. 2019 (arXiv 1802.08232, section 4) uses
+    the rank among all values; here it is the rank among random ones.
 
     Args:
-        candidates: The number of candidates of each value; as many as remain where the set has
+        candidates: The number of candidates of each value; all remaining ones if the set has
             fewer.
         name: The name in the logs.
 
@@ -63,7 +62,7 @@ class Entities(MemorizationAttack):
         """Return the ranks.
 
         Raises:
-            UnusableObservation: an answer of the model is not finite.
+            UnusableObservation: No model is released, or its outputs are not finite.
         """
         snapshot = released_part(view.candidates, "value")
         columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]

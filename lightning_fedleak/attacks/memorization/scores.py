@@ -1,12 +1,12 @@
 """Membership from a released model and its public base: one score for each text.
 
-Whoever gets a fine-tuned model and knows the base that it began from can ask both about a text.
-The fine-tuning raised the log probability of its texts more than that of non-members. Every score
-here is arithmetic on the numbers of :class:`~lightning_fedleak.model.snapshots.TokenSnapshot`,
-hence a look costs one forward for each text, whatever the number of attacks.
+An adversary who gets a fine-tuned model and has its base can query both with a text. Fine-tuning
+raises the log probability of its texts more than that of non-members. All scores here are computed
+from the numbers of :class:`~lightning_fedleak.model.snapshots.TokenSnapshot`. So a measurement step
+costs one forward for each text, whatever the number of attacks.
 
-Write ``lp`` and ``lp0`` for the log probability of a label token under the model and its base, and
-``loss``, ``loss0`` for minus their means over a text.
+``lp`` and ``lp0`` denote the log probability of a label token under the model and its base, and
+``loss``, ``loss0`` minus their means over a text.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from lightning_fedleak.validate import check_number
 T = TypeVar("T")
 
 WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
-"""Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
+"""The numbers of tokens of the windows: geometric from 2 to 40, as in arXiv 2601.02751."""
 
 MAX_GAIN = 3.0
-"""Largest gain of a token that :class:`Combined` and :class:`PromptRatio` count, in nats.
+"""The cap on the gain of a token in :class:`Combined` and :class:`PromptRatio`, in nats.
 
-Of 2, 3, 4 and no cap it was the best on two draws of three set-ups
-(``benchmarks.attacks.memorization``). Lower caps did worse with LoRA, higher ones with full
+Of 2, 3, 4 and no cap, 3 was the best on two draws of three setups
+(``benchmarks.attacks.memorization``). Lower caps were worse with LoRA, higher ones with full
 fine-tuning.
 """
 
-MIN_LOSS = 1e-6  # nats a token; the loss of a base that is surer of a text counts as this
-MIN_DEVIATION = 1e-6  # nats; Min-K%++ divides by it where a model is certain of a token
+MIN_LOSS = 1e-6  # nats per token; lower bound of the base's loss, which is a divisor
+MIN_DEVIATION = 1e-6  # nats; lower bound of the deviation, by which Min-K%++ divides
 
 
 @dataclass(frozen=True)
 class MemorizationGuess(Guess):
-    """How much the released model looks trained on each of N texts.
+    """The scores of N texts for membership in the training data.
 
     Attributes:
-        scores: (N,) float64, higher is more likely a member; comparable within one pool only.
+        scores: (N,) float64; higher is more likely a member. Comparable only within one pool.
     """
 
     scores: Tensor
 
 
 class MemorizationAttack(Attack):
-    """An outsider who gets the trained model, has its public base, and asks about texts it holds.
+    """An outsider who gets the trained model, has its public base, and holds candidate texts.
 
     Subclasses implement :meth:`score`.
 
@@ -61,8 +61,9 @@ class MemorizationAttack(Attack):
         name: The name in the logs.
 
     Attributes:
-        part: the texts that it compares: those with 8 label tokens or more, shorter ones, the
-            prompts, which the loss is not computed on, or pairs of a chosen and a rejected text.
+        part: The texts that the attack scores. ``"long"``: those with 8 label tokens or more.
+            ``"short"``: those with fewer. ``"prompts"``: prompts, on which no loss is computed.
+            ``"pairs"``: pairs of a chosen and a rejected answer.
 
     Examples:
         >>> import torch
@@ -87,14 +88,14 @@ class MemorizationAttack(Attack):
     part: ClassVar[Literal["long", "short", "prompts", "pairs"]] = "long"
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Return no surface: nothing of a step is read."""
+        """Return no surface, because the attack uses nothing of a training step."""
         return Surfaces()
 
     def run(self, view: Observation, query: Query | None = None) -> Guess:
-        """Return the guess about all texts that the model was asked.
+        """Return the scores of all texts that the model was queried with.
 
         Raises:
-            UnusableObservation: an answer of the model is not finite.
+            UnusableObservation: No model is released, or its outputs are not finite.
         """
         return MemorizationGuess(self.score(_finite(view.released)))
 
@@ -104,10 +105,14 @@ class MemorizationAttack(Attack):
 
 
 def released_part(answers: T | None, asked: str) -> T:
-    """Return what a released model said of texts or values.
+    """Return the outputs of a released model, if there is one.
+
+    Args:
+        answers: The outputs; None if no model is released.
+        asked: The kind of query, for the message.
 
     Raises:
-        UnusableObservation: no model is released.
+        UnusableObservation: No model is released.
     """
     if answers is None:
         raise UnusableObservation(f"no model is released here: no {asked} was asked")
@@ -115,7 +120,7 @@ def released_part(answers: T | None, asked: str) -> T:
 
 
 def _finite(released: ReleasedModel | None) -> ReleasedModel:
-    """Return what the model was asked, if attacks can read it."""
+    """Return the released model's outputs, after a check that they exist and are finite."""
     released = released_part(released, "text")
     check_finite(released.now.log_probs, "the model's log probabilities")
     return released
@@ -134,12 +139,12 @@ class Loss(MemorizationAttack):
 class LossRatio(MemorizationAttack):
     """Score a text by minus the ratio of its loss to the base's (arXiv 2402.17012, section 3).
 
-    A few tokens may gain so much, in texts that were not trained on too, that they decide: a word
-    that the whole data has in common is one. A cap limits how much a single token decides.
+    A few tokens may gain so much that they dominate the score, also in non-members: for example, a
+    word that occurs in the whole data. A cap limits the effect of a single token.
 
     Args:
-        most_gain: of a token, ``lp - lp0`` in nats; what is above it is not counted. None counts
-            all, as published.
+        most_gain: The cap on the gain ``lp - lp0`` of a token, in nats. None for no cap, as
+            published.
         name: The name in the logs.
 
     Raises:
@@ -168,9 +173,9 @@ class LossRatio(MemorizationAttack):
 class ShortAnswers(MemorizationAttack):
     """Score texts with 1 to 7 label tokens, such as short answers and classes.
 
-    They are a pool of their own. The score is the loss ratio without a cap. Where most texts share
-    their answer with others, as intents and classes do, it is minus the loss, beyond that of the
-    other texts with the same answer: what an answer gained in general says nothing of one text.
+    These texts are a separate pool. The score is the loss ratio without a cap. If most texts share
+    their answer with others, such as intents and classes, the score is minus the loss, relative to
+    the other texts with the same answer: the gain of an answer in general does not show members.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -182,7 +187,7 @@ class ShortAnswers(MemorizationAttack):
     part = "short"
 
     def score(self, released: ReleasedModel) -> Tensor:
-        """Return ``-loss / loss0``, or ``-loss`` less the mean of the answer's other texts."""
+        """Return ``-loss / loss0``, or ``-loss`` minus its mean over the answer's other texts."""
         answers, mean = released.answers, released.now.mean_log_probs()
         if answers is None:
             raise UnusableObservation("which texts share an answer is not known")
@@ -190,17 +195,19 @@ class ShortAnswers(MemorizationAttack):
         if (sizes > 1).double().mean() <= 0.5:
             return LossRatio().score(released)
         sums = torch.zeros(int(answers.max()) + 1, dtype=torch.float64)
-        others = sums.index_add_(0, answers, mean)[answers] - mean
-        # The mean of all texts counts as one more; an answer's only text is compared with it alone.
-        return mean - (others + mean.mean()) / sizes
+        sums_of_rest = sums.index_add_(0, answers, mean)[answers] - mean
+        # The mean of all texts counts as one more text with the answer, and is the only one if no
+        # other text has it.
+        return mean - (sums_of_rest + mean.mean()) / sizes
 
 
 class PromptRatio(MemorizationAttack):
     """Score texts by their prompts: tokens that the model reads, and that have no loss.
 
-    What users wrote may be remembered though the loss never touched it. The texts are those with 8
-    tokens of a prompt or more that no other row repeats; the series is apart from all scores of
-    labels. With LoRA it never beat guessing; with full fine-tuning it did, slightly.
+    A model may memorize what users wrote although no loss is computed on it. Only prompts with 8
+    tokens or more are scored, and only if no other row has the same one. They are a separate series
+    from all scores of labels. With LoRA the score was never better than chance; with full
+    fine-tuning it was, slightly.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -212,7 +219,7 @@ class PromptRatio(MemorizationAttack):
     part = "prompts"
 
     def score(self, released: ReleasedModel) -> Tensor:
-        """Return the mean gain of a token, ``lp - lp0``, of which 3 nats count at most."""
+        """Return the mean gain ``lp - lp0`` of a text's tokens, capped at 3 nats each."""
         gains = released.now.log_probs.double() - released.base.log_probs.double()
         labels = released.now.labels
         return (gains.clamp_max(MAX_GAIN) * labels).sum(1) / labels.sum(1)
@@ -222,11 +229,11 @@ class PreferenceMargin(MemorizationAttack):
     """Score pairs of preferences by the margin that the training gave the chosen answer.
 
     DPO, ORPO and CPO raise the likelihood of chosen answers over that of rejected ones. The margin
-    is what DPO's loss itself reads (arXiv 2305.18290, equation 7), with the model before the first
-    step as the reference policy. PREMIA (arXiv 2407.06443) compares with a reference model too, and
-    finds DPO to give its pairs away more than PPO does; its formula may differ. Both answers of a
-    pair have 8 tokens or more together. An answer that is rated alone, as KTO has it (arXiv
-    2402.01306), counts by its own gain, with the other sign where it is undesirable.
+    is the one of DPO's loss (arXiv 2305.18290, equation 7), with the model before the first step as
+    the reference policy. PREMIA (arXiv 2407.06443) also compares with a reference model, and finds
+    that DPO leaks its pairs more than PPO does; its formula may differ. The two answers of a pair
+    have 8 tokens or more together. An answer that is rated alone, as in KTO (arXiv 2402.01306), is
+    scored by its own gain, with the opposite sign if it is undesirable.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -238,7 +245,7 @@ class PreferenceMargin(MemorizationAttack):
     part = "pairs"
 
     def score(self, released: ReleasedModel) -> Tensor:
-        """Return the gain ``lp - lp0`` of the chosen answer less that of the rejected one, in nats.
+        """Return the gain ``lp - lp0`` of the chosen minus that of the rejected answer, in nats.
 
         Raises:
             UnusableObservation: the texts are no pairs.
@@ -251,22 +258,22 @@ class PreferenceMargin(MemorizationAttack):
 
 
 class PromptAttack(MemorizationAttack):
-    """Score the prompts of a reinforcement learning by what the model writes behind them.
+    """Score the prompts of reinforcement learning by the model's completions.
 
-    GRPO and RLOO train on completions that the model itself writes, so that a prompt has no text
-    whose likelihood would show it. What is compared is the model's behaviour before and after.
+    GRPO and RLOO train on completions that the model itself writes, so a prompt has no fixed text
+    whose likelihood rises. The attacks compare the model's behaviour before and after training.
     """
 
 
 class PolicyDrift(PromptAttack):
     """Score a prompt by how far the model has moved from its base on the base's own completions.
 
-    The mean of ``lp0 - lp`` estimates the Kullback-Leibler divergence of the model from its base
-    behind the prompt, a token, where the trainer samples at temperature 1 from all tokens. DIBA
-    (arXiv 2511.14045) and PREMIA (arXiv 2407.06443) compare such ratios too: DIBA on completions of
-    the trained model, which takes the base's weights at each look, PREMIA on answers that are
-    given, with the other sign. Here the base writes once, before the first step, and a look is a
-    forward of each completion.
+    The mean of ``lp0 - lp`` estimates the Kullback-Leibler divergence per token between the base
+    and the model after the prompt, if the trainer samples at temperature 1 from all tokens. DIBA
+    (arXiv 2511.14045) and PREMIA (arXiv 2407.06443) use similar ratios: DIBA on completions of the
+    trained model, which needs the base's weights at each measurement; PREMIA on given answers, with
+    the opposite sign. Here the base writes the completions once, before the first step, and a
+    measurement is one forward of each completion.
 
     Examples:
         >>> from lightning_fedleak.attacks.memorization import PolicyDrift
@@ -284,8 +291,8 @@ class PolicyDrift(PromptAttack):
 class RewardGain(PromptAttack):
     """Score a prompt by how much the rewards of its completions have risen since the base.
 
-    It is the reward side of DIBA (arXiv 2511.14045), by the trainer's own reward functions. Both
-    models write by the same random numbers, so that a model that has not changed gains nothing.
+    This is the reward signal of DIBA (arXiv 2511.14045), with the trainer's reward functions. Both
+    models sample with the same random numbers, so an unchanged model has a gain of 0.
 
     Examples:
         >>> from lightning_fedleak.attacks.memorization import RewardGain
@@ -296,7 +303,7 @@ class RewardGain(PromptAttack):
     default_name = "reward_gain"
 
     def score(self, released: ReleasedModel) -> Tensor:
-        """Return the mean reward of the model's completions less that of the base's.
+        """Return the mean reward of the model's completions minus that of the base's.
 
         Raises:
             UnusableObservation: the rewards are not known, or not finite.
@@ -312,7 +319,7 @@ class Zlib(MemorizationAttack):
     default_name = "zlib"
 
     def score(self, released: ReleasedModel) -> Tensor:
-        """Return minus the loss of the whole text over the bytes that zlib compresses it to."""
+        """Return minus the summed loss of the text, over its zlib-compressed size in bytes."""
         tokens = released.now.labels.sum(1)
         return released.now.mean_log_probs() * tokens / released.compressed
 
@@ -320,8 +327,8 @@ class Zlib(MemorizationAttack):
 class MinK(MemorizationAttack):
     """Score a text by its least likely tokens: Min-K%++ (arXiv 2404.02936, equation 3).
 
-    A token's log probability is standardised by its mean and deviation over the vocabulary. The
-    score is the mean of the lowest of them.
+    A token's log probability is standardised by the mean and standard deviation of log
+    probabilities over the vocabulary. The score is the mean of the lowest standardised values.
 
     Args:
         share: The share of a text's tokens that are averaged.
@@ -341,15 +348,15 @@ class MinK(MemorizationAttack):
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the mean of the lowest standardised log probabilities."""
         tokens = released.now
-        standard = (tokens.log_probs - tokens.means) / tokens.deviations.clamp_min(MIN_DEVIATION)
-        ordered = standard.double().masked_fill(~tokens.labels, torch.inf).sort(1).values
+        z_scores = (tokens.log_probs - tokens.means) / tokens.deviations.clamp_min(MIN_DEVIATION)
+        ordered = z_scores.double().masked_fill(~tokens.labels, torch.inf).sort(1).values
         counts = (tokens.labels.sum(1) * self.share).long().clamp_min(1)
         lowest = torch.arange(ordered.shape[1]) < counts[:, None]
         return ordered.masked_fill(~lowest, 0).sum(1) / counts
 
 
 class Windows(MemorizationAttack):
-    """Score a text by how many of its windows are more likely than under the base.
+    """Score a text by the share of its windows that are more likely than under the base.
 
     Window-based comparison (WBC, arXiv 2601.02751): the share of windows of w tokens in which the
     sum of ``lp - lp0`` is positive, averaged over the sizes. A text shorter than a window counts as
@@ -371,7 +378,7 @@ class Windows(MemorizationAttack):
 
 
 class ErrorZone(MemorizationAttack):
-    """Score a text by what its wrongly predicted tokens gained and lost (EZ-MIA, arXiv 2601.12104).
+    """Score a text by the gains of its wrongly predicted tokens (EZ-MIA, arXiv 2601.12104).
 
     Over the tokens that the model does not predict greedily, P sums the gains ``lp - lp0`` and N
     the drops. The published ratio P / N has no value where N is 0, and the published code ranks
@@ -387,17 +394,17 @@ class ErrorZone(MemorizationAttack):
         wrong = released.now.labels & ~released.now.greedy
         gains = (released.now.log_probs.double() - released.base.log_probs.double()) * wrong
         scores = torch.log1p(gains.clamp_min(0).sum(1)) - torch.log1p((-gains).clamp_min(0).sum(1))
-        learned = ~wrong.any(1) & (released.base.labels & ~released.base.greedy).any(1)
-        return torch.where(learned, scores.max() + 1, scores)
+        is_learned = ~wrong.any(1) & (released.base.labels & ~released.base.greedy).any(1)
+        return torch.where(is_learned, scores.max() + 1, scores)
 
 
 class Combined(MemorizationAttack):
     """Add the ranks of :class:`LossRatio`, with capped gains, and :class:`ErrorZone`.
 
-    The loss ratio is the better one behind LoRA, and the error zone where the whole model is tuned.
-    Each is ranked among all texts that are asked about, members or not, so that no label is used;
-    ranks are added as normal scores. The score of a text depends on that pool: two results compare
-    only on the same pool.
+    The loss ratio is better after LoRA, and the error zone after full fine-tuning. Each is ranked
+    among all candidate texts, members and non-members, so no membership label is used. The ranks
+    are transformed to normal scores and added. The score of a text depends on this pool: results
+    are comparable only on the same pool.
 
     Examples:
         >>> from lightning_fedleak import Combined, LeakageMonitor, RiskGate
@@ -416,12 +423,12 @@ class Combined(MemorizationAttack):
 
 
 class CombinedReference(MemorizationAttack):
-    """Compare with a reference model in place of the base: :class:`Combined` beyond a reference.
+    """Apply :class:`Combined` with a reference model instead of the base.
 
-    The reference was trained like this model on other texts of the same kind, so that it has gained
-    what texts gain in general (difficulty calibration, arXiv 2111.08440). At low false-positive
-    rates it shows far more than scores without a reference do. It must not have seen a text that it
-    scores.
+    The reference was trained like this model on other texts from the same distribution, so it has
+    the gain that all such texts have (difficulty calibration, arXiv 2111.08440). At low
+    false-positive rates the attack is far stronger than scores without a reference. The reference
+    must not be trained on a text that it scores.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -439,7 +446,7 @@ class CombinedReference(MemorizationAttack):
         """Return the scores of :class:`Combined`, with the reference as the base.
 
         Raises:
-            UnusableObservation: there is no reference, or its answers are not finite.
+            UnusableObservation: There is no reference, or its outputs are not finite.
         """
         if released.reference is None:
             raise UnusableObservation("what a reference model says of the texts is not known")
@@ -448,15 +455,15 @@ class CombinedReference(MemorizationAttack):
 
 
 def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:
-    """Return (N,) residual gains of texts, in nats a token.
+    """Return (N,) residual gains of texts, in nats per token.
 
-    The gain ``loss0 - loss`` is regressed on what the base says of a text: its loss, the deviation
-    of its log probabilities and its share of greedy tokens. Membership is not used, so that members
-    and non-members stay exchangeable where nothing was learned.
+    The gain ``loss0 - loss`` is regressed on the base's outputs for a text: its loss, the standard
+    deviation of its log probabilities and its share of greedy tokens. Membership is not used, so
+    members and non-members remain exchangeable if nothing was learned.
 
     Args:
-        released: what the model and its base said of N texts.
-        fitted: (N,) bool, the texts that the regression uses.
+        released: The outputs of the model and its base for N texts.
+        fitted: (N,) bool, the texts that the regression is fitted on.
     """
     base, labels = released.base, released.base.labels
     mean, counts = base.mean_log_probs(), labels.sum(1).double()

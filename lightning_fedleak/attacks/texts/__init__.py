@@ -1,1 +1,1 @@
-"""What was said: texts from the hidden states at a split."""
+"""Attacks that recover whole texts, from hidden states at a split or from gradients."""

@@ -1,9 +1,11 @@
-"""Input reconstruction from the activations at a split layer: the base of these attacks.
+"""Attacks that reconstruct whole texts: their guesses, base classes and common tools.
 
-In split learning (vertical federated learning) the client keeps the model's bottom and sends the
-hidden states of the split layer; the server owns the whole model (Zheng, "Input Reconstruction
-Attack against Vertical Federated Large Language Models", Sect. 3.2). These attacks read the input
-text off the hidden states with the bottom model alone.
+:class:`TextAttack` is the base of all attacks that return texts. :class:`InversionAttack` is the
+base of those that invert the activations at a split layer. In split learning (vertical
+federated learning) the client keeps the model's bottom and sends the hidden states of the split
+layer; the server owns the whole model (Zheng, "Input Reconstruction Attack against Vertical
+Federated Large Language Models", Sect. 3.2). It recovers the input text from the hidden states with
+its copy of the bottom model.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, check_number
 
 NOTHING = -1
-"""Token id where nothing was guessed."""
+"""The token id at positions without a guess."""
 
 TINY = 1e-12  # keeps norms from being divided by zero; below any norm that occurs
 
@@ -37,12 +39,14 @@ class TextGuess(base.Guess):
     """The texts that an attack reconstructs.
 
     Attributes:
-        tokens: (B, L) token ids; :data:`NOTHING` at padded positions, and where time ran out.
-        finished: False where the time budget ended the search: more time may give other tokens.
-        candidates: candidates that were verified against the observation, over all positions.
-        certified: whether the adversary can check alone that these are the texts, and all of them
-            (but for copies, and texts that another one begins with); None where the attack makes no
-            certificate.
+        tokens: (B, L) token ids; :data:`NOTHING` at padded positions, and at positions that the
+            attack did not reach in time.
+        finished: False if the time budget ended the search, so that more time may give other
+            tokens.
+        candidates: The number of candidates that were verified against the observation, over all
+            positions.
+        certified: Whether the adversary's own check shows that these are all texts of the batch,
+            up to copies and prefixes of another text; None if the attack makes no certificate.
     """
 
     tokens: Tensor
@@ -52,7 +56,7 @@ class TextGuess(base.Guess):
 
 
 def join_guesses(parts: Sequence[TextGuess], device: torch.device) -> TextGuess:
-    """Return guesses about some of the texts each as one about all."""
+    """Return the guesses about groups of texts as one guess about all texts."""
     return TextGuess(
         torch.cat([part.tokens for part in parts]).to(device),
         all(part.finished for part in parts),
@@ -63,13 +67,13 @@ def join_guesses(parts: Sequence[TextGuess], device: torch.device) -> TextGuess:
 class TextAttack(base.Attack):
     """An adversary that reconstructs whole texts: its guess is a :class:`TextGuess`.
 
-    One that reads gradients gets them as an attack on words does, and its texts are in any order.
+    Attacks on gradients receive them as attacks on words do, and return the texts in any order.
 
     Attributes:
-        last_token_open: whether it leaves the last token of a text open, and all that follows a
-            text's last label: a causal model's gradients hold it as a label alone.
-        prefers_likely_texts: whether it weighs how likely the model finds a text, so that shuffled
-            words are no control of it.
+        last_token_open: Whether the guess omits the last token of a text and all tokens after its
+            last label, because a causal model's gradients depend on them only as labels.
+        prefers_likely_texts: Whether the attack prefers texts that the model finds likely, so that
+            texts of shuffled words are no control for it.
     """
 
     last_token_open: ClassVar[bool] = False
@@ -81,7 +85,7 @@ class TextAttack(base.Attack):
         self.budget_seconds = check_number("budget_seconds", budget_seconds, above=0, optional=True)
 
     def age(self, step: int) -> float:
-        """Return how many optimizer steps the adversary's copy is behind; NaN without a copy."""
+        """Return the age of the adversary's copy in optimizer steps; NaN without a copy."""
         return math.nan if self._copy is None else float(self._copy.age(step))
 
 
@@ -89,10 +93,10 @@ class InversionAttack(TextAttack):
     """A server that reconstructs the client's text from the hidden states at the split layer.
 
     Args:
-        layer: the split, as in Hugging Face's ``hidden_states``: what is sent is the output of
+        layer: The split, as in Hugging Face's ``hidden_states``: the client sends the output of
             block ``layer`` (counted from 1); 0 is the output of the embeddings.
-        budget_seconds: wall time for one observation; None for no bound. After it the best so far
-            is returned, and the guess says that it is not finished.
+        budget_seconds: The wall time for one observation; None for no limit. After it the best
+            texts so far are returned, and the guess is marked as unfinished.
         name: The name in the logs.
 
     Raises:
@@ -115,9 +119,9 @@ class InversionAttack(TextAttack):
         self.layer = check_integer("layer", layer, at_least=0, hint=hint)
 
     def meet(self, facts: base.RunFacts) -> None:
-        """Take the client's precision, and the step at which the fit begins, from the run.
+        """Store the client's precision and the step at which the fit begins.
 
-        A copy of the bottom model that exists already counts as one of that step.
+        A copy of the bottom model that exists already counts as a copy of that step.
         """
         super().meet(facts)
         if self._copy is not None:
@@ -130,7 +134,7 @@ class InversionAttack(TextAttack):
         return self._copy
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Remember the layer's name; subclasses copy the bottom model here too.
+        """Store the layer's name. Subclasses also copy the bottom model here.
 
         Raises:
             ValueError: the model has no such layer.
@@ -138,7 +142,7 @@ class InversionAttack(TextAttack):
         self._layer_name = place_of(anatomy, self.layer).name
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights again if the copy is old enough, or of another fit."""
+        """Copy the weights again if the copy is too old, or from an earlier fit."""
         if self._copy is not None and not 0 <= self._copy.age(step) < self.refresh_every:
             with torch.inference_mode(False):
                 self._copy.refresh(anatomy, step)
@@ -160,13 +164,13 @@ class InversionAttack(TextAttack):
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> TextGuess:
-        """Return the texts of hidden states that were sent.
+        """Reconstruct the texts from the hidden states that were sent.
 
         Args:
-            hidden: (B, L, d) as they left the client, finite.
-            attention_mask: (B, L), 0 where padded, or None; it is sent because the server needs it
-                for its own part of the model.
-            position_ids: (B, L) or None for the model's own.
+            hidden: (B, L, d) finite hidden states, as the client sent them.
+            attention_mask: (B, L), 0 at padding, or None. The client sends it because the server
+                needs it for the top model.
+            position_ids: (B, L), or None if the model computes them.
         """
 
     def run(self, view: Observation, query: base.Query | None = None) -> TextGuess:
@@ -184,13 +188,13 @@ class InversionAttack(TextAttack):
 
 @dataclass(frozen=True)
 class Sent:
-    """Hidden states of B texts as they were sent.
+    """The hidden states of B texts as the client sent them.
 
     Attributes:
-        hidden: (B, L, d) float32 or float64; 0 where padded.
-        real: (B, L) bool, False where padded.
-        attention_mask: (B, L) as sent, or None.
-        position_ids: (B, L) as sent, or None.
+        hidden: (B, L, d) float32 or float64; 0 at padding.
+        real: (B, L) bool, False at padding.
+        attention_mask: (B, L) the mask that was sent, or None.
+        position_ids: (B, L) the position ids that were sent, or None.
     """
 
     hidden: Tensor
@@ -212,7 +216,7 @@ class Sent:
         else:
             real = attention_mask != 0
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-        # A number at padding that is not finite would be one in every gradient.
+        # A value at padding that is not finite would make every gradient not finite.
         wide = wide.masked_fill(~real[..., None], 0.0)
         return cls(wide, real, attention_mask, position_ids)
 
@@ -253,18 +257,18 @@ class Sent:
 
 
 class Deadline:
-    """A point in time ``seconds`` from now, or none."""
+    """A deadline ``seconds`` from now; None for no deadline."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
 
     @property
     def passed(self) -> bool:
-        """Return whether it is over."""
+        """Return whether the deadline has passed."""
         return self._end is not None and time.monotonic() >= self._end
 
     def share(self, parts: int) -> Deadline:
-        """Return the end of the first of ``parts`` equal shares of the time that remains."""
+        """Return a deadline for the first of ``parts`` equal shares of the remaining time."""
         if self._end is None:
             return Deadline()
         return Deadline(max(0.0, self._end - time.monotonic()) / parts)

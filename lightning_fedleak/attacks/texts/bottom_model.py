@@ -1,9 +1,10 @@
 """The split model on the server's copy of its weights: the bottom up to the split, and the top.
 
-The server owns the whole model, so it can run the client's part on any text. That part runs through
-the model's own ``forward``, stopped at the split, with copied weights. The copy has the weights of
-one step: a client that trains on makes it stale, and nothing computed with it can change the
-client's parameters.
+The server owns the whole model, so it can run the client's part, the *bottom*, on any text.
+:class:`BottomModel` runs it through the model's own ``forward``, stopped at the split, with copied
+weights. The copy has the weights of one step, so further training makes it stale. Computations with
+it never change the client's parameters. :class:`NextTokens` runs the rest of the model, the *top*,
+on the hidden states that were sent, to predict next tokens.
 """
 
 from __future__ import annotations
@@ -37,46 +38,46 @@ from lightning_fedleak.model.whole_models import (
     parameters_replaced,
 )
 
-# Relative errors up to which hidden states count as equal; more hide wrong tokens. Not tuned.
+# Max. relative error of equal hidden states; larger values accept wrong tokens. Not tuned.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 ROUNDING_OTHERWISE = 2e-2  # of half precision and other dtypes
-_TRIAL_TOKENS = 6  # tokens of the trial whether states depend on later tokens. Not tuned
-_TRIAL_PREFIX = 8  # tokens of two texts on which the logits' map is fitted. Not tuned
+_TRIAL_TOKENS = 6  # tokens of the text that tests whether states depend on later tokens
+_TRIAL_PREFIX = 8  # tokens of each of two texts on which the logits' map is fitted
 
 
 class BottomModel:
-    """Embeddings and blocks up to the split, on the server's copy of their weights.
+    """Embeddings and blocks up to the split, with the server's copy of their weights.
 
-    Runs are in eval mode. A run restores, also after an exception, the user's parameters and their
-    ``.grad``, training flags, global random state, hooks and the cache of autocast. No hook of the
-    user or of other tools runs; those that the model needs do (see
-    :func:`~lightning_fedleak.model.model_runs.hidden_states`). Gradient flows to embeddings that
-    are passed in, and to nothing else.
+    Runs are in eval mode. After a run, also one with an exception, the user's parameters and their
+    ``.grad``, training flags, global random state, hooks and the cache of autocast are as before.
+    Only the hooks that the model itself needs are called (see
+    :func:`~lightning_fedleak.model.model_runs.hidden_states`). Gradients flow only to embeddings
+    that are passed in.
 
-    Each call prepares the model and restores it; within :meth:`session` this is done once for many
-    calls. Nothing of the client's training may run in between.
+    Each call prepares the model and restores it. Within :meth:`session` this happens once for many
+    calls; the client's training must not run in between.
 
-    Masks and positions are the observation's: ``attention_mask`` (B, L), 0 where padded, and
-    ``position_ids`` (B, L) or None for the model's own. Hidden states at padded positions mean
-    nothing.
+    Masks and positions are those of the observation: ``attention_mask`` (B, L), 0 at padding, and
+    ``position_ids`` (B, L), or None if the model computes them. Hidden states at padding are
+    undefined.
 
     Args:
-        anatomy: The anatomy of the live model. Frozen parameters are shared with it, trained ones
-            copied.
-        layer: the split: the output of block ``layer``, counted from 1; 0 is the input of block 1.
-        autocast: dtype of the autocast region that the client runs the bottom in (bf16-mixed);
-            None leaves it to the caller's region.
+        anatomy: The anatomy of the live model. The copy shares its frozen parameters and clones the
+            trained ones.
+        layer: The split: the output of block ``layer``, counted from 1; 0 is the input of block 1.
+        autocast: The dtype of the client's autocast region (bf16-mixed). With None the bottom runs
+            in the caller's region.
 
     Attributes:
         anatomy: The anatomy of the live model.
-        layer: the split.
-        step: optimizer step of the copied weights.
-        vocab_size: rows of the word embeddings.
-        width: numbers in a hidden state at the split.
+        layer: The split.
+        step: The optimizer step of the copied weights.
+        vocab_size: The number of rows of the embedding matrix.
+        width: The width of the hidden states at the split.
         dtype: The dtype of the hidden states at the split.
-        causal: whether no hidden state depends on later tokens, by the gradient of a trial. At
-            layer 0 that holds for encoders too.
-        context: tokens that a text may have, None where the model does not say.
+        causal: Whether no hidden state depends on later tokens, as the gradient of a trial run
+            shows. At layer 0 this holds for encoders too.
+        context: The largest number of tokens of a text; None if the model's config has no limit.
 
     Raises:
         ValueError: the model has no such layer.
@@ -104,14 +105,14 @@ class BottomModel:
         return self.anatomy.device
 
     def age(self, step: int) -> int:
-        """Return how many steps the copy is behind; negative if a new fit has begun since."""
+        """Return the age of the copy in steps; negative if a new fit has begun since."""
         return step - self.step
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Prepare the model for many calls, so that each costs its computation alone.
+        """Prepare the model once for many calls.
 
-        Sessions may be nested. The user's own code must not use the model within one.
+        Sessions may be nested. Other code must not use the model during a session.
         """
         if self._inside:
             yield
@@ -141,10 +142,10 @@ class BottomModel:
 
     @torch.no_grad()
     def _take_weights(self) -> None:
-        above = [block for _, block in text_blocks(self.anatomy)[self.layer :]]
+        skipped_modules = [block for _, block in text_blocks(self.anatomy)[self.layer :]]
         if self.anatomy.head is not None:
-            above.append(self.anatomy.head)
-        skipped = {id(m) for module in above for m in module.modules()}
+            skipped_modules.append(self.anatomy.head)
+        skipped = {id(m) for module in skipped_modules for m in module.modules()}
         modules = [m for m in self.anatomy.model.modules() if id(m) not in skipped]
         self._weights = []  # frees the copies of earlier steps
         copies: dict[int, Tensor] = {}
@@ -175,13 +176,13 @@ class BottomModel:
         self._bind(anatomy, step)
 
     def cut_at_layer(self, layer: int) -> BottomModel:
-        """Return the same copy, stopped at an earlier ``layer``."""
-        other = shallow_copy(self)
-        other._inside = False
-        other.layer = layer
-        other._run = model_runs.stop_at(self.anatomy.model, place_of(self.anatomy, layer))
-        other._try()
-        return other
+        """Return a bottom model with the same weights that ends at an earlier ``layer``."""
+        copy = shallow_copy(self)
+        copy._inside = False
+        copy.layer = layer
+        copy._run = model_runs.stop_at(self.anatomy.model, place_of(self.anatomy, layer))
+        copy._try()
+        return copy
 
     def hidden(
         self,
@@ -199,11 +200,11 @@ class BottomModel:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states (B, L, d) of word embeddings (B, L, e) in place of tokens.
+        """Return the hidden states (B, L, d) for word embeddings (B, L, e) instead of tokens.
 
-        Word embeddings are what the model's embedding layer gives; the model itself adds positions,
-        types and their norm. With gradients enabled the result has a gradient in ``embeddings``,
-        and in nothing else.
+        Word embeddings are the output of the model's embedding layer; the model then adds positions
+        and token types and normalises. With gradients enabled, the result is differentiable in
+        ``embeddings`` only.
         """
         ids = torch.full(embeddings.shape[:2], self._plain_id, device=self.device)
         with self.session(), self._embeddings_replaced(embeddings):
@@ -226,16 +227,17 @@ class BottomModel:
     def continued(
         self, new: Tensor, visible: Tensor, position_ids: Tensor, cache: object
     ) -> Tensor:
-        """Return the hidden states (B, n, d) of new tokens after texts in a cache.
+        """Return the hidden states (B, n, d) of new tokens that follow cached texts.
 
         Args:
             new: (B, n) token ids.
-            visible: (B, 1, n, P + n) bool, which of P cached and n new tokens a new one attends to.
-            position_ids: (B, n).
-            cache: of the model's own class.
+            visible: (B, 1, n, P + n) bool, to which of P cached and n new tokens each new token
+                attends.
+            position_ids: (B, n) the position ids of the new tokens.
+            cache: A cache of a class that the model accepts.
         """
         config = getattr(without_peft(self.anatomy.model), "config", None)
-        # Eager attention adds its mask, where others take booleans.
+        # Eager attention adds its mask to the logits; other implementations accept booleans.
         if getattr(config, "_attn_implementation", None) == "eager":
             lowest = torch.finfo(self.dtype).min
             zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
@@ -261,7 +263,7 @@ class BottomModel:
             yield
 
     def word_embeddings(self, ids: Tensor | None = None) -> Tensor:
-        """Return what the embedding layer gives for ``ids`` (any shape), by default for all."""
+        """Return the embedding layer's output for ``ids`` (any shape); None for all tokens."""
         if ids is None:
             ids = torch.arange(self.vocab_size, device=self.device)
         with torch.no_grad(), self.session():
@@ -270,7 +272,7 @@ class BottomModel:
 
     @property
     def _plain_id(self) -> int:
-        """A token that no model takes for padding."""
+        """A token id that is not the padding token."""
         config = getattr(self.anatomy.model, "config", None)
         special = (
             getattr(self._embedding, "padding_idx", None),
@@ -282,7 +284,7 @@ class BottomModel:
         model_runs.check_text(self.anatomy, ids, mask, positions)
         padding = getattr(self._embedding, "padding_idx", None)
         if padding is not None and mask is not None:
-            # RoBERTa counts its positions from the padding's id, whatever the mask says.
+            # RoBERTa derives positions from the padding id and ignores the mask.
             ids = ids.masked_fill(mask.to(ids.device) == 0, padding)
         inputs = self._inputs(ids, mask, positions)
         states = copy_context().run(self._run, **inputs, **self._no_cache)
@@ -295,33 +297,33 @@ class BottomModel:
         return {k: v.to(self.device) for k, v in inputs.items() if v is not None}
 
     def _try(self) -> None:
-        """Run a short text, to see the states' width and whether they depend on later tokens."""
+        """Run a short text to find the states' width, and whether they depend on later tokens."""
         length = min(_TRIAL_TOKENS, self.context or _TRIAL_TOKENS)
         generator = torch.Generator().manual_seed(0)
         ids = torch.full((1, length), self._plain_id, device=self.device)
         with torch.inference_mode(False), torch.enable_grad(), self.session():
             words = self.word_embeddings(ids).clone().requires_grad_()
             states = self.hidden_from(words)
-            draw = torch.randn(states.shape, generator=generator).to(states)
-            (gradient,) = torch.autograd.grad((states * draw)[:, :-1].sum(), words)
+            direction = torch.randn(states.shape, generator=generator).to(states)
+            (gradient,) = torch.autograd.grad((states * direction)[:, :-1].sum(), words)
         self.width, self.dtype = states.shape[-1], states.dtype
         self.causal = not bool(gradient[:, -1].any())
 
 
 class NextTokens:
-    """Logits of the next token, from the hidden states that crossed the split.
+    """Logits of the next token, from the hidden states that the client sent.
 
-    The server runs its top model on them anyway. One forward gives the inputs of the head at all
-    positions; the head itself runs at the positions that a call names.
+    The server runs its top model on them in any case. One forward computes the inputs of the head
+    at all positions; the head itself runs only at the positions of a call.
 
     Args:
-        bottom: the bottom model of one that :func:`predicts_next`.
-        hidden: (B, L, d) as they were sent.
-        attention_mask: (B, L) or None.
-        position_ids: (B, L) or None.
+        bottom: The bottom of a model for which :func:`predicts_next` is true.
+        hidden: (B, L, d) the hidden states that were sent.
+        attention_mask: (B, L), or None.
+        position_ids: (B, L), or None.
 
     Raises:
-        ValueError: its logits are more than scale, shift and softcap of what its head gives.
+        ValueError: The model's logits are not a scaled, shifted and softcapped output of its head.
     """
 
     def __init__(
@@ -339,7 +341,7 @@ class NextTokens:
         run = model_runs.stop_at(anatomy.model, Place("head", self._head, "input"))
 
         def replace(states: Tensor) -> Tensor:
-            # Virtual tokens come first and keep their states.
+            # PEFT's virtual tokens come first and keep their states.
             return torch.cat([states[:, : -hidden.shape[1]], hidden.to(states)], 1)
 
         with torch.no_grad(), bottom.session():
@@ -349,13 +351,13 @@ class NextTokens:
         self._states: Tensor = states[:, -hidden.shape[1] :]
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the logits (n, V) of what follows the positions (``rows``, ``columns``), (n,)."""
+        """Return the logits (n, V) of the tokens after the n positions (``rows``, ``columns``)."""
         with torch.no_grad(), self._bottom.session():
             product: Tensor = self._head(self._states[rows, columns])
         return self._map(product.float())
 
     def token_logits(self, rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
-        """Return the logits (n, k) of ``tokens`` (n, k) alone, as :meth:`logits` gives them."""
+        """Return the logits (n, k) of ``tokens`` (n, k) only, as in :meth:`logits`."""
         if type(self._head) is not nn.Linear:
             return self.logits(rows, columns).gather(1, tokens)
         weight, bias = self._head.weight.detach(), self._head.bias
@@ -376,7 +378,7 @@ class NextTokens:
 
 
 def predicts_next(bottom: BottomModel) -> bool:
-    """Return whether the head predicts the next token of the vocabulary that is embedded."""
+    """Return whether the head predicts the next token in the vocabulary of the embeddings."""
     anatomy = bottom.anatomy
     if anatomy.kind != "causal" or anatomy.head is None:
         return False

@@ -1,12 +1,12 @@
-"""Gradient descent to a text: its steps, the tokens at which it ends, and sweeps behind it.
+"""Tools of a gradient descent to a text: Adam for single rows, and sweeps that correct tokens.
 
-``torch.optim`` is not used: other tools hook every optimizer of the process, and a row that stops
-would have to take its moments along.
+:class:`RowAdam` replaces ``torch.optim``, because other tools hook every optimizer of the process,
+and because rows whose descent ends are dropped together with their moments.
 
-Sweeps correct texts that are nearly right token by token, each change verified. After a descent a
-wrong token's right neighbour is often the second or fifth most similar one. A candidate is verified
-by running the whole text through the bottom model with it in its place. That is exact for any
-model, while a likeness of embeddings is a guess.
+:func:`sweep` corrects texts that are nearly right, token by token. After a descent the right token
+is often the second to fifth most similar one. A candidate is verified by a run of the whole text
+with the candidate at its position. This is exact for any model, whereas the similarity of
+embeddings only ranks candidates.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ EPS = 1e-8  # added to the root of Adam's second moment: Kingma & Ba 2015
 
 
 class RowAdam:
-    """Adam (Kingma & Ba 2015) as torch.optim's, without weight decay.
+    """Adam (Kingma & Ba 2015) as in ``torch.optim``, without weight decay.
 
     Args:
-        values: (B, ...) start; copied.
-        lr: learning rate.
+        values: (B, ...) the initial values, which are copied.
+        lr: The learning rate.
 
     Attributes:
-        values: (B, ...) without gradient.
-        steps: number of steps so far.
+        values: (B, ...) the current values, without gradient.
+        steps: The number of steps so far.
     """
 
     def __init__(self, values: Tensor, lr: float) -> None:
@@ -59,23 +59,23 @@ class RowAdam:
 
 
 # None of the values was tuned.
-HIGH = 1.5  # multiple of a text's lower quartile above which an error is high; lower tries more
-NEAR = 1.1  # multiple of the present error at its place up to which a candidate is run alone
-ALONE = 24  # candidates that each of both rankings runs alone in a round; more cost time
-ROUNDS = 12  # rounds at most; texts that still get better stop there
+HIGH = 1.5  # an error is high above this multiple of its text's lower quartile
+NEAR = 1.1  # max. error of a candidate that is run alone, over the current error there
+ALONE = 24  # candidates of each of both rankings that a round runs alone; more cost time
+ROUNDS = 12  # max. number of rounds, also for texts that still improve
 TOKENS_AT_ONCE = 1 << 12  # in one run of the bottom (at least one text); bounds the memory
 
 
 @dataclass(frozen=True)
 class _Swept:
-    """The texts that a sweep returns.
+    """The result of a sweep.
 
     Attributes:
         tokens: (B, L) token ids.
         errors: (B, L) relative errors of their hidden states.
-        exact: (B,) bool, texts that are as sent but for rounding.
-        finished: False where the deadline passed.
-        candidates: number of candidates that were verified.
+        exact: (B,) bool, whether the hidden states equal those sent up to rounding.
+        finished: False if the deadline passed.
+        candidates: The number of candidates that were verified.
     """
 
     tokens: Tensor
@@ -93,26 +93,27 @@ def sweep(
     *,
     deadline: Deadline | None = None,
 ) -> _Swept:
-    """Return texts after exchanges of tokens for candidates, until no exchange is better.
+    """Exchange tokens of texts for candidates until no exchange reduces the error.
 
-    *Jointly.* All positions with a high error take their k-th candidate at once, for each k, and
-    each keeps the one with the smallest error at its place, because a token changes the state at
-    its own place most. This costs K runs of a text for any number of wrong positions.
+    A text's error is the sum of squared relative errors of its positions. No exchange increases it,
+    and a text whose hidden states equal those sent up to rounding does not change. Each round has
+    two parts:
 
-    *Alone.* Candidates that were nearly as good at their place as the present token are run one by
-    one, 24 at most, and 24 of all positions that the gradient of the text's error recommends
-    (BERT's ``[CLS]`` shows less at its own place than elsewhere). The best exchange stays, or all
-    that are better if they are better together.
+    *Jointly.* For each k, all positions with a high error take their k-th candidate at once. Each
+    position keeps the candidate with the smallest error there, because a token changes the state at
+    its own position most. This costs K runs of a text for any number of wrong positions.
 
-    A text's error is the sum of squared relative errors of its positions, and no exchange makes it
-    larger. A text that is as sent but for rounding does not change.
+    *Alone.* Up to 24 candidates that were nearly as good at their position as the current token run
+    one by one. So do the 24 exchanges at any position that the error's gradient favours most, since
+    a token such as BERT's ``[CLS]`` has more effect at other positions. The best exchange is
+    kept, or all exchanges that reduce the error if they reduce it more together.
 
     Args:
-        bottom: within a session or not.
-        sent: the hidden states of B texts.
-        tokens: (B, L) the texts so far.
+        bottom: The bottom model; its session may be open.
+        sent: The hidden states of B texts.
+        tokens: (B, L) the current texts.
         candidates: (B, L, K) other tokens for each position.
-        deadline: after which the best so far is returned; None for none.
+        deadline: After it the best texts so far are returned; None for no deadline.
     """
     deadline = deadline or Deadline(None)
     with torch.no_grad(), bottom.session():
@@ -134,17 +135,17 @@ def sweep(
 
 
 def high_errors(errors: Tensor, real: Tensor) -> Tensor:
-    """Return (B, L) bool, the distances from what was sent that are high for their text.
+    """Return (B, L) bool, whether a position's distance from the state sent is high for its text.
 
-    Noise moves every position by about the same distance, so that a right position shows about the
-    lower quartile: the noise, or the effect of wrong tokens elsewhere.
+    Noise, and wrong tokens elsewhere, move all positions by similar distances. So the lower
+    quartile estimates the distance at a position whose token is right.
     """
     quartile = errors.masked_fill(~real, torch.nan).nanquantile(0.25, dim=-1, keepdim=True)
     return real & (errors > HIGH * quartile)
 
 
 class _Text:
-    """One text: its ``tokens``, and ``errors``, the distances of its hidden states."""
+    """One text during a sweep: its ``tokens``, and the distances ``errors`` of its states."""
 
     def __init__(self, bottom: BottomModel, sent: Sent, tokens: Tensor, options: Tensor) -> None:
         self.bottom = bottom
@@ -173,11 +174,11 @@ class _Text:
 
     @property
     def exact(self) -> bool:
-        """Return whether it is as sent but for rounding."""
+        """Return whether the hidden states equal those sent up to rounding."""
         return bool((self.errors <= self.bottom.rounding * self.norms).all())
 
     def _change(self, texts: Tensor, errors: Tensor) -> bool:
-        """Change to the best of n texts (n, L) if it is better than the present one."""
+        """Change to the best of n texts (n, L) if its error is smaller than the current one."""
         sums = self._sums(errors)
         best = int(sums.argmin())
         if not bool(sums[best] < self._sums(self.errors)):
@@ -186,20 +187,20 @@ class _Text:
         return True
 
     def jointly(self) -> bool:
-        """Try the candidates of all suspects at once, and record each one's error at its place."""
+        """Try candidates at all positions of high error at once, and record their errors there."""
         suspects = high_errors(self.errors, self.real)
         texts = torch.where(suspects, self.options.T, self.tokens)
         self.candidates += len(texts) * int(suspects.sum())
         errors = self._errors(texts)
-        tried = torch.cat([self.errors[None], errors])
-        best = torch.cat([self.tokens[None], texts]).gather(0, tried.argmin(0)[None])
+        all_errors = torch.cat([self.errors[None], errors])
+        best = torch.cat([self.tokens[None], texts]).gather(0, all_errors.argmin(0)[None])
         better = self._change(best, self._errors(best))
         ratios = errors / self.errors.clamp(min=TINY)
         self._ratios = ratios.masked_fill(~suspects | (texts == self.tokens), torch.inf).T
         return better
 
     def alone(self) -> bool:
-        """Try the most promising changes one by one."""
+        """Try the most promising exchanges one by one, and those that help together."""
         pairs = torch.unique(torch.cat([self._near(), self._recommended()]))
         if len(pairs) == 0:
             return False
@@ -208,30 +209,30 @@ class _Text:
         self.candidates += len(pairs)
         errors = self._errors(texts)
         sums = self._sums(errors)
-        together = self.tokens.clone()
+        combined = self.tokens.clone()
         for i in sums.argsort(descending=True).tolist():
             if sums[i] < self._sums(self.errors):
-                together[places[i]] = tokens[i]
-        texts = torch.cat([texts, together[None]])
-        return self._change(texts, torch.cat([errors, self._errors(together[None])]))
+                combined[places[i]] = tokens[i]
+        texts = torch.cat([texts, combined[None]])
+        return self._change(texts, torch.cat([errors, self._errors(combined[None])]))
 
     def _near(self) -> Tensor:
-        """Return pairs of place and candidate, as indices of ``options``, that were near."""
+        """Return nearly as good pairs of position and candidate, as flat indices of ``options``."""
         assert self._ratios is not None
         ratios = self._ratios.masked_fill(self.options == self.tokens[:, None], torch.inf).flatten()
-        first = ratios.argsort()[:ALONE]
-        return first[ratios[first] <= NEAR]
+        best = ratios.argsort()[:ALONE]
+        return best[ratios[best] <= NEAR]
 
     def _recommended(self) -> Tensor:
-        """Return pairs for which the text's error falls most, to first order in the embedding."""
+        """Return pairs for which the error falls most, to first order in the embedding."""
         words = self.bottom.word_embeddings(self.tokens)[None].float()
         with torch.enable_grad():
             leaf = words.detach().requires_grad_()
             hidden = self.bottom.hidden_from(leaf, self.sent.attention_mask, self.sent.position_ids)
             total = (self.sent.squared_errors(hidden)[0] / self.norms.square()).sum()
             (gradient,) = torch.autograd.grad(total, leaf)
-        moves = self.bottom.word_embeddings(self.options).float() - words[0][:, None]
-        rise = (moves * gradient[0][:, None]).sum(-1)
+        changes = self.bottom.word_embeddings(self.options).float() - words[0][:, None]
+        rise = (changes * gradient[0][:, None]).sum(-1)
         rise = rise.masked_fill(~self.real[:, None], torch.inf).flatten()
-        first = rise.argsort()[:ALONE]
-        return first[rise[first] < 0]
+        best = rise.argsort()[:ALONE]
+        return best[rise[best] < 0]

@@ -1,8 +1,10 @@
 """EmbeddingDescent: word embeddings by gradient descent, then the most similar tokens.
 
-Blocks add to the residual stream, so that much of a token's word embedding is still in the hidden
-state at the split, rotated and scaled. The rotation is learned from texts of random tokens, which
-the adversary runs through its copy of the bottom model.
+Blocks add to the residual stream, so the hidden state at the split still holds much of a token's
+word embedding, rotated and scaled. :class:`StateReadout` learns the inverse map by a regression on
+texts of random tokens, which the adversary runs through its copy of the bottom model. From its
+prediction :class:`_Descent` moves the word embeddings until their hidden states are those that the
+client sent. :class:`_TokenTable` then maps each embedding to the most similar token.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 # None of the values was tuned.
-TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time
-RIDGE = 1e-2  # of the mean variance of a hidden number; more shrinks what is read
-SIMILAR = 6  # tokens of each of three rankings that a sweep tries at a position; more cost time
+TEXTS, LENGTH = 64, 64  # random texts to fit a readout, and tokens of each; more cost time
+RIDGE = 1e-2  # share of the mean variance of a hidden unit; more shrinks the predictions
+SIMILAR = 6  # candidates of a sweep at each position, from each of three rankings
 TOKENS_AT_ONCE = 1 << 11  # with gradient in one run (at least one text), which bounds the memory
-CHECK_EVERY = 25  # steps between checks whether a text has settled
-PATIENCE = 8  # checks without a change of a token after which it has; more cost steps
-PAPER_COSINE = 0.98  # of a text's hidden states with those sent, at which the paper's attack stops
+CHECK_EVERY = 25  # steps between checks whether the tokens of a text still change
+PATIENCE = 8  # checks without a changed token after which a text stops; more cost steps
+PAPER_COSINE = 0.98  # cosine with the hidden states sent, at which the paper's attack stops
 
 Likeness = Literal["whitened", "cosine"]
 LIKENESSES: tuple[Likeness, ...] = ("whitened", "cosine")
-SIMILARITIES_AT_ONCE = 1 << 24  # numbers in memory; fewer need less memory and more calls
-MIN_VARIANCE = 1e-4  # share of the largest variance; smaller ones count as this in the whitening
+SIMILARITIES_AT_ONCE = 1 << 24  # entries of one similarity matrix (64 MiB); bounds the memory
+MIN_VARIANCE = 1e-4  # share of the largest variance, to which whitening raises smaller ones
 
 Initial = Literal["readout", "mean"]
 Weighting = Literal["per_position", "paper"]
@@ -42,18 +44,19 @@ Stop = Literal["settled", "cosine"]
 
 @dataclass(frozen=True)
 class _TokenTable:
-    """The vocabulary's word embeddings, ready to be searched.
+    """The word embeddings of the vocabulary, with a search for the most similar tokens.
 
-    *Cosine* is the cosine of an embedding with a token's (Eq. 4). *Whitened* is the same after
-    the vocabulary's mean is subtracted and its covariance made the identity. Then directions that
-    most tokens share no longer decide, along which an embedding may drift unseen. For SmolLM2-135M
-    at split 10, 48 tokens and 100 steps it names 85% of the tokens, the plain cosine 33%.
+    There are two measures of similarity (*likeness*). ``"cosine"`` is the cosine of an embedding
+    with a token's (Eq. 4). ``"whitened"`` is the cosine after the vocabulary's mean is subtracted
+    and its covariance is transformed to the identity. It gives less weight to directions that most
+    tokens share, along which the descent hardly determines an embedding. For SmolLM2-135M at split
+    10, 48 tokens and 100 steps it recovers 85% of the tokens, the plain cosine 33%.
 
     Attributes:
-        embeddings: (V, e) float32 or wider.
-        mean: (e,) of the vocabulary.
-        whitening: (e, e), applied from the right.
-        directions: (V, e) of unit length, for each likeness.
+        embeddings: (V, e) word embeddings, float32 or wider.
+        mean: (e,) their mean.
+        whitening: (e, e) the matrix that centred embeddings are multiplied by from the right.
+        directions: (V, e) the tokens' embeddings at unit length, for each likeness.
     """
 
     embeddings: Tensor
@@ -76,16 +79,16 @@ class _TokenTable:
 
     @property
     def scale(self) -> float:
-        """Return the standard deviation of the vocabulary's numbers about their mean."""
+        """Return the root mean square of the centred embeddings' entries."""
         return float((self.embeddings - self.mean).square().mean().sqrt())
 
     def nearest(self, embeddings: Tensor, k: int = 1, likeness: Likeness = "whitened") -> Tensor:
-        """Return the k tokens (..., k) most like each embedding, the most similar first.
+        """Return the k tokens (..., k) most similar to each embedding, the most similar first.
 
         Args:
-            embeddings: (..., e).
-            k: at most the size of the vocabulary.
-            likeness: see the class.
+            embeddings: (..., e) embeddings.
+            k: The number of tokens; all tokens if it exceeds the vocabulary.
+            likeness: The measure of similarity, see the class.
         """
         shape = embeddings.shape[:-1]
         points = embeddings.detach().to(self.embeddings.dtype).reshape(-1, embeddings.shape[-1])
@@ -106,15 +109,15 @@ class DescentSettings:
     """Settings of a descent on hidden states that are rarely changed.
 
     Attributes:
-        stop: ``"settled"`` ends when the tokens' hidden states are those sent but for rounding, or
-            when no token has changed in 200 steps (checked every 25). ``"cosine"``, the paper's
-            rule, ends when the cosine of a text's hidden states, as one vector, with those sent has
-            reached .98.
-        weighting: the loss. ``"paper"`` is the squared distance of a text's hidden states from
-            those sent (Eq. 3), which positions of large norm dominate, such as the first of most
+        stop: When the descent of a text ends. ``"settled"``: when its tokens' hidden states equal
+            those sent up to rounding, or when no token has changed in 200 steps (checked every 25).
+            ``"cosine"``, the paper's rule: when the cosine of its hidden states, as one vector,
+            with those sent has reached .98.
+        weighting: The loss. ``"paper"`` is the squared distance of a text's hidden states from
+            those sent (Eq. 3). Positions of large norm dominate it, such as the first one of most
             models (18 against 3.5 in stories15M). ``"per_position"`` is the sum over positions of
-            the distance over the norm of what was sent.
-        refresh_every: optimizer steps after which the bottom model is copied again.
+            the distance divided by the norm of the state sent.
+        refresh_every: The optimizer steps after which the bottom model is copied again.
 
     Raises:
         ValueError: a setting out of range.
@@ -138,14 +141,15 @@ class DescentSettings:
 class StateReadout:
     """A ridge regression of word embeddings on hidden states.
 
-    For all-MiniLM-L6-v2 and 128 tokens of IMDB reviews, the token nearest to the readout is right
-    for nine of ten tokens at split 3 and for six to seven of ten at split 5.
+    For all-MiniLM-L6-v2 and 128 tokens of IMDB reviews, the token nearest to the prediction is
+    correct for nine of ten tokens at split 3 and for six to seven of ten at split 5.
 
     Attributes:
-        weights: (d, e).
-        state: (d,) mean hidden state.
-        word: (e,) mean word embedding of the random tokens.
-        radius: the largest distance of a word embedding from ``word``, and of a readout.
+        weights: (d, e) the regression's weights.
+        state: (d,) the mean hidden state.
+        word: (e,) the mean word embedding of the random tokens.
+        radius: The largest distance of a word embedding from ``word``. Predictions that lie farther
+            from it are moved to this distance.
     """
 
     weights: Tensor
@@ -160,8 +164,8 @@ class StateReadout:
         A causal model's first position is excluded, because its state is unlike all others.
 
         Args:
-            bottom: the adversary's copy.
-            embeddings: (V, e) its word embeddings.
+            bottom: The adversary's copy of the bottom model.
+            embeddings: (V, e) the word embeddings of the copy.
         """
         generator = torch.Generator().manual_seed(0)
         length = min(LENGTH, bottom.context or LENGTH)
@@ -184,14 +188,14 @@ class StateReadout:
 
     def words(self, hidden: Tensor) -> Tensor:
         """Return the word embeddings (..., e) that hidden states (..., d) predict."""
-        read = (hidden.to(self.weights.dtype) - self.state) @ self.weights
-        length = read.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(read.dtype).tiny)
-        words: Tensor = self.word + read * (self.radius / length).clamp(max=1.0)
+        offsets = (hidden.to(self.weights.dtype) - self.state) @ self.weights
+        length = offsets.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(offsets.dtype).tiny)
+        words: Tensor = self.word + offsets * (self.radius / length).clamp(max=1.0)
         return words
 
 
 class EmbeddingDescent(base.InversionAttack):
-    """Zheng's attack: word embeddings whose hidden states are those sent (Eq. 3), by Adam.
+    """Zheng's attack: find word embeddings whose hidden states are those sent (Eq. 3), by Adam.
 
     The server of a split model owns the bottom model. It moves word embeddings until their hidden
     states are those that the client sent, and takes each position's most similar token (Eq. 4).
@@ -209,16 +213,17 @@ class EmbeddingDescent(base.InversionAttack):
         initial: where the descent starts: ``"readout"``, a regression that :meth:`prepare` learns
             (:class:`~lightning_fedleak.attacks.texts.embedding_descent.StateReadout`), ``"mean"``,
             the vocabulary's mean, or the id of a token, whose embedding all positions start from.
-        likeness: of embeddings and tokens, ``"cosine"``, or ``"whitened"``: the cosine after the
-            vocabulary's mean is subtracted and its covariance made the identity.
-        sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
-            (:func:`~lightning_fedleak.attacks.texts.descent.sweep`). For encoders; 0 is
-            the paper's attack.
-        always_try: ids that a sweep tries at every position besides. Give the tokenizer's special
-            tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
+        likeness: The measure of similarity of embeddings and tokens: ``"cosine"``, or
+            ``"whitened"``, the cosine after the vocabulary's mean is subtracted and its covariance
+            is transformed to the identity.
+        sweeps: The number of times, evenly spread over the steps, that tokens are corrected by
+            verified changes (:func:`~lightning_fedleak.attacks.texts.descent.sweep`). For encoders;
+            0 is the paper's attack.
+        always_try: Additional token ids that a sweep tries at every position. Give the tokenizer's
+            special tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
         descent: rarely changed settings
             (:class:`~lightning_fedleak.attacks.texts.embedding_descent.DescentSettings`).
-        budget_seconds: for one observation, divided evenly among its texts.
+        budget_seconds: The wall time for one observation, divided evenly among its groups of texts.
         name: The name in the logs.
 
     Raises:
@@ -273,7 +278,7 @@ class EmbeddingDescent(base.InversionAttack):
 
     @property
     def table(self) -> _TokenTable:
-        """Return the vocabulary of the adversary's copy."""
+        """Return the word embeddings of the adversary's copy, with their search."""
         assert self._table is not None
         return self._table
 
@@ -298,7 +303,7 @@ class EmbeddingDescent(base.InversionAttack):
                 self._readout = StateReadout.fit(self.bottom, self.table.embeddings)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights again if the copy is old enough, or of another fit."""
+        """Copy the weights again if the copy is too old, or from an earlier fit."""
         super().refresh(anatomy, step)
         with torch.inference_mode(False), torch.no_grad():
             words = self.bottom.word_embeddings()
@@ -309,7 +314,7 @@ class EmbeddingDescent(base.InversionAttack):
 
     @property
     def step_size(self) -> float:
-        """Return the learning rate in the numbers of a word embedding."""
+        """Return the learning rate in the units of a word embedding's entries."""
         return self.lr * self.table.scale
 
     def start(self, sent: base.Sent) -> Tensor:
@@ -359,56 +364,57 @@ class EmbeddingDescent(base.InversionAttack):
             return base.join_guesses(guesses, hidden.device)
 
     def solve(self, run: _Descent) -> None:
-        """Descend, or take phases of descent and sweep.
+        """Run the descent of a group of texts; with ``sweeps``, alternate descents and sweeps.
 
-        Where time runs out, an earlier sweep's text stays if it is nearer to what was sent.
+        If time runs out, texts are kept from the previous phase if they are nearer to what was
+        sent.
         """
         phases = max(1, self.sweeps)
         for phase in range(phases):
-            before = run.guess(), run.errors.clone()
+            previous = run.guess(), run.errors.clone()
             run.descend(self.steps // phases + (phase < self.steps % phases))
             if not self.sweeps or bool(run.stopped.all()):
                 break
             if run.deadline.passed:
                 run.finished = False
             else:
-                self._sweep(run, last=phase == phases - 1)
+                self._sweep(run, is_final=phase == phases - 1)
             if not run.finished:
-                run.record_better(*before)
+                run.record_better(*previous)
                 break
 
-    def _sweep(self, run: _Descent, last: bool) -> None:
-        """Change wrong tokens, and set right ones to their exact embedding."""
+    def _sweep(self, run: _Descent, is_final: bool) -> None:
+        """Correct tokens by verified changes; unless final, reset right ones to their embedding."""
         rows = (~run.stopped).nonzero().flatten()
         sent, variables = run.sent[rows], run.variables[rows]
         similar = [self.table.nearest(variables, SIMILAR, likeness) for likeness in LIKENESSES]
         words = self.table.embeddings[run.tokens[rows]]
         similar.append(self.table.nearest(words, SIMILAR + 1, "cosine")[..., 1:])
-        always = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
-        candidates = torch.cat([*similar, always.expand(*similar[0].shape[:2], -1)], -1)
+        extra = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
+        candidates = torch.cat([*similar, extra.expand(*similar[0].shape[:2], -1)], -1)
         swept = sweep(self.bottom, sent, run.tokens[rows], candidates, deadline=run.deadline)
         run.verified += swept.candidates
         run.finished &= swept.finished
         run.record(rows, swept.tokens, swept.errors)
         run.stopped[rows] = swept.exact
-        if not last:
-            right = sent.real & ~high_errors(swept.errors * sent.norms, sent.real)
+        if not is_final:
+            correct = sent.real & ~high_errors(swept.errors * sent.norms, sent.real)
             words = self.table.embeddings[swept.tokens]
-            run.variables[rows] = torch.where(right[..., None], words, variables)
+            run.variables[rows] = torch.where(correct[..., None], words, variables)
 
 
 class _Descent:
-    """One descent on a few texts.
+    """The descent of a group of texts.
 
     Attributes:
-        variables: (B, L, n).
-        tokens: (B, L) that the variables represented after the last :meth:`descend`.
-        errors: (B, L) distance of the hidden states of ``tokens`` from those sent, over the norm of
-            those sent; NaN where nothing was guessed.
-        steps: (B,) gradient steps for each text.
-        stopped: (B,) texts whose descent is over.
+        variables: (B, L, n) the variables that Adam moves, here word embeddings.
+        tokens: (B, L) the tokens of the variables after the last :meth:`descend` or sweep.
+        errors: (B, L) the relative errors of the hidden states of ``tokens``, see
+            ``Sent.relative_errors``; NaN before the first guess.
+        steps: (B,) the number of gradient steps of each text.
+        stopped: (B,) whether a sweep has found the text exact, which ends its descent.
         finished: False once the deadline has passed.
-        verified: number of candidates so far.
+        verified: The number of tokens and candidates that were verified so far.
     """
 
     def __init__(self, attack: EmbeddingDescent, sent: base.Sent, deadline: base.Deadline) -> None:
@@ -431,7 +437,7 @@ class _Descent:
             return
         active, sent = rows, self.sent[rows]
         adam = RowAdam(self.variables[rows], self.attack.step_size)
-        last, same = self.tokens[rows], torch.zeros_like(rows)
+        previous, n_same = self.tokens[rows], torch.zeros_like(rows)
         for step in range(1, steps + 1):
             if self.deadline.passed:
                 self.finished = False
@@ -441,24 +447,24 @@ class _Descent:
             self.steps[active] += 1
             if self.attack.descent.stop == "settled" and step % CHECK_EVERY == 0:
                 tokens = self.attack.decode(adam.values)
-                unchanged = ((tokens == last) | ~sent.real).all(1)
-                same = torch.where(unchanged, same + 1, 0)
+                unchanged = ((tokens == previous) | ~sent.real).all(1)
+                n_same = torch.where(unchanged, n_same + 1, 0)
                 exact = self._errors(tokens, sent) <= self.attack.bottom.rounding
-                stopped = (same >= PATIENCE) | exact.all(1)
-                last = tokens
+                stopped = (n_same >= PATIENCE) | exact.all(1)
+                previous = tokens
             if bool(stopped.any()):
                 self.variables[active] = adam.values
-                rest = (~stopped).nonzero().flatten()
-                if len(rest) == 0:
+                idx = (~stopped).nonzero().flatten()
+                if len(idx) == 0:
                     break
-                active, sent, last, same = active[rest], sent[rest], last[rest], same[rest]
-                adam.select(rest)
+                active, sent, previous, n_same = active[idx], sent[idx], previous[idx], n_same[idx]
+                adam.select(idx)
         self.variables[active] = adam.values
         tokens = self.attack.decode(self.variables[rows])
         self.record(rows, tokens, self._errors(tokens, self.sent[rows]))
 
     def _gradient(self, variables: Tensor, sent: base.Sent) -> tuple[Tensor, Tensor]:
-        """Return the distance's gradient in the variables, and which texts their cosine stops."""
+        """Return the loss's gradient in the variables, and which texts stop by their cosine."""
         attack = self.attack
         with torch.enable_grad():
             leaf = variables.detach().requires_grad_()
@@ -479,18 +485,18 @@ class _Descent:
         return sent.relative_errors(hidden)
 
     def record(self, rows: Tensor, tokens: Tensor, errors: Tensor) -> None:
-        """Set the tokens of the texts ``rows``."""
+        """Store the tokens of the texts ``rows`` and their errors."""
         self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
 
     def record_better(self, guess: base.TextGuess, errors: Tensor) -> None:
-        """Set the texts in which an earlier guess is nearer to what was sent, by squared errors."""
+        """Restore the texts whose earlier guess has a smaller sum of squared errors."""
         sums = (e.masked_fill(~self.sent.real, 0.0) for e in (errors, self.errors))
-        earlier_sums, present_sums = (e.square().sum(1) for e in sums)
-        rows = (earlier_sums < present_sums).nonzero().flatten()
+        earlier_sums, current_sums = (e.square().sum(1) for e in sums)
+        rows = (earlier_sums < current_sums).nonzero().flatten()
         self.record(rows, guess.tokens[rows], errors[rows])
 
     def guess(self) -> base.TextGuess:
-        """Return the tokens so far."""
+        """Return the current tokens as a guess."""
         real = self.sent.real
         return base.TextGuess(
             self.tokens.masked_fill(~real, base.NOTHING),

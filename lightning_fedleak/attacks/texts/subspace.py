@@ -1,8 +1,8 @@
-"""Whole texts from the row spaces of gradients of LoRA or whole matrices, with a certificate.
+"""Whole texts from the row spaces of gradients of LoRA or full matrices, with a certificate.
 
 The input of the second block's projections at a position depends on all tokens up to it. So a
-prefix is right if the state of its last token lies in the span of the shared rows (DAGER, Petrov et
-al. 2024, section 4.2), and texts are recovered from left to right. This search adds to DAGER:
+prefix is correct if the state of its last token lies in the span of the shared rows (DAGER, Petrov
+et al. 2024, section 4.2), and texts are recovered from left to right. This search adds to DAGER:
 
 - States of tokens that were recovered are projected out of the rows, so that few rows distinguish
   many tokens, and all blocks count as evidence.
@@ -12,7 +12,12 @@ al. 2024, section 4.2), and texts are recovered from left to right. This search 
 
 If a LoRA has fewer rows than the batch has tokens, no state fits exactly, and most of the fit
 depends on the token alone. So each token's mean state after random prefixes is projected out of
-rows and states, and the rest is whitened: it is what a prefix adds to the state of its next token.
+rows and states. The remaining part, which a prefix adds to the state of its next token, is whitened
+before the comparison.
+
+:class:`SubspaceTexts` gets the tokens from ``SubspaceWords`` and the rows from ``subspace_rows``.
+``subspace_search`` then searches the texts of causal models, ``subspace_encoders`` those of
+encoders.
 """
 
 from __future__ import annotations
@@ -37,9 +42,9 @@ from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateS
 from lightning_fedleak.threats import Capability, ThreatModel
 
 # None of these three values was tuned.
-MAX_BLOCKS = 12  # blocks that are read if rows are few: each takes time, and distinguishes more
-ALIKE = 1e-4  # distance of two tokens' inputs over their norm, below which both are candidates
-MAX_ALIKE = 64  # such further candidates; with more of them nothing is certified
+MAX_BLOCKS = 12  # blocks that are used if rows are few; more distinguish more, and cost time
+ALIKE = 1e-4  # relative distance of two tokens' inputs below which both are candidates
+MAX_ALIKE = 64  # max. number of such additional candidates; with more nothing is certified
 
 
 class SubspaceTexts(TextAttack):
@@ -54,10 +59,10 @@ class SubspaceTexts(TextAttack):
     only if positions are added to their embeddings. With relative positions, a text that repeats a
     single token looks like that token alone.
 
-    Certified means that no text is missing whose part lies above rounding, and that none is wrong,
-    up to copies, prefixes of another text, and repetitions of a single token. Updates of queries
-    and keys alone are never certified, because these do not show every token, and neither are texts
-    whose words are not certified. ``docs/whole_texts.md`` has the measurements.
+    Certified texts are correct, and no text whose part of the gradient exceeds rounding is missing,
+    up to copies, prefixes of another text, and repetitions of a single token. Texts are never
+    certified if their words are not, or if only queries and keys are updated, because not every
+    token has an effect on these. ``docs/whole_texts.md`` has the measurements.
 
     Args:
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
@@ -85,7 +90,7 @@ class SubspaceTexts(TextAttack):
     restores_fully = False
     last_token_open = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
-    beam = 3  # prefixes that are continued side by side where none is exact; more: slower
+    beam = 3  # prefixes that are continued in parallel while none is exact; more are slower
     _copy: subspace_rows.BlockInputs | None = None
 
     def __init__(
@@ -99,7 +104,7 @@ class SubspaceTexts(TextAttack):
         self._whitenings: list[Tensor] = []
 
     def meet(self, facts: RunFacts) -> None:
-        """Take the precision, and what made an update, from the run."""
+        """Store the run's precision and optimizer, also for the attack on words."""
         super().meet(facts)
         self._words.meet(facts)
 
@@ -115,15 +120,15 @@ class SubspaceTexts(TextAttack):
         words = self._words.needs(anatomy).gradients
         blocks = self._trained(anatomy)
         projections = [m.name for block in blocks for m in block.trained_readers(anatomy)]
-        if not projections:  # name some that are not trained, so that the attack is not exposed
-            last = self._readable.get(anatomy)[1][-1]
-            projections = [m.name for m in last.maps if m.factor != "B"]
+        if not projections:  # untrained projections: the run then reports that nothing is exposed
+            block = self._readable.get(anatomy)[1][-1]
+            projections = [m.name for m in block.maps if m.factor != "B"]
         return Surfaces(gradients=tuple(dict.fromkeys([*words, *projections])))
 
     def _find_blocks(
         self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
     ) -> tuple[row_space.KnownInput | None, list[row_space.SharedInput]]:
-        """Return the inputs that can be read.
+        """Return the inputs of the blocks whose rows can be used.
 
         Returns:
             The input of an encoder's first block (None for a causal model), and the input of each
@@ -153,7 +158,7 @@ class SubspaceTexts(TextAttack):
         return first, inputs
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
-        """Return the inputs of the trained blocks to read; none if too few are trained."""
+        """Return the inputs of the trained blocks to use; none if too few are trained."""
         first, inputs = self._readable.get(anatomy)
         trained = [block for block in inputs if block.trained_readers(anatomy)]
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
@@ -163,7 +168,7 @@ class SubspaceTexts(TextAttack):
         return trained[: max_blocks + bool(first)]
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Copy the model up to the blocks that are read, and run it on random tokens.
+        """Copy the model up to the blocks that are used, and run it on random tokens.
 
         Raises:
             ValueError: the model cannot be run as far as these blocks.
@@ -178,7 +183,7 @@ class SubspaceTexts(TextAttack):
         self._whitenings = self._copy.whitenings(self.seed)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights again, and prepare again where something else is trained."""
+        """Copy the weights again, and prepare again if other blocks are trained."""
         self._words.refresh(anatomy, step)
         inputs = self._trained(anatomy)
         if self._copy is None or list(self._copy.inputs) != inputs:
@@ -191,8 +196,8 @@ class SubspaceTexts(TextAttack):
         """Reconstruct the texts of a batch.
 
         Returns:
-            A row for each text, in any order, among them false texts that the rows do not
-            distinguish from true ones; ``finished`` is False if the time ran out.
+            One row for each text, in any order, which may include false texts that the rows do not
+            distinguish from true ones. ``finished`` is False if time ran out.
 
         Raises:
             UnusableObservation: non-finite or zero gradients, more words than the first block's
@@ -252,7 +257,7 @@ class SubspaceTexts(TextAttack):
         return TextGuess(tokens, finished, search.n_tried, certain)
 
     def _shows_all(self, view: Observation) -> bool:
-        """Return whether the first block that is read has maps that show every token."""
+        """Return whether every token has an effect on a map of the first block that is used."""
         assert self._copy is not None
         maps = self._copy.inputs[0].trained_readers(self._copy.anatomy)
         names = {m.name for m in maps if bool(view.gradient(m.name).any())}

@@ -1,4 +1,8 @@
-"""Candidates for the next token of texts, and how their states are compared with the rows."""
+"""Candidates for the next token of texts, and how their states are compared with the rows.
+
+:class:`Candidates` computes the states of all tokens of a bag after given prefixes. A
+:class:`Measure` whitens these states before the search compares them with the rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ class _SearchLimits:
 
     Attributes:
         context_lengths: The lengths of the random prefixes that show what a candidate explains
-            after any text; more of them are surer and slower.
+            after any text; more prefixes estimate it better and cost time.
         mean_lengths: The lengths of the random prefixes for each token's mean state.
         prior: The weight of the model's log probability against the evidence of the rows.
         max_failures: The number of inexact texts after which the search ends.

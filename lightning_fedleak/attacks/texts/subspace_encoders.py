@@ -1,12 +1,14 @@
 """Texts of encoders from the row spaces of gradients: pairs of token and position, then texts.
 
-The first block of an encoder with absolute positions reads what a token and its position determine.
-So its rows name pairs of both, by the pursuit that names words: the pairs of one text are the text.
-Several texts share positions, and then their pairs span each other's. Which pairs belong together
-shows in the second block, where a state depends on the whole text: a text is right where all its
-states lie in the span of the shared rows. TIGER (arXiv 2606.18312) descends on the distance to that
-span. The descent is done here over the pairs that the first block allows, from several starts, and
-each text is then corrected token by token.
+In an encoder with absolute positions, the input of the first block depends only on a token and its
+position. So the first block's rows identify pairs of token and position, by the same pursuit that
+recovers words. If there is one text, its pairs are the text.
+
+If there are several texts, a position has several pairs, and the second block shows which of them
+belong together: its input depends on the whole text, and a text is correct if all its states lie in
+the span of the shared rows. TIGER (arXiv 2606.18312) minimises the distance to that span by
+gradient descent. Here the descent is restricted to the pairs that the first block allows. It runs
+from several random starts, and each text is then corrected token by token.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 class _SearchLimits:
     """Settings of the search. None of the values was tuned."""
 
-    min_length: int = 16  # positions that are tried first
+    min_length: int = 16  # number of positions that is tried first
     max_length: int = 512  # positions at most
-    growth: float = 1.6  # factor between numbers of positions that are tried one after the other
+    growth: float = 1.6  # factor by which the number of positions grows from trial to trial
     max_pairs: int = 1 << 16  # pairs of token and position at most; bounds the memory
-    spanned: float = 1e-4  # norm of a unit state outside of the rows, up to which it is in them
+    spanned: float = 1e-4  # max. norm of a unit state's part outside of the rows' span
     same: float = 1e-8  # singular value of unit states below which they share a direction
     starts: int = 4  # descents from random weights; more find a text more often
     steps: int = 50  # steps of a descent
     rate: float = 0.3  # Adam's learning rate of the weights, which start with deviation 1/2
-    penalty: float = 3.0  # subtracted at the start from weights of pairs that a text has already
-    rounds: int = 8  # times that all lengths are tried
-    sweeps: int = 8  # corrections of a whole text
+    penalty: float = 3.0  # subtracted from the initial weights of pairs in earlier texts
+    rounds: int = 8  # passes over all lengths
+    sweeps: int = 8  # passes of corrections over a whole text
     max_exchanges: int = 8  # positions at which two tokens change at once; the cost is quadratic
     tokens_at_once: int = 1 << 12  # in one run of the model; bounds the memory
 
@@ -57,12 +59,12 @@ class EncoderSearch:
     """The search for an encoder's texts, whose pairs and states explain the shared rows.
 
     Args:
-        bottom: a copy of the model, within a session. Its first input is block 1's.
-        first_input: block 1's input.
-        whitening: (d, d) of each block's states.
-        shared: the rows of each block.
-        bag: (n,) token ids that the texts are made of.
-        seed: The seed of the starts.
+        bottom: A copy of the model whose :meth:`session` is open. Its first input is block 1's.
+        first_input: The input of block 1, as a function of token and position.
+        whitening: The whitening (d, d) of each block's states.
+        shared: The rows of each block.
+        bag: (n,) the distinct token ids of the texts.
+        seed: The seed of the random starts.
 
     Raises:
         UnusableObservation: the rows fill the space of the hidden states.
@@ -97,7 +99,12 @@ class EncoderSearch:
         ]
 
     def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
-        """Return the texts, whether the search has ended, and whether the texts are certain."""
+        """Recover the texts.
+
+        Returns:
+            The texts, whether the search ended before the deadline, and whether the texts are
+            certain.
+        """
         pairs = self._pairs(deadline).trimmed()
         likely = self._single(pairs)
         if not likely:
@@ -113,7 +120,7 @@ class EncoderSearch:
     # ---- pairs of token and position --------------------------------------------------------
 
     def _pairs(self, deadline: Deadline) -> _Pairs:
-        """Return the pairs that explain block 1's rows, with as many positions as that takes."""
+        """Return the pairs that explain block 1's rows, with more positions until they do."""
         length = min(SEARCH.min_length, self.max_length)
         pairs = self._pairs_up_to(length)
         while not pairs.complete and length < self.max_length and self.shared[0].exact:
@@ -125,7 +132,7 @@ class EncoderSearch:
         return pairs
 
     def _pairs_up_to(self, length: int) -> _Pairs:
-        """Return the pairs that the rows span, if these explain all rows; else a few that do."""
+        """Return all pairs in the rows' span if they explain the rows; else a sparse selection."""
         shared, ids = self.shared[0], self.bag[:, None].expand(-1, length)
         states = input_rows(
             self.bottom.anatomy, self.first_input, ids, autocast=self.bottom.autocast
@@ -135,13 +142,13 @@ class EncoderSearch:
         inside = (unit - (unit @ rows) @ rows.T).norm(dim=2) <= SEARCH.spanned
         if shared.exact and bool(inside.any()):
             basis = _basis(unit[inside], SEARCH.same)
-            rest = shared.whole - (shared.whole @ basis.T) @ basis
-            residual = float(rest.norm()) / shared.noise_norm
+            outside = shared.whole - (shared.whole @ basis.T) @ basis
+            residual = float(outside.norm()) / shared.noise_norm
             if residual <= CERTIFICATE.residual:
                 return _Pairs(unit, inside, inside.float(), residual, True)
         flat = states.flatten(0, 1)
-        beside = flat.new_zeros(0, flat.shape[1], dtype=torch.float64)
-        result = explain(Atoms(flat, beside), shared, flat.new_zeros(len(flat)))
+        no_basis = flat.new_zeros(0, flat.shape[1], dtype=torch.float64)
+        result = explain(Atoms(flat, no_basis), shared, flat.new_zeros(len(flat)))
         chosen = torch.zeros_like(result.scores, dtype=torch.bool).index_fill(0, result.types, True)
         scores = result.scores.view(len(ids), length).T
         return _Pairs(
@@ -149,7 +156,7 @@ class EncoderSearch:
         )
 
     def _single(self, pairs: _Pairs) -> list[int]:
-        """Return the likeliest token of each position; -1 where there is none."""
+        """Return the likeliest token at each position; -1 at positions without a pair."""
         scores = pairs.scores.masked_fill(~pairs.allowed, -torch.inf)
         tokens = self.bag[scores.argmax(1)].masked_fill(~pairs.allowed.any(1), -1)
         return [int(token) for token in tokens]
@@ -159,7 +166,7 @@ class EncoderSearch:
     def _separate(
         self, pairs: _Pairs, lengths: Sequence[int], deadline: Deadline
     ) -> tuple[list[RecoveredText], bool]:
-        """Return one text after the other, and whether the time sufficed."""
+        """Recover one text after the other; also return whether the search ended in time."""
         texts: list[RecoveredText] = []
         earlier: list[Tensor] = []
         while len(self._directions[0]):
@@ -174,7 +181,7 @@ class EncoderSearch:
     def _next(
         self, pairs: _Pairs, lengths: Sequence[int], earlier: Sequence[Tensor], deadline: Deadline
     ) -> tuple[float, Tensor]:
-        """Return the distance of the first exact text, else of the nearest, and that text."""
+        """Return the first exact text, or else the nearest, after its distance."""
         best: tuple[float, Tensor] | None = None
         for length in lengths:
             allowed = pairs.allowed[:length]
@@ -190,24 +197,26 @@ class EncoderSearch:
         return best
 
     def _lengths(self, pairs: _Pairs) -> list[int]:
-        """Return the lengths of texts in the order in which they are tried.
+        """Return the candidate lengths of texts in the order in which they are tried.
 
-        Lengths of texts that end as the longest one does come first, then those after which there
-        are fewer pairs.
+        The longest text may end with a special token. If one token alone is possible at the last
+        position, all positions that allow it come first. Then follow positions after which fewer
+        pairs are allowed, since a text may end there.
         """
         counts = [*pairs.allowed.sum(1).tolist(), 0]
-        last = pairs.allowed[-1].nonzero()[:, 0]
+        last_tokens = pairs.allowed[-1].nonzero()[:, 0]
         fewer = [p + 1 for p in range(len(pairs.allowed)) if counts[p] > counts[p + 1]]
-        alike = (pairs.allowed[:, last[:1]].any(1).nonzero()[:, 0] + 1).tolist()
-        first = [n for n in reversed(alike) if len(last) == 1]
-        others = [n for n in reversed(fewer) if n not in first]
-        whole = int(pairs.allowed.any(1).long().cumprod(0).sum())
-        return [n for n in (first + first + others) * SEARCH.rounds if n <= whole]
+        same_end = (pairs.allowed[:, last_tokens[:1]].any(1).nonzero()[:, 0] + 1).tolist()
+        preferred = [n for n in reversed(same_end) if len(last_tokens) == 1]
+        further = [n for n in reversed(fewer) if n not in preferred]
+        longest = int(pairs.allowed.any(1).long().cumprod(0).sum())
+        return [n for n in (preferred + preferred + further) * SEARCH.rounds if n <= longest]
 
     def _distances(self, states: Tensor) -> Tensor:
-        """Return the share (...) of what is new in states that the rows do not explain.
+        """Return the distance (...) of states from the rows, as the mean over the blocks.
 
-        It is the mean over the blocks.
+        It is the share of a state's new part that lies outside of the rows' span. The new part is
+        the part outside of the states of earlier texts.
         """
         total = torch.zeros((), device=states.device)
         for explained, white, directions, x in zip(
@@ -230,9 +239,10 @@ class EncoderSearch:
         return torch.cat([self._distances(self.bottom.hidden(part)) for part in parts])
 
     def _descend(self, allowed: Tensor, earlier: Sequence[Tensor], deadline: Deadline) -> Tensor:
-        """Return the texts (s, L) at which descents over weights of the allowed pairs end.
+        """Return the texts (s, L) at which gradient descents from random starts end.
 
-        They start from random weights, smaller where earlier texts have their tokens.
+        The variables are the softmax weights of the allowed tokens at each position. The initial
+        weights of tokens that earlier texts have there are reduced by a penalty.
         """
         start = torch.randn(SEARCH.starts, *allowed.shape, generator=self.generator) / 2
         start = start.to(self.bag.device, self._words.dtype)
@@ -254,34 +264,38 @@ class EncoderSearch:
         return self.bag[adam.values.masked_fill(~allowed, -torch.inf).argmax(-1)]
 
     def _correct(self, text: Tensor, allowed: Tensor, deadline: Deadline) -> tuple[float, Tensor]:
-        """Return a text's distance, and the text, after exchanges of tokens that bring it nearer.
+        """Correct a text by exchanges of tokens that reduce its distance.
 
-        One token is exchanged at a time, or two at the places that are farthest off.
+        Each pass exchanges one token at a time. If no single exchange helps, it exchanges two at
+        the positions with the largest distances.
+
+        Returns:
+            The distance of the corrected text, and the text.
         """
         best = float(self._losses(text[None]).mean())
         for _ in range(SEARCH.sweeps):
-            before = best
+            previous = best
             for place in torch.randperm(len(text), generator=self.generator).tolist():
-                texts = self._with_others(text[None], place, allowed)
+                texts = self._replace_token(text[None], place, allowed)
                 if best > FIT.exact:
                     best, text = self._nearest(best, text, texts, deadline)
-            if best >= before:
+            if best >= previous:
                 losses, count = self._losses(text[None])[0], min(SEARCH.max_exchanges, len(text))
-                far = losses.topk(count).indices.tolist()
-                for i, place in enumerate(far):
-                    texts = self._with_others(text[None], place, allowed)
-                    two = [self._with_others(texts, other, allowed) for other in far[:i]]
+                worst = losses.topk(count).indices.tolist()
+                for i, place in enumerate(worst):
+                    texts = self._replace_token(text[None], place, allowed)
+                    two = [self._replace_token(texts, other, allowed) for other in worst[:i]]
                     if two and best > FIT.exact:
                         best, text = self._nearest(best, text, torch.cat(two), deadline)
-            if best >= before:
+            if best >= previous:
                 break
         return best, text
 
     def _nearest(
-        self, best: float, text: Tensor, others: Tensor, deadline: Deadline
+        self, best: float, text: Tensor, candidates: Tensor, deadline: Deadline
     ) -> tuple[float, Tensor]:
-        """Return the nearest of ``text``, whose distance is ``best``, and others (n, L)."""
-        for part in torch.split(others, _texts_at_once(others.shape[1])):
+        """Return the nearest of ``text``, whose distance is ``best``, and ``candidates`` (n, L)."""
+        for part in torch.split(candidates, _texts_at_once(candidates.shape[1])):
             if len(part) and not deadline.passed:
                 losses = self._losses(part).mean(1)
                 i = int(losses.argmin())
@@ -289,34 +303,34 @@ class EncoderSearch:
                     best, text = float(losses[i]), part[i]
         return best, text
 
-    def _with_others(self, texts: Tensor, place: int, allowed: Tensor) -> Tensor:
-        """Return texts (n, L), each with every other token that a place may hold: (m, L)."""
+    def _replace_token(self, texts: Tensor, place: int, allowed: Tensor) -> Tensor:
+        """Return the texts (n, L) with each other token that is allowed at a position: (m, L)."""
         tokens = self.bag[allowed[place]]
         changed = texts.repeat_interleave(len(tokens), 0)
         changed[:, place] = tokens.repeat(len(texts))
-        other = changed[:, place] != texts[:, place].repeat_interleave(len(tokens), 0)
-        return changed[other]
+        is_other = changed[:, place] != texts[:, place].repeat_interleave(len(tokens), 0)
+        return changed[is_other]
 
     def _project_out(self, text: Tensor) -> None:
-        """Project the states of a text out of the directions that are left to explain."""
+        """Project the states of a text out of the directions of each block's rows."""
         for i, x in enumerate(self._states(text)[1:]):
             x = nn.functional.normalize(x @ self.whitening[i + 1], dim=-1)
             explained = torch.cat([self._explained[i].to(x), x])
             self._explained[i] = _basis(explained, SEARCH.spanned)
-            rest = self._directions[i]
-            rest = rest - (rest @ self._explained[i].T) @ self._explained[i]
-            self._directions[i] = _basis(rest, 0.5)
+            directions = self._directions[i]
+            directions = directions - (directions @ self._explained[i].T) @ self._explained[i]
+            self._directions[i] = _basis(directions, 0.5)
 
     def _states(self, text: Tensor) -> list[Tensor]:
-        """Return for each block what it reads of a text (L,): (L, d)."""
+        """Return the input (L, d) of each block for a text (L,)."""
         return [x[0] for x in self.bottom.parts(self.bottom.hidden(text[None]))]
 
     def _certain(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
-        """Return whether nothing is missing, and nothing could replace another.
+        """Return whether the texts are certain.
 
-        All rows of every block are explained up to rounding. No pair can be excluded, nor its token
-        exchanged for another of the bag: in the first block where that distinguishes them, else in
-        the second.
+        They are certain if they explain all rows of every block up to rounding, and if no pair can
+        be omitted or its token exchanged for another of the bag. The first block excludes the pairs
+        outside of its rows' span, and the second block the pairs that the first one allows.
         """
         if not self.precise or not pairs.complete or not texts:
             return False
@@ -337,27 +351,27 @@ class EncoderSearch:
         return self._unique(rows, pairs, explained[0])
 
     def _certain_pairs(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
-        """Return whether block 1 needs every pair, and no pair that is not allowed replaces one."""
+        """Return whether block 1 needs every pair and no pair outside of the allowed ones fits."""
         used = sorted({(p, t) for tokens in texts for p, t in enumerate(tokens)})
         if len(used) > CERTIFICATE.largest_share * self.shared[0].whole.shape[1]:
             return False
         index = {int(token): i for i, token in enumerate(self.bag)}
         states = torch.stack([pairs.states[p, index[t]] for p, t in used])
-        first = Explained.from_states(self.shared[0], states)
-        necessary = float(first.losses.min()) >= CERTIFICATE.necessary
-        if not (necessary and first.residual <= CERTIFICATE.residual):
+        fit = Explained.from_states(self.shared[0], states)
+        necessary = float(fit.losses.min()) >= CERTIFICATE.necessary
+        if not (necessary and fit.residual <= CERTIFICATE.residual):
             return False
         for number, (place, token) in enumerate(used):
-            others = ~pairs.allowed[place]
-            others[index[token]] = False
-            rivals = pairs.states[place][others]
-            exchanged = first.exchanged(number, rivals)
-            if len(rivals) and not float(exchanged.min()) >= first.exchange_limit:
+            excluded = ~pairs.allowed[place]
+            excluded[index[token]] = False
+            rivals = pairs.states[place][excluded]
+            exchanged = fit.exchanged(number, rivals)
+            if len(rivals) and not float(exchanged.min()) >= fit.exchange_limit:
                 return False
         return True
 
     def _unique(self, rows: Sequence[Tensor], pairs: _Pairs, second: Explained) -> bool:
-        """Return whether no other pair that block 1 allows could be in a text."""
+        """Return whether block 2 excludes all other pairs that block 1 allows."""
         if not float(second.losses.min()) >= CERTIFICATE.necessary:
             return False
         number = 0
@@ -378,14 +392,14 @@ class EncoderSearch:
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Pairs of token and position.
+    """Pairs of token and position, for P positions and the n tokens of the bag.
 
     Attributes:
-        states: (P, n, d) float64 unit, what block 1 reads of each token at each position.
+        states: (P, n, d) float64, block 1's input for each pair, at unit length.
         allowed: (P, n) bool, the pairs that texts may hold.
-        scores: (P, n) higher for surer pairs.
-        residual: what they leave of the rows, in units of the noise.
-        complete: whether that is no more than rounding.
+        scores: (P, n) higher for more certain pairs.
+        residual: The residual of the rows after the allowed pairs, in units of the noise.
+        complete: Whether the residual is no more than rounding.
     """
 
     states: Tensor
@@ -395,7 +409,7 @@ class _Pairs:
     complete: bool
 
     def trimmed(self) -> _Pairs:
-        """Return the pairs up to the last position where one is allowed."""
+        """Return the pairs up to the last position that allows one."""
         places = self.allowed.any(1).nonzero()[:, 0]
         end = int(places.max()) + 1 if len(places) else 0
         return replace(
@@ -408,7 +422,7 @@ def _texts_at_once(length: int) -> int:
 
 
 def _basis(rows: Tensor, min_singular: float) -> Tensor:
-    """Return a basis (k, d) of rows (n, d), with singular values above ``min_singular``."""
+    """Return the right singular vectors (k, d) of rows with values above ``min_singular``."""
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
     directions: Tensor = basis[s > min_singular]
     return directions

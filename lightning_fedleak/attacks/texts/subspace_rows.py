@@ -1,4 +1,11 @@
-"""The shared rows of several blocks: which states they combine, and what states leave of them."""
+"""The shared rows of several blocks, and how well hidden states explain them.
+
+The rows of a gradient of a block's projections are combinations of the hidden states that the
+block reads. :class:`BlockInputs` computes these states for any text, and :func:`shared_rows` takes
+the rows from an observation. During a search, a :class:`Remainder` is the part of the rows that the
+chosen tokens do not explain. After the search, :class:`Explained` regresses the rows on the states
+of all texts together, which a certificate tests.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +42,8 @@ class _CertificateLimits:
     Tighter limits make wrong certificates rarer.
     """
 
-    residual: float = 20.0  # max. residual of the rows, in roundings; more would certify noise
-    necessary: float = 100.0  # min. residual without one token, in roundings
+    residual: float = 20.0  # max. residual of the rows, in units of rounding; more certifies noise
+    necessary: float = 100.0  # min. residual without one token, in units of rounding
     exchange: float = 5.0  # min. residual with another token at a position, over the residual
     largest_share: float = 0.9  # max. states over the width of a state; near 1 any states fit
     outside: float = 0.02  # distance of a unit state from the texts' span, below which it may hide
@@ -46,7 +53,7 @@ class _CertificateLimits:
 
 @dataclass(frozen=True)
 class _FitLimits:
-    """Limits of a state's share outside of the rows, by rounding. None of the values was tuned."""
+    """Limits of the share of a state outside of the rows' span. None of the values was tuned."""
 
     exact: float = 1e-6  # max. share of an exact token; with more, wrong tokens count as exact
     nearly: float = 1e-4  # max. share of a candidate that stays in the search
@@ -60,17 +67,19 @@ SAMPLE = (16, 64)  # random texts and their tokens, for the states' whitening; n
 
 
 RecoveredText = tuple[int, ...]
-"""The tokens of a text that the search has read, -1 where none was recovered."""
+"""The tokens of a text that a search recovered; -1 at positions without a token."""
 
 
 class BlockInputs(BottomModel):
-    """A copy of the model up to some blocks, which returns what their projections read.
+    """A copy of the model up to the deepest of some blocks, which returns the blocks' inputs.
 
-    The hidden states that it gives are those of all blocks side by side: (B, L, blocks * d).
+    Its hidden states are the inputs of the projections of all blocks, concatenated:
+    (B, L, blocks * d). :meth:`parts` separates them.
 
     Attributes:
-        row_places: The number of the block and the (k,) coordinates that were sent, for each row of
-            a compressed gradient. Each row then counts as a block of its own.
+        row_places: The block's index and the (k,) coordinates that were sent, for each row of a
+            top-k compressed gradient. Each row then counts as a separate block. Empty for whole
+            rows.
     """
 
     row_places: Sequence[tuple[int, Tensor]] = ()
@@ -96,9 +105,13 @@ class BlockInputs(BottomModel):
         self._run: Callable[..., Any] = lambda **inputs: torch.cat(run(**inputs), -1)
 
     def next_tokens(self, texts: Sequence[Sequence[int]], tokens: Tensor) -> Tensor:
-        """Return the model's log probabilities (B, n) of tokens (n,) as the next ones of texts.
+        """Return the log probabilities (B, n) of ``tokens`` as the next token of each text.
 
-        Scales and caps that a model puts on its head's logits are excluded.
+        Scales and caps that the model applies to its head's logits are not applied.
+
+        Args:
+            texts: B texts, as token ids.
+            tokens: (n,) token ids.
         """
         head = unwrap(self.anatomy.head) if self.anatomy.head is not None else None
         if head is None:
@@ -126,10 +139,10 @@ def shared_rows(
     """Return the rows that the trained maps of a block share, in units of their noise.
 
     Args:
-        block: the input of the maps.
+        block: The input that the maps share.
         anatomy: The anatomy of the live model.
-        view: the newest gradients or update are read.
-        autocast: dtype of the client's autocast region, or None.
+        view: The observation, whose newest gradients or update are used.
+        autocast: The dtype of the client's autocast region, or None.
 
     Raises:
         UnusableObservation: they are not finite, or all zero.
@@ -139,27 +152,28 @@ def shared_rows(
     maps = nonzero_gradients(view, block.trained_readers(anatomy))
     gradients, noise = [g.to(anatomy.device) for g in maps.values()], []
     for linear in maps:
-        stored = 0.0
+        weight_rounding = 0.0
         weight = anatomy.parameter(linear.name)
         if isinstance(snapshot, UpdateSnapshot) and weight is not None:
             additions = snapshot.local_steps + bool(snapshot.compression)
-            stored = rounding_error(whole_tensor(weight)) * additions**0.5
-            stored /= snapshot.learning_rate
-        noise.append(math.hypot(snapshot.noise_on(linear.name), stored))
+            weight_rounding = rounding_error(whole_tensor(weight)) * additions**0.5
+            weight_rounding /= snapshot.learning_rate
+        noise.append(math.hypot(snapshot.noise_on(linear.name), weight_rounding))
     if not gradients:
         refuse_zeros(block.trained_readers(anatomy), "the second block's projections")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
-    nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
+    no_rows = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(math.sqrt(12) * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))
-    return SharedRows.stack(gradients, nothing, rounding=rounding, noise=noise)
+    return SharedRows.stack(gradients, no_rows, rounding=rounding, noise=noise)
 
 
 def kept_rows(
     bottom: BlockInputs, view: Observation
 ) -> tuple[list[tuple[int, Tensor]], list[SharedRows]]:
-    """Return rows of which most entries were sent: :attr:`BlockInputs.row_places`, and the rows.
+    """Return :attr:`BlockInputs.row_places` and the rows for a top-k compressed gradient.
 
-    A row is a combination of states at its kept entries alone, so each has a space of its own.
+    Only rows of which most entries were sent are used. Such a row is a combination of the states at
+    its kept coordinates only, so every row has its own space.
 
     Raises:
         UnusableObservation: they are not finite, or all zero.
@@ -175,17 +189,17 @@ def kept_rows(
     return rows, shared
 
 
-# ---- the search: what explained tokens leave of the rows ------------------------------------
+# ---- the search: rows after the chosen tokens are removed ------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Remainder:
-    """What is left of a block's rows when some tokens are explained.
+    """The part of a block's whitened rows that the tokens chosen so far do not explain.
 
     Attributes:
-        rows: (m, d) what is left.
-        directions: (k, d) orthonormal basis of what is left.
-        explained: (n, d) orthonormal basis of the explained tokens' states.
+        rows: (m, d) the residual of the rows.
+        directions: (k, d) orthonormal basis of the directions that are not yet explained.
+        explained: (n, d) orthonormal basis of the chosen tokens' states.
         whitening: (d, d) that rows, in units of their noise, were multiplied by.
     """
 
@@ -198,12 +212,12 @@ class Remainder:
     def from_rows(
         cls, rows: Tensor, whitening: Tensor, explained: Tensor | None = None
     ) -> Remainder:
-        """Return what is left of rows (m, d) at the start of a search.
+        """Return the remainder at the start of a search.
 
         Args:
-            rows: in units of their noise.
-            whitening: (d, d).
-            explained: (n, d) orthonormal whitened states that are explained already.
+            rows: (m, d) rows, in units of their noise.
+            whitening: (d, d) the matrix that rows are multiplied by.
+            explained: (n, d) orthonormal whitened states to project out of the rows; None for none.
         """
         rows = rows @ whitening
         explained = rows[:0] if explained is None else explained
@@ -212,10 +226,13 @@ class Remainder:
         return cls(rows, directions, explained, whitening)
 
     def fits(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how much of what is new in states (n, d) lies along the directions.
+        """Compare the new part of states (n, d) with the directions.
+
+        The *new part* of a state is its part outside of the span of ``explained``.
 
         Returns:
-            The share (n,), the norm of what is new (n,), and what is new at unit length (n, d).
+            The share (n,) of the new part's squared norm that lies in the directions' span, the
+            norm (n,) of the new part, and the new part at unit length (n, d).
         """
         new = states - (states @ self.explained.T) @ self.explained
         new = new - (new @ self.explained.T) @ self.explained  # again, against rounding
@@ -224,7 +241,7 @@ class Remainder:
         return (new @ self.directions.T).square().sum(1).clamp(0, 1), norms, new
 
     def nearness(self, states: Tensor) -> Tensor:
-        """Return (n,) how near the new part of states (n, d) is to the directions, 0 if none is."""
+        """Return the evidence (n,) of states (n, d) as in :class:`_Fits`; 0 without a new part."""
         new = 1 - (states @ self.explained.T).square().sum(1)
         share = (states @ self.directions.T).square().sum(1) / new.clamp_min(FIT.explained**2)
         near = -(1 - share.clamp(0, 1)).clamp_min(FIT.floor).log()
@@ -233,10 +250,10 @@ class Remainder:
     def explain(self, new: Tensor) -> Remainder:
         """Return the remainder after one more state, whose new part ``new`` (d,) has unit length.
 
-        The direction nearest to the state is removed: a Householder reflection turns the first
-        direction into it. The part of it that the state does not explain is added again if the
-        rows there exceed what a certificate takes for rounding, because the states' own errors lie
-        in few directions.
+        The direction nearest to ``new`` is removed: a Householder reflection maps the first
+        direction to it. The part of this direction orthogonal to ``new`` is added again if the
+        residual rows along it exceed the noise by the certificate's factor, because rounding errors
+        of the states lie in few directions.
         """
         explained = torch.cat([self.explained, new[None]])
         rows = self.rows - torch.outer(self.rows @ new, new)
@@ -262,13 +279,14 @@ class Remainder:
 
 @dataclass(frozen=True, eq=False)
 class _Fits:
-    """How candidates fit what is left of all blocks.
+    """How candidates fit the remainders of all blocks.
 
     Attributes:
-        evidence: (n,) summed over blocks; larger for candidates nearer to what is left, and minus
-            infinity for those that are explained already.
-        worst: (n,) share of a state that is explained, in the block that explains least.
-        new: for each block (n, d), what is new in states, of unit length.
+        evidence: (n,) minus the logarithm of the share of a state's new part outside of the
+            directions, summed over blocks. Larger is a better fit; minus infinity for a state
+            without a new part.
+        worst: (n,) the smallest share inside of the directions over the blocks.
+        new: The new part of the states (n, d), at unit length, for each block.
     """
 
     evidence: Tensor
@@ -277,22 +295,22 @@ class _Fits:
 
     @property
     def exact(self) -> bool:
-        """Return whether one candidate fits up to rounding."""
+        """Return whether at least one candidate fits up to rounding."""
         return bool((self.evidence.isfinite() & (1 - self.worst <= FIT.exact)).any())
 
-    def best(self, evidence: Tensor, least: int) -> list[int]:
-        """Return the ``least`` candidates with most evidence (n,), and all that nearly fit."""
-        nearly = int((evidence.isfinite() & (1 - self.worst <= FIT.nearly)).sum())
-        best = evidence.topk(min(max(least, nearly), len(evidence))).indices.tolist()
+    def best(self, evidence: Tensor, min_count: int) -> list[int]:
+        """Return the candidates with most evidence (n,): ``min_count``, or all that nearly fit."""
+        n_nearly = int((evidence.isfinite() & (1 - self.worst <= FIT.nearly)).sum())
+        best = evidence.topk(min(max(min_count, n_nearly), len(evidence))).indices.tolist()
         return [i for i in best if math.isfinite(float(evidence[i]))]
 
     def explain(self, remainders: Sequence[Remainder], i: int) -> tuple[Remainder, ...]:
-        """Return what is left of the blocks when candidate i is explained too."""
+        """Return the remainders of the blocks after candidate ``i`` is chosen."""
         return tuple(r.explain(new[i]) for r, new in zip(remainders, self.new, strict=True))
 
 
 def measure_fits(remainders: Sequence[Remainder], states: Sequence[Tensor]) -> _Fits:
-    """Return how states (n, d), one tensor for each block, fit what is left of the blocks."""
+    """Return how states (n, d), one tensor for each block, fit the remainders of the blocks."""
     evidence, worst, news = torch.zeros(()), torch.ones(()), []
     for remainder, x in zip(remainders, states, strict=True):
         share, norms, new = remainder.fits(x)
@@ -303,18 +321,18 @@ def measure_fits(remainders: Sequence[Remainder], states: Sequence[Tensor]) -> _
     return _Fits(evidence, worst, tuple(news))
 
 
-# ---- the certificate: what all states together leave of the rows ----------------------------
+# ---- the certificate: the residual after all states together ----------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Explained:
-    """Rows and the states that explain them, in units of the rows' noise.
+    """The least squares fit of states to the shared rows of a block, in units of the rows' noise.
 
     Attributes:
-        residual: root mean square of what is left.
-        losses: (n,) what leaving out one state would leave.
-        basis: (n, d) orthonormal, of the states.
-        unshared: (n, d) unit, for each state the part orthogonal to all others.
+        residual: The root mean square of the rows outside of the states' span.
+        losses: (n,) the size of the rows along ``unshared``, which only this state explains.
+        basis: (n, d) an orthonormal basis of the states.
+        unshared: (n, d) for each state the unit vector of its part orthogonal to all other states.
     """
 
     residual: float
@@ -324,37 +342,37 @@ class Explained:
 
     @classmethod
     def from_states(cls, shared: SharedRows, states: Tensor) -> Explained:
-        """Return what states (n, d), n at most d, explain of the rows."""
+        """Fit states (n, d), n at most d, to the rows."""
         q, r = torch.linalg.qr(states.T)
         unit = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
         inverse = torch.linalg.solve_triangular(r[: len(unit)], unit, upper=True)
         size = inverse.norm(dim=1, keepdim=True)
         inside = shared.whole @ q
         losses = (inverse @ inside.T).norm(dim=1) / size[:, 0]
-        rest = shared.whole - inside @ q.T
-        residual = float(rest.norm()) / shared.noise_norm
+        residual_rows = shared.whole - inside @ q.T
+        residual = float(residual_rows.norm()) / shared.noise_norm
         return cls(residual, losses / shared.noise_norm, q.T, inverse @ q.T / size)
 
     @property
     def exchange_limit(self) -> float:
-        """Return what an exchange leaves at least if it is certainly worse than the residual."""
+        """Return the residual from which an exchange of states is certainly a worse fit."""
         return CERTIFICATE.exchange * max(1.0, self.residual)
 
-    def further(self, shared: SharedRows, others: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how far other states (k, d) lie outside of these, and what more they explain.
+    def further(self, shared: SharedRows, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how far ``candidates`` (k, d) lie outside of the basis, and what they would add.
 
         Returns:
-            (k,) norms of what is outside of the basis, and (k,) what is left of the rows along it,
-            in units of what noise leaves along any direction.
+            The norms (k,) of the candidates' parts outside of the basis. And the size (k,) of the
+            residual rows along these parts, in units of the noise along any direction.
         """
-        outside = others - (others @ self.basis.T) @ self.basis
+        outside = candidates - (candidates @ self.basis.T) @ self.basis
         size = outside.norm(dim=1)
-        rest = shared.whole - (shared.whole @ self.basis.T) @ self.basis
-        gains = rest @ (outside / size.clamp_min(1e-300)[:, None]).T
-        return size, gains.norm(dim=0) / len(rest) ** 0.5
+        residual_rows = shared.whole - (shared.whole @ self.basis.T) @ self.basis
+        gains = residual_rows @ (outside / size.clamp_min(1e-300)[:, None]).T
+        return size, gains.norm(dim=0) / len(residual_rows) ** 0.5
 
-    def exchanged(self, number: int, others: Tensor) -> Tensor:
-        """Return the residual (k,) if others (k, d) replace state ``number``."""
-        outside = (others - (others @ self.basis.T) @ self.basis).square().sum(1)
-        components = (others @ self.unshared[number]).square()
+    def exchanged(self, number: int, candidates: Tensor) -> Tensor:
+        """Return the residual (k,) that an exchange of state ``number`` for each candidate adds."""
+        outside = (candidates - (candidates @ self.basis.T) @ self.basis).square().sum(1)
+        components = (candidates @ self.unshared[number]).square()
         return self.losses[number] * (outside / (outside + components).clamp_min(1e-300)).sqrt()

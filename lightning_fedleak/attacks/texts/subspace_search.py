@@ -1,4 +1,12 @@
-"""The search for a causal model's texts, token by token, in the shared rows of several blocks."""
+"""The search for a causal model's texts, token by token, in the shared rows of several blocks.
+
+The *shared rows* of a block span the row space of the gradients of its projections: each row is a
+combination of the hidden states that enter the block. :class:`SubspaceSearch` runs one or two
+searches (:class:`_TextWalk`), and :class:`_Certificate` checks their texts. A search recovers one
+text after the other. It starts from first tokens, or branches off from a text that was recovered
+before. It appends the tokens whose states lie nearest to the rows, and projects each chosen state
+out of them. What remains of the rows is a ``Remainder``.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +57,7 @@ class _PartialText:
         tokens: The tokens from the first on.
         fits: The share of each token's state that the rows explained when it was chosen; 1 for
             inherited tokens.
-        score: The sum of the evidence and of the prior of the tokens that are not inherited.
+        score: The sum of the evidence and the weighted prior of the tokens that are not inherited.
         remainders: The part of each block's rows that the text does not explain.
         rivals: Other first tokens, or other tokens at the branch.
         alternatives: Other continuations.
@@ -73,13 +81,13 @@ class _PartialText:
 
     @property
     def exact(self) -> bool:
-        """Return whether half of the tokens that are not inherited fit exactly."""
+        """Return whether at least half of the tokens in ``states`` fit exactly."""
         fits = self.fits[-len(self.states) :]
         return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
 
 
 def _add_text(texts: Sequence[_PartialText], text: _PartialText) -> list[_PartialText]:
-    """Return texts and one more, which replaces the text that it continues from its end on."""
+    """Return texts with one more, which replaces a text whose end it continues."""
     for i, prefix in enumerate(texts):
         length = len(prefix.tokens)
         if text.tokens[:length] == prefix.tokens and text.n_inherited == length:
@@ -99,15 +107,16 @@ def _add_text(texts: Sequence[_PartialText], text: _PartialText) -> list[_Partia
 class SubspaceSearch:
     """The search for texts whose states explain the shared rows of several blocks.
 
-    Where there are fewer rows than words, a first search compares what prefixes add to their next
-    token's state. If its texts are not certain, a second one compares whole states.
+    If there are fewer rows than tokens in the bag, the first search compares only what a prefix
+    adds to the state of its next token. If its texts are not certain, and the rows are exact but
+    for rounding, a second search compares whole states.
 
     Args:
-        bottom: a copy of the model, within a session.
-        whitenings: (d, d) of each block's states.
-        shared: the rows of each block.
-        bag: (n,) token ids that the texts are made of.
-        beam: prefixes that are continued side by side where none is exact.
+        bottom: A copy of the model whose :meth:`session` is open.
+        whitenings: The whitening (d, d) of each block's states.
+        shared: The rows of each block.
+        bag: (n,) the distinct token ids of the texts.
+        beam: The number of prefixes that are continued in parallel while none is exact.
         seed: The seed of random prefixes.
     """
 
@@ -132,11 +141,16 @@ class SubspaceSearch:
         return self.candidates.n_tried
 
     def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
-        """Return the texts, whether the search has ended, and whether the texts are certain."""
+        """Recover the texts.
+
+        Returns:
+            The texts, whether the search ended before the deadline, and whether the texts are
+            certain.
+        """
         precise = all(rows.exact for rows in self.shared)
         few_rows = len(self.shared[0].principal) < len(self.candidates.bag)
         measures = [self.measure]
-        # Where noise alone makes the rows few, there is nothing to whiten states for.
+        # Rows that only noise makes few are compared with whole states.
         if few_rows and (precise or len(self.shared[0].whole) < len(self.candidates.bag)):
             contextual = self.candidates.contextual_measure(
                 self.shared[0], self.measure.whitening, deadline
@@ -154,18 +168,18 @@ class SubspaceSearch:
             if certain or not finished:
                 break
         prefixes = {text.tokens[:n] for text in result for n in range(1, len(text.tokens))}
-        whole = [text for text in result if text.tokens not in prefixes]
-        return [text.tokens for text in whole], finished, certain
+        full_texts = [text for text in result if text.tokens not in prefixes]
+        return [text.tokens for text in full_texts], finished, certain
 
 
 class _TextWalk:
-    """One search by one measure: text after text, each from its first token on.
+    """One search with one measure, which recovers one text after the other from left to right.
 
     Args:
-        candidates: tokens to try.
-        shared: the rows of each block.
-        measure: how states are compared with the rows.
-        beam: prefixes that are continued side by side where none is exact.
+        candidates: The tokens to try.
+        shared: The rows of each block.
+        measure: How states are compared with the rows.
+        beam: The number of prefixes that are continued in parallel while none is exact.
     """
 
     def __init__(
@@ -176,10 +190,14 @@ class _TextWalk:
         self.precise = all(rows.exact for rows in shared)
         self.few_rows = len(shared[0].principal) < len(self.bag)
         self.has_prior = predicts_next(candidates.bottom)
-        self._elsewhere: list[Tensor] | None = None
+        self._context_states: list[Tensor] | None = None
 
     def find(self, deadline: Deadline) -> tuple[list[_PartialText], bool]:
-        """Return one text after the other, and whether the search has ended by itself."""
+        """Recover texts until the rows are explained or too many texts do not fit.
+
+        Returns:
+            The texts, and whether the search ended before the deadline.
+        """
         blocks = zip(self.shared, self.measure.whitening, self.measure.means, strict=True)
         remainders = tuple(
             Remainder.from_rows(shared.principal, white, means) for shared, white, means in blocks
@@ -201,8 +219,8 @@ class _TextWalk:
             else:
                 texts = _add_text(texts, text)
                 remainders = text.remainders
-                ways = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
-                branches = [b for b in [*branches, *text.alternatives] if b.text not in ways]
+                prefixes = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
+                branches = [b for b in [*branches, *text.alternatives] if b.text not in prefixes]
             if not finished:
                 return texts or failures[:1], False
         return texts or failures[:1], True
@@ -210,14 +228,14 @@ class _TextWalk:
     def _next(
         self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
     ) -> tuple[_PartialText | None, bool]:
-        """Return the next text; one that does not fit exactly is searched again with the prior."""
+        """Return the next text; if it does not fit exactly, search again with the prior."""
         prior = 0.0 if self.precise or not self.has_prior else SEARCH.prior
         text, finished = self._grow(branches, remainders, deadline, prior)
         if text is None or not finished:
             return text, finished
         if self.precise and self.has_prior and not text.exact:
-            likely, finished = self._grow(branches, remainders, deadline, SEARCH.prior)
-            text = likely if likely is not None and likely.exact else text
+            with_prior, finished = self._grow(branches, remainders, deadline, SEARCH.prior)
+            text = with_prior if with_prior is not None and with_prior.exact else text
         return text, finished
 
     def _grow(
@@ -227,16 +245,18 @@ class _TextWalk:
         deadline: Deadline,
         prior: float,
     ) -> tuple[_PartialText | None, bool]:
-        """Return the text that explains most of what is left; None where none explains anything.
+        """Return the text with the highest score, by a beam search.
 
         Args:
-            branches: ways in which it may begin.
-            remainders: what is left of the rows of each block.
-            deadline: after which the best so far is returned.
-            prior: weight of the model's log probabilities of next tokens, where none is exact.
+            branches: The beginnings that the text may have.
+            remainders: The rows of each block that no earlier text explains.
+            deadline: After it, the best text so far is returned.
+            prior: The weight of the model's log probabilities of next tokens, in the ranking of
+                inexact candidates.
 
         Returns:
-            The text, and whether the search has ended by itself.
+            The text, or None if no beginning explains anything, and whether the search ended
+            before the deadline.
         """
         beams = self._starts(branches, remainders, deadline)
         if not beams:
@@ -244,7 +264,7 @@ class _TextWalk:
         ended: list[_PartialText] = []
         prefixes = self.candidates.begin([text.tokens for text in beams])
         while beams:
-            short = [i for i, text in enumerate(beams) if len(text.tokens) < self._most(text)]
+            short = [i for i, text in enumerate(beams) if len(text.tokens) < self._max_length(text)]
             ended += [beams[i] for i in range(len(beams)) if i not in short]
             if deadline.passed or not short:
                 break
@@ -261,7 +281,7 @@ class _TextWalk:
     def _best(
         self, grown: list[tuple[_PartialText, int]], prefixes: Prefixes
     ) -> tuple[list[_PartialText], Prefixes]:
-        """Return the best of grown texts, or the best one if it is exact, and their prefixes."""
+        """Return the best of the longer texts with their prefixes; an exact best text alone."""
         grown = sorted(grown, key=lambda pair: -pair[0].score)
         grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
         beams = [text for text, _ in grown]
@@ -276,21 +296,21 @@ class _TextWalk:
         self, beams: Sequence[_PartialText], prefixes: Prefixes, prior: float
     ) -> list[tuple[_PartialText, int | None]]:
         """Return texts with one more token and their row in ``beams``, None for those that end."""
-        likely = torch.zeros(len(beams), 1)
+        log_priors = torch.zeros(len(beams), 1)
         if prior:
             texts = [text.tokens for text in beams]
-            likely = prior * self.candidates.bottom.next_tokens(texts, self.bag)
-        further = [
-            self._children(text, states, likely[row])
+            log_priors = prior * self.candidates.bottom.next_tokens(texts, self.bag)
+        expansions = [
+            self._children(text, states, log_priors[row])
             for row, (text, states) in enumerate(zip(beams, self._states(prefixes), strict=True))
         ]
         shortened = [self.candidates.drop_repeats(text.tokens) for text in beams]
-        ways: dict[tuple[int, ...], tuple[_Branch, ...]] = {}
-        for prefix, (_, branches) in zip(shortened, further, strict=True):
-            ways[prefix] = ways.get(prefix, ()) + branches
+        by_prefix: dict[tuple[int, ...], tuple[_Branch, ...]] = {}
+        for prefix, (_, branches) in zip(shortened, expansions, strict=True):
+            by_prefix[prefix] = by_prefix.get(prefix, ()) + branches
         continued: list[tuple[_PartialText, int | None]] = []
-        for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
-            branches = ways[shortened[row]]
+        for row, (text, (children, _)) in enumerate(zip(beams, expansions, strict=True)):
+            branches = by_prefix[shortened[row]]
             if not children:
                 ended = replace(text, alternatives=text.alternatives + branches)
                 continued.append((ended, None))
@@ -300,27 +320,28 @@ class _TextWalk:
         return continued
 
     def _states(self, prefixes: Prefixes) -> list[list[Tensor]]:
-        """Return for each prefix, for each block, the whitened states (n, d) of the bag."""
+        """Return, for each prefix and block, the whitened states (n, d) of the bag's tokens."""
         parts = self.measure.whiten(self.candidates.states(prefixes))
         return [[x[row] for x in parts] for row in range(len(prefixes.lengths))]
 
-    def _anywhere(self, remainders: Sequence[Remainder]) -> tuple[Tensor, float]:
-        """Return the evidence of tokens after random others, at places that are not their own.
+    def _context_evidence(self, remainders: Sequence[Remainder]) -> tuple[Tensor, float]:
+        """Return the evidence for tokens after random prefixes, where no token is correct.
 
         Returns:
-            Each token's mean (n,), and the mean by which the best of all tokens exceeds its own.
+            The mean evidence (n,) of each token over the prefixes. And how far the most favoured
+            token of a prefix exceeds its own mean, on average over the prefixes.
         """
         contexts = self.measure.contexts
-        if self._elsewhere is None:
+        if self._context_states is None:
             rows = [self._states(self.candidates.begin([context]))[0] for context in contexts]
-            self._elsewhere = [torch.cat(parts) for parts in zip(*rows, strict=True)]
-        each = [r.nearness(x) for r, x in zip(remainders, self._elsewhere, strict=True)]
-        evidence = torch.stack(each).sum(0).view(len(contexts), -1)
+            self._context_states = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        values = [r.nearness(x) for r, x in zip(remainders, self._context_states, strict=True)]
+        evidence = torch.stack(values).sum(0).view(len(contexts), -1)
         mean = evidence.mean(0)
         return mean, float((evidence - mean).max(1).values.mean())
 
-    def _most(self, text: _PartialText) -> int:
-        """Return the length at which a text is given up, or is as long as it can be."""
+    def _max_length(self, text: _PartialText) -> int:
+        """Return the length at which the search of a text ends."""
         longest = self.candidates.max_length
         if text.exact or not self.precise:
             return longest
@@ -329,53 +350,53 @@ class _TextWalk:
     def _starts(
         self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
     ) -> list[_PartialText]:
-        """Return the likeliest ways in which the next text begins, or branches off from another."""
+        """Return the likeliest beginnings of the next text: first tokens or branches."""
         if not branches:
             return []
         states = [torch.stack(parts) for parts in zip(*(b.states for b in branches), strict=True)]
         fits = measure_fits(remainders, states)
         evidence, min_evidence = fits.evidence, -math.inf
         if not fits.exact and not deadline.passed:
-            min_evidence = float(self._anywhere(remainders)[0].max())
+            min_evidence = float(self._context_evidence(remainders)[0].max())
         texts = []
         best = fits.best(evidence, max(SEARCH.alternatives, self.beam))
         for i in best[: self.beam]:
             branch, value = branches[i], float(evidence[i])
             if math.isfinite(value) and value >= min_evidence:
                 shares = (*[1.0] * len(branch.prefix), float(fits.worst[i]))
-                rest = fits.explain(remainders, i)
-                alike = [b for b in map(branches.__getitem__, best) if b.prefix == branch.prefix]
-                rivals = tuple(b for b in alike if b is not branch)
+                residue = fits.explain(remainders, i)
+                siblings = [b for b in map(branches.__getitem__, best) if b.prefix == branch.prefix]
+                rivals = tuple(b for b in siblings if b is not branch)
                 texts.append(
-                    _PartialText(branch.text, shares, value, rest, rivals, (), (branch.states,))
+                    _PartialText(branch.text, shares, value, residue, rivals, (), (branch.states,))
                 )
         if not fits.exact:
             return texts
         exact = [text for text in texts if text.exact][:1]
-        first = [text for text in exact if len(text.tokens) == 1]
+        single_tokens = [text for text in exact if len(text.tokens) == 1]
         return exact + [
             replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, n_repeats=n)
-            for text in first
+            for text in single_tokens
             for n in range(1, self.candidates.n_repeats + 1)
         ]
 
     def _children(
-        self, text: _PartialText, states: Sequence[Tensor], likely: Tensor
+        self, text: _PartialText, states: Sequence[Tensor], log_priors: Tensor
     ) -> tuple[list[_PartialText], tuple[_Branch, ...]]:
-        """Return texts with one more token, the likeliest first, and other ways to go on.
+        """Return the text with one more token, likeliest first, and branches for later texts.
 
-        A text whose tokens fit exactly ends where no further token does. Another one ends where no
-        token fits better than at places that are not its own, and of few rows than the best of all
-        tokens does there.
+        An exact text ends if no further token nearly fits. An inexact text ends if no token has
+        more evidence than it has on average after random prefixes. For a measure with mean states
+        the evidence must exceed that of the most favoured token after random prefixes.
         """
         fits = measure_fits(text.remainders, states)
         evidence = ranked = fits.evidence
         if not fits.exact:
-            mean, best_elsewhere = self._anywhere(text.remainders)
+            mean, best_elsewhere = self._context_evidence(text.remainders)
             evidence = evidence - mean
             if len(self.measure.means[0]):
                 evidence = evidence - best_elsewhere
-            ranked = evidence + likely.to(evidence)
+            ranked = evidence + log_priors.to(evidence)
         branches = tuple(
             _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
             for i in fits.best(evidence, SEARCH.alternatives)
@@ -401,12 +422,12 @@ class _TextWalk:
 
 
 class _Certificate:
-    """The check that texts are those of the batch, which the adversary can make alone.
+    """The check that texts are those of the batch. It needs only what the adversary has.
 
     Args:
-        candidates: tokens that could be in a text.
-        shared: the rows of each block.
-        measure: what the texts' states were whitened by.
+        candidates: The tokens that a text may hold.
+        shared: The rows of each block.
+        measure: The measure that whitened the texts' states.
     """
 
     def __init__(
@@ -415,18 +436,19 @@ class _Certificate:
         self.candidates, self.shared, self.measure = candidates, shared, measure
 
     def longest(self, texts: Sequence[_PartialText]) -> tuple[list[_PartialText], bool]:
-        """Check all texts; where they are not certain, but the first ones alone are, only those."""
-        whole = self.check(texts)
-        if whole[1]:
-            return whole
-        fewer = (self.check(texts[:n]) for n in range(len(texts) - 1, 0, -1))
-        return next((result for result in fewer if result[1]), whole)
+        """Check all texts; if they are not certain, return as many first texts as are certain."""
+        checked = self.check(texts)
+        if checked[1]:
+            return checked
+        shorter_lists = (self.check(texts[:n]) for n in range(len(texts) - 1, 0, -1))
+        return next((result for result in shorter_lists if result[1]), checked)
 
     def check(self, texts: Sequence[_PartialText]) -> tuple[list[_PartialText], bool]:
-        """Return texts without ends that explain nothing, and whether they are certain.
+        """Remove final tokens that explain nothing, and return whether the texts are certain.
 
-        They are where all rows of every block are explained up to rounding, and where in the first
-        block no token can be excluded, nor exchanged for another that was likely at its place.
+        They are certain if they explain all rows of every block up to rounding, if in the first
+        block no token can be omitted or exchanged for another likely one at its position, and if
+        no text could continue without a trace in the rows.
         """
         if not all(rows.exact for rows in self.shared):
             return list(texts), False
@@ -434,16 +456,17 @@ class _Certificate:
         texts = [text for text in texts if text.states]
         certain = False
         while texts and sum(len(text.states) for text in texts) < first_rows.whole.shape[1]:
-            first = Explained.from_states(first_rows, self._states(texts, 0))
-            if first.residual > CERTIFICATE.residual:  # which ends explain nothing is not visible
+            explained = Explained.from_states(first_rows, self._states(texts, 0))
+            # A large residual hides which final tokens explain nothing.
+            if explained.residual > CERTIFICATE.residual:
                 break
-            losses = torch.split(first.losses, [len(text.states) for text in texts])
-            idle = [not float(part[-1]) >= CERTIFICATE.residual for part in losses]
-            if not any(idle):
-                certain = self._unique(texts, first) and self._ended(texts, first)
+            losses = torch.split(explained.losses, [len(text.states) for text in texts])
+            is_redundant = [not float(part[-1]) >= CERTIFICATE.residual for part in losses]
+            if not any(is_redundant):
+                certain = self._unique(texts, explained) and self._ended(texts, explained)
                 break
-            ends = zip(texts, idle, strict=True)
-            texts = [_shortened(text) if is_idle else text for text, is_idle in ends]
+            ends = zip(texts, is_redundant, strict=True)
+            texts = [_shortened(text) if redundant else text for text, redundant in ends]
             texts = [text for text in texts if text.states]
         for block, shared in enumerate(self.shared[1:], 1):
             if not certain:
@@ -457,46 +480,46 @@ class _Certificate:
         states = torch.stack([parts[block] for text in texts for parts in text.states])
         return self.measure.restore(states, block)
 
-    def _ended(self, texts: Sequence[_PartialText], first: Explained) -> bool:
-        """Return whether each text would show it if it went on.
+    def _ended(self, texts: Sequence[_PartialText], explained: Explained) -> bool:
+        """Return whether a further token of each text would be visible in the rows.
 
-        It would not where a next token's state nearly equals states that are there, as those of a
-        model that repeats a text's last token do, and explains some of what is left.
+        It could hide if its state nearly lies in the span of the texts' states and explains some
+        of the residual, or if its state equals one of theirs, such as that of a repeated token.
         """
         for text in texts:
             states = self.measure.whiten(
                 self.candidates.states(self.candidates.begin([text.tokens]))
             )[0][0]
-            ways = {other.tokens[: len(text.tokens) + 1] for other in texts}
-            free = [(*text.tokens, int(token)) not in ways for token in self.candidates.bag]
-            x = self.measure.restore(states, 0)[torch.tensor(free, device=states.device)]
-            outside, gain = first.further(self.shared[0], x)
+            prefixes = {other.tokens[: len(text.tokens) + 1] for other in texts}
+            is_new = [(*text.tokens, int(token)) not in prefixes for token in self.candidates.bag]
+            x = self.measure.restore(states, 0)[torch.tensor(is_new, device=states.device)]
+            outside, gain = explained.further(self.shared[0], x)
             hidden = (outside < CERTIFICATE.outside) & (gain > CERTIFICATE.gain)
             if bool((hidden | (outside < CERTIFICATE.same)).any()):
                 return False
         return True
 
-    def _unique(self, texts: Sequence[_PartialText], first: Explained) -> bool:
-        """Return whether no token could be excluded or replaced."""
-        share = len(first.losses) / first.basis.shape[1]
-        necessary = float(first.losses.min()) >= CERTIFICATE.necessary
+    def _unique(self, texts: Sequence[_PartialText], explained: Explained) -> bool:
+        """Return whether no token could be omitted or replaced."""
+        share = len(explained.losses) / explained.basis.shape[1]
+        necessary = float(explained.losses.min()) >= CERTIFICATE.necessary
         if not necessary or share > CERTIFICATE.largest_share:
             return False
         drop_repeats = self.candidates.drop_repeats
-        ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
+        prefixes = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
         number = 0
         for text in texts:
             places = range(text.n_inherited, len(text.tokens))
             for place in (*places[:1], *places[1 + text.n_repeats :]):
-                before = drop_repeats(text.tokens[:place])
-                others = [
+                prefix = drop_repeats(text.tokens[:place])
+                replacements = [
                     branch.states[0]
                     for branch in text.rivals + text.alternatives
-                    if drop_repeats(branch.prefix) == before and branch.text not in ways
+                    if drop_repeats(branch.prefix) == prefix and branch.text not in prefixes
                 ]
-                if others:
-                    states = self.measure.restore(torch.stack(others), 0)
-                    if not float(first.exchanged(number, states).min()) >= first.exchange_limit:
+                if replacements:
+                    x = self.measure.restore(torch.stack(replacements), 0)
+                    if not float(explained.exchanged(number, x).min()) >= explained.exchange_limit:
                         return False
                 number += 1
         return True

@@ -1,1 +1,1 @@
-"""Texts of causal models, read from left to right, each token verified after the ones before."""
+"""Recovery of causal models' texts from left to right, with each token verified in turn."""

@@ -1,10 +1,12 @@
 """PrefixInversion: the exact text of hidden states at the split, for causal models.
 
-A token's state at the split is close to linear in its word embedding, in that embedding at unit
-length (as a norm gives it) and in its state after the first block. The map is fitted on some
-tokens, which run through the whole bottom, and evaluated for all. For SmolLM2-135M at split 10 that
-is a twelfth of the work of running all 49,152 tokens, and it ranks better, because the fit averages
-over the effects of one context on single tokens.
+The attack ranks candidates by a table of every token's state at the split in a typical context
+(:func:`typical_states`). Such a state is nearly linear in the token's word embedding, in that
+embedding at unit length (as a norm layer outputs it) and in its state after the first block. The
+linear map is fitted on some tokens, which run through the whole bottom, and predicts the states of
+all others. For SmolLM2-135M at split 10 this costs a twelfth of running all 49,152 tokens. It also
+ranks better, because the fit averages over the effects of one context on single tokens.
+:mod:`~lightning_fedleak.attacks.texts.prefix.search` then recovers the texts with this table.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ CANDIDATES_AT_ONCE = 256  # candidates in one run; bounds the memory
 RIDGE = 1e-2  # share of the mean squared feature; more shrinks predicted states to their mean
 PUBLIC_TEXTS, PUBLIC_LENGTH = 64, 64  # public texts for the table, and tokens of each
 CONTEXT_LENGTH = 8  # tokens of the prefix after which typical states are computed
-RENEW_TABLE_EVERY = 1000  # optimizer steps after which the table, which only ranks, is made again
+RENEW_TABLE_EVERY = 1000  # optimizer steps after which the table is computed again
 TEXTS_AT_ONCE = {"cpu": 1}  # texts of one search, by device: on a CPU more are no faster
 DEFAULT_TEXTS_AT_ONCE = 8  # texts of one search on other devices
 SKIPPED = 2  # first positions of a text, whose states are unlike all others
 ROUNDING_TEXTS = 4  # public texts on which the cache's rounding is measured
-MIN_NOISE = 0.05  # least share of noise in a dimension's variance; half of the share is assumed
+MIN_NOISE = 0.05  # min. assumed median excess variance, as a share of public text's variance
 ROUNDING_MARGIN = 1.5  # factor on the rounding of those texts; other texts may have more
-MIN_ROUNDING = 1 / 16  # least rounding that is assumed, in units of the dtype's precision
+MIN_ROUNDING = 1 / 16  # min. rounding that is assumed, in units of the dtype's precision
 
 
 def typical_states(
@@ -56,10 +58,10 @@ def typical_states(
     size = bottom.vocab_size
     if types is None or types >= size:
         return states_after(bottom, context, torch.arange(size))
-    low = types // 2
+    n_lowest = types // 2
     generator = torch.Generator().manual_seed(seed)
-    draw = low + torch.randperm(size - low, generator=generator)[: types - low]
-    sample = torch.cat([torch.arange(low), draw]).to(bottom.device)
+    draw = n_lowest + torch.randperm(size - n_lowest, generator=generator)[: types - n_lowest]
+    sample = torch.cat([torch.arange(n_lowest), draw]).to(bottom.device)
     states = states_after(bottom, context, sample)
     words = bottom.word_embeddings().float()
     features = [words, F.normalize(words, dim=1)]
@@ -181,7 +183,7 @@ class PrefixInversion(base.InversionAttack):
         self._compute_table()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights, and compute the table again, if they are too old."""
+        """Copy the weights again if they are too old, and likewise compute the table again."""
         if self._table_step is None:
             self._table_step = self.bottom.step
         super().refresh(anatomy, step)
@@ -254,7 +256,7 @@ class PrefixInversion(base.InversionAttack):
         return base.join_guesses(guesses, hidden.device)
 
     def _noise_deviation(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the noise's standard deviations (d,), from the variance beyond public text's."""
+        """Return the noise's standard deviations (d,), from the excess over public variance."""
         assert self._variance is not None
         real = torch.ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.cpu() != 0
         later = real & (real.cumsum(1) > SKIPPED)

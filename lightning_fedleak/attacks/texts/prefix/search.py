@@ -1,4 +1,4 @@
-"""Exact recovery of a text from a causal model's hidden states, left to right, guessing ahead.
+"""Exact recovery of a text from a causal model's hidden states, left to right with lookahead.
 
 A token's state depends only on the tokens before it. After the correct prefix the right token is
 the one whose state equals the observed one (the idea of SipIt, arXiv 2510.15511, with the nearest
@@ -37,9 +37,9 @@ REOPENED = 8  # the most positions of one text that are opened again; bounds the
 BEAM = 4  # the most prefixes that are continued; more recover more noised text, and cost time
 OPENING = 16  # the candidates of the first ranking that are verified first
 ROUNDS = 32, 64, 128, 256  # the candidates of each round; a round without a nearer one is the last
-GAP = 12.0  # the nats by which a prefix may be less likely than the best; less drops true ones
-LEARN_AT = 4  # the positions after which the noise's spread is learned; then at twice as many, ...
-DOUBT = 16.0  # the positions that the assumed spread counts for, against the learned one
+GAP = 12.0  # nats by which a kept prefix may be less likely than the best; less drops true ones
+LEARN_AT = 4  # positions after which the noise's spread is learned; again at each doubling
+DOUBT = 16.0  # the weight of the assumed spread against the learned one, in positions
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class PrefixSearch:
         return correct
 
     def _note_twins(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Note which right tokens may have twins: tokens with equal states here, but not later."""
+        """Store which right tokens may have twins: tokens with equal states here, but not later."""
         is_other = other >= 0
         for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
             position = self.positions[i]
@@ -338,6 +338,7 @@ class _BeamSearch:
     Attributes:
         position: The number of recovered tokens. If time ran out, the last one may be chosen from
             fewer candidates.
+        newest: (W,) the last token of each prefix, which is not yet appended; None if all are.
         computed: The number of tokens that the bottom model has computed in prefixes that were
             replaced since; ``prefixes`` counts the rest.
     """
@@ -358,7 +359,7 @@ class _BeamSearch:
         self.prior, self.width = prior, width
         self.position = self.start = int(prefixes.lengths[0])
         self.squares = observed.new_zeros(1, observed.shape[1])
-        self.last: Tensor | None = None
+        self.newest: Tensor | None = None
         self.computed = 0
         self.assumed = spread
         self._set_spread(spread)
@@ -373,8 +374,8 @@ class _BeamSearch:
     def tokens(self) -> Tensor:
         """Return the tokens (N,) of the best text, valid up to ``position``."""
         tokens = self.prefixes.tokens[0].clone()
-        if self.last is not None:
-            tokens[self.position - 1] = self.last[0]
+        if self.newest is not None:
+            tokens[self.position - 1] = self.newest[0]
         return tokens
 
     def run(self, deadline: Deadline, *, learn: bool = True) -> bool:
@@ -384,11 +385,11 @@ class _BeamSearch:
             deadline: The deadline, which is checked before each forward.
             learn: Whether to improve the spread by the distances of recovered tokens.
         """
-        n, due, in_time = len(self.observed), LEARN_AT, True
+        n, learn_at, in_time = len(self.observed), LEARN_AT, True
         while in_time and self.position < n and not deadline.passed:
             in_time = self._step(deadline)
-            if learn and self.position - self.start >= due:
-                due *= 2
+            if learn and self.position - self.start >= learn_at:
+                learn_at *= 2
                 self._learn()
         return in_time and self.position == n
 
@@ -420,12 +421,12 @@ class _BeamSearch:
 
     def _open(self, candidates: Tensor) -> Tensor:
         """Return the states of the first candidates after the tokens that were chosen last."""
-        if self.last is None:
+        if self.newest is None:
             return self.prefixes.attempt(candidates).float()
         depths = candidates.new_ones(candidates.shape[1])
-        states = self.prefixes.follow(self.last[:, None], candidates, depths)[:, 1:]
+        states = self.prefixes.follow(self.newest[:, None], candidates, depths)[:, 1:]
         self.prefixes.keep(torch.ones_like(self.prefixes.lengths))
-        self.last = None
+        self.newest = None
         return states.float()
 
     def _new_candidates(self, tokens: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
@@ -468,12 +469,12 @@ class _BeamSearch:
         ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
         unit = float(ranked.values[0]) / ((self.position - self.start + 1) * len(self.spread))
         # A Gaussian with variance ``unit`` loses 1 nat for each 2 * unit of the squared distance.
-        near = ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)
-        best_ranked = ranked.indices[near]
+        is_near = ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)
+        best_ranked = ranked.indices[is_near]
         rows, columns = best_ranked // tokens.shape[1], best_ranked % tokens.shape[1]
         differences = states[rows, columns] - self.observed[self.position]
         self.squares = self.squares[rows] + differences.square()
-        self.last = tokens[rows, columns]
+        self.newest = tokens[rows, columns]
         if not torch.equal(rows, torch.arange(len(self.prefixes.lengths), device=rows.device)):
             self.computed += self.prefixes.computed
             self.prefixes = self.prefixes.select(rows)

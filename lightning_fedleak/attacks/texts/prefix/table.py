@@ -1,9 +1,10 @@
 """A table of every token's hidden state in a typical context, which ranks candidate tokens.
 
 A hidden state at the split depends mostly on its token, and the context shifts it. An observed
-state is compared with the table under the spread that contexts cause, along the directions that
-distinguish tokens (Fisher's discriminants). A candidate that was verified after the correct prefix
-shows the context's shift, and the table is then read with that shift.
+state is compared with the table in units of the spread that contexts cause, along the directions
+that distinguish tokens (Fisher's discriminants). A candidate that was verified after the correct
+prefix shows the context's shift. The table's entries are then shifted alike before they are
+compared again.
 """
 
 from __future__ import annotations
@@ -12,37 +13,37 @@ import torch
 from torch import Tensor
 
 # None of the values was tuned.
-SCORES_AT_ONCE = 1 << 25  # numbers of a (positions, vocabulary) matrix; bounds the memory
-SHRINKAGE = 1e-2  # of the mean variance, added to the covariance that contexts cause
+SCORES_AT_ONCE = 1 << 25  # entries of a (positions, vocabulary) matrix; bounds the memory
+SHRINKAGE = 1e-2  # share of the mean variance, added to the covariance over contexts
 DIRECTIONS = 128  # discriminants; fewer are faster and distinguish fewer tokens
 NEIGHBOURS = 64  # tokens near in the discriminants whose exact distance is computed
 SHORT_LIST = 2048  # tokens near in the discriminants that are ranked by exact distance
-LEARNED = 64  # verified tokens that a position's regression learns from, at most
-LEARNED_RIDGE = 0.03  # added to that regression's Gram matrix of unit steps
-ROUNDING = 1e-5  # of a squared length, that float32 may lose in a product over the vocabulary
-RARE = 0.05  # occurrences added to each token's number in public text
+LEARNED = 64  # max. number of verified tokens in a position's regression
+LEARNED_RIDGE = 0.03  # added to the diagonal of that regression's Gram matrix of unit steps
+ROUNDING = 1e-5  # share of a squared norm that float32 may lose in a product
+RARE = 0.05  # occurrences that are added to each token's count in public text
 
 
 class StateTable:
-    """States of all tokens in a typical context.
+    """The states of all tokens in a typical context, and rankings of tokens by them.
 
     Args:
-        states: (V, d).
-        words: (V, e) word embeddings.
+        states: (V, d) the state of each token in a typical context.
+        words: (V, e) the word embeddings.
         public_states: (n, d) hidden states in public text.
-        tokens: (n,) the tokens of these states.
+        tokens: (n,) the tokens of the public states.
         seed: The seed of the choice of the origin.
 
     Attributes:
-        origin: (d,) a state near which many tokens crowd (those absent from training). Entries are
-            relative to it, so that small differences among them survive.
-        entries: (V, d) float32.
-        words: (V, e) word embeddings relative to the origin's.
-        axes: (d, k) discriminants: the mean spread of contexts along each is 1.
-        points: (V, k) the entries along the axes, shifted by what contexts add on average.
-        representative: (V,) the token that is tried instead of each one: of tokens with equal word
-            embeddings, which nothing distinguishes, the commonest in public text.
-        rank: (V,) rank of each token by its number in public text, then by id.
+        origin: (d,) a state near which those of many tokens lie (tokens absent from training).
+            Entries are relative to it, so that float32 resolves small differences among them.
+        entries: (V, d) the states relative to the origin, float32.
+        words: (V, e) the word embeddings relative to that of the origin's token.
+        axes: (d, k) the discriminants, scaled so that the spread over contexts is 1 along each.
+        points: (V, k) the entries along the axes, plus the mean shift of contexts.
+        representative: (V,) the token that is tried instead of each token: among tokens with equal
+            word embeddings, which no attack distinguishes, the commonest in public text.
+        rank: (V,) the rank of each token by its count in public text, then by id.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class StateTable:
         commonest = (-counts).argsort(stable=True)
         self.rank = commonest.argsort()
         self.representative = _representatives(words, commonest)
-        self._idle = self.representative != torch.arange(len(words), device=words.device)
+        self._is_copy = self.representative != torch.arange(len(words), device=words.device)
         self.axes = self._discriminants(tokens).float()
         self.points = (self.entries + self._shift.float()) @ self.axes
         self._lengths = self.entries.square().sum(1)
-        self._squares = self.points.square().sum(1).masked_fill_(self._idle, float("inf"))
+        self._squares = self.points.square().sum(1).masked_fill_(self._is_copy, float("inf"))
         self._isolation = self._squares.new_full((len(states),), -1.0)
         del self._spread
 
@@ -88,16 +89,16 @@ class StateTable:
 
     @property
     def distinct(self) -> int:
-        """The number of tokens that are tried."""
-        return int((~self._idle).sum())
+        """The number of tokens that are tried, which represent all others."""
+        return int((~self._is_copy).sum())
 
     def best(self, scores: Tensor, k: int) -> Tensor:
-        """Return the ``k`` tokens with the highest of scores (V,), of those that are tried."""
-        return scores.masked_fill(self._idle, -float("inf")).topk(min(k, self.distinct)).indices
+        """Return the ``k`` representative tokens with the highest scores (V,)."""
+        return scores.masked_fill(self._is_copy, -float("inf")).topk(min(k, self.distinct)).indices
 
     def only_tried(self, scores: Tensor) -> Tensor:
         """Set scores (..., V) to minus infinity for tokens that another represents."""
-        return scores.masked_fill_(self._idle, -float("inf"))
+        return scores.masked_fill_(self._is_copy, -float("inf"))
 
     @property
     def _kappa(self) -> float:
@@ -126,20 +127,20 @@ class StateTable:
         """Return tokens whose entry is near that of ``token`` plus ``difference`` (d,).
 
         Args:
-            token: a verified token.
-            difference: the observed state minus the token's.
-            k: number of tokens.
+            token: A verified token.
+            difference: The observed state minus the token's state after the prefix.
+            k: The number of tokens.
 
         Returns:
-            (k,) tokens by exact distance, among those nearest along the discriminants, and (V,)
-            log-likelihoods along the discriminants as in :meth:`likeliest`, with heavier tails
-            because the position is a hard one.
+            The k tokens (k,) with the smallest exact distance, among those nearest along the
+            discriminants. And log-likelihoods (V,) along the discriminants as in
+            :meth:`likeliest`, but with heavier tails, because the first candidates have failed.
         """
         k = min(k, self.distinct)
         squared = self._squared(self.points[token] + difference[None] @ self.axes)[0]
         rough = squared.topk(min(self.distinct, max(SHORT_LIST, k)), largest=False).indices
-        rest = self.entries[rough] - (self.entries[token] + difference)
-        exact = rough[rest.square().sum(1).topk(k, largest=False).indices]
+        offsets = self.entries[rough] - (self.entries[token] + difference)
+        exact = rough[offsets.square().sum(1).topk(k, largest=False).indices]
         return exact, squared.clamp(min=1e-6).log() * (-0.25 * self._kappa)
 
     def like_verified(
@@ -147,25 +148,26 @@ class StateTable:
     ) -> tuple[Tensor, Tensor]:
         """Return tokens whose predicted state after the prefix is near ``observed``.
 
-        The difference of states from entries is regressed on word embeddings, relative to the best
-        of the verified tokens and per unit of distance from it.
+        The shift of states from their entries is regressed on word embeddings. Both are relative to
+        the best verified token, and per unit of distance from its embedding.
 
         Args:
-            tokens: (n,) verified, the nearest first, at least 2.
-            states: (n, d) of these tokens.
-            observed: (d,).
-            k: tokens in each list.
+            tokens: (n,) at least two verified tokens, the nearest first.
+            states: (n, d) their states after the prefix.
+            observed: (d,) the observed state.
+            k: The number of tokens in each ranking.
 
         Returns:
-            (k,) by the distance, and (k,) by the angle of the differences.
+            The ranking (k,) by the distance of predicted states from the observed one, and the
+            ranking (k,) by the angle between their differences from the best token's state.
         """
         k = min(k, self.distinct)
-        best, others = tokens[0], tokens[1 : 1 + LEARNED]
-        steps = self.words[others] - self.words[best]
+        best, learned = tokens[0], tokens[1 : 1 + LEARNED]
+        steps = self.words[learned] - self.words[best]
         lengths = steps.norm(dim=1, keepdim=True).clamp(min=1e-12)
         steps = steps / lengths
         shifts = states[1 : 1 + LEARNED] - states[0]
-        shifts = (shifts - (self.entries[others] - self.entries[best])) / lengths
+        shifts = (shifts - (self.entries[learned] - self.entries[best])) / lengths
         gram = steps @ steps.T
         gram.diagonal().add_(LEARNED_RIDGE)
         weights = torch.linalg.solve(gram, shifts)
@@ -175,10 +177,10 @@ class StateTable:
         target = observed - states[0]
         lengths = expected.square().sum(1)
         products = expected @ target
-        far = (lengths - 2.0 * products).masked_fill_(self._idle, float("inf"))
+        far = (lengths - 2.0 * products).masked_fill_(self._is_copy, float("inf"))
         nearest = far.topk(k, largest=False).indices
         cosine = products * lengths.clamp(min=1e-30).rsqrt()
-        aligned = cosine.masked_fill_(self._idle, -float("inf")).topk(k).indices
+        aligned = cosine.masked_fill_(self._is_copy, -float("inf")).topk(k).indices
         return nearest, aligned
 
     def nearest(self, tokens: Tensor, differences: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ class StateTable:
         centre = self.entries[token]
         length = self._lengths[token]
         squared = self._lengths - 2.0 * (self.entries @ centre) + length
-        close = (squared <= radius**2 + ROUNDING * float(length)) & ~self._idle
+        close = (squared <= radius**2 + ROUNDING * float(length)) & ~self._is_copy
         rough = torch.nonzero(close).squeeze(1)
         return rough[(self.entries[rough] - centre).norm(dim=1) <= radius]
 
@@ -222,13 +224,13 @@ class StateTable:
 
 
 def _representatives(words: Tensor, commonest: Tensor) -> Tensor:
-    """Return for each token (V,) the commonest one with an equal word embedding.
+    """Return for each token (V,) the commonest token with an equal word embedding.
 
     Equal rows have equal hashes; rows that only share a hash are compared.
     """
     generator = torch.Generator().manual_seed(0)
-    turn = torch.randn(words.shape[1], generator=generator, dtype=torch.float64)
-    hashes = (words.cpu().double() * turn).sum(1).to(words.device)
+    direction = torch.randn(words.shape[1], generator=generator, dtype=torch.float64)
+    hashes = (words.cpu().double() * direction).sum(1).to(words.device)
     indices = torch.arange(len(words), device=words.device)
     _, group = torch.unique(hashes, return_inverse=True)
     first = torch.full_like(indices, len(indices)).scatter_reduce_(
@@ -239,7 +241,7 @@ def _representatives(words: Tensor, commonest: Tensor) -> Tensor:
 
 
 def _crowded(states: Tensor, seed: int) -> int:
-    """Return the token, of a few hundred drawn, whose third nearest neighbour is nearest."""
+    """Return the token, of 256 random ones, whose third nearest neighbour is nearest."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randperm(len(states), generator=generator)[:256].to(states.device)
     points = states[draw].double()

@@ -1,21 +1,23 @@
 """Verification of candidates at a text's first open position, and the choice of the right one.
 
-At first tokens are ranked by the position's state alone. Once candidates failed after the correct
-prefix, the nearest of them shows how this context shifts states, and the next ones are ranked
-with that shift, in several ways in turn.
+*Ranking.* The first candidates are ranked by the position's observed state alone. After candidates
+have failed, the nearest of them shows how this context shifts states. The next candidates are taken
+in turn from several rankings that use this shift (:func:`next_round`).
 
-Runs with and without cache differ by rounding, which in bf16 hides the difference between near
-tokens. If that is possible, the text is run again as the client ran it, without cache. On the same
-kind of machine the right token's state is then equal bit for bit; tokens that are verified already
-show whether it is. If several tokens have the observed state even so, the states of later positions
-decide between them.
+*Acceptance.* A candidate is accepted once no other token can be right (:class:`Decision`). The
+distance to the observed state bounds how far the right token's state is from the candidate's, and
+no other token may be that near. If no candidate is accepted after all rounds, a sweep verifies all
+tokens that can still be right.
 
-A candidate is accepted once no other token can be right: the distance to the observed state bounds
-how far the right token's state is from the candidate's, and no other token is that near. If many
-rounds do not find it, all tokens that can still be right are verified. If more than min(1000, half
-the vocabulary) tokens fail, the states are taken to be noisy. Noise is also assumed if verifying
-them would take more than half of the remaining time, so that the other half remains for a search
-that expects noise. A result on that assumption is unfinished.
+*Noise.* If more than min(1000, half the vocabulary) tokens fail, the states are assumed to be
+noisy. Noise is also assumed if the sweep would take more than half of the remaining time, so that
+the other half remains for a search that expects noise. The guess is then unfinished.
+
+*Rounding.* Runs with and without cache differ by rounding, which in bf16 hides the difference
+between near tokens. If that is possible, the text is run again without cache, as the client ran it
+(:class:`_ExactRuns`). On the same kind of machine the right token's state is then equal bit for
+bit; tokens that are verified already show whether it is. *Twins* are tokens that all have the
+observed state even so. The states of later positions decide between them.
 """
 
 from __future__ import annotations
@@ -49,16 +51,16 @@ MAX_STRETCH = 20.0
 
 @dataclass
 class Task:
-    """The input of a search, and the texts' prefixes so far.
+    """The input of a search, and the current prefixes of the texts.
 
     Attributes:
-        prefixes: the texts' layout, their prefixes so far, and the bottom model.
-        table: ranks candidates.
-        observed: (B, N, d) float32 states by real token.
-        top: the top model, whose prediction ranks a text's tokens but the first; None for none.
-        noise: (B, N) distance by which two computations of a state may differ.
-        deadline: checked before each forward.
-        computed: tokens that went through the bottom model, without those of ``prefixes``.
+        prefixes: The texts' layout, their current prefixes, and the bottom model.
+        table: The table that ranks candidates.
+        observed: (B, N, d) the float32 states of the real tokens.
+        top: The top model, which predicts all tokens of a text but the first; None without one.
+        noise: (B, N) the distance by which two computations of a state may differ.
+        deadline: The deadline, which is checked before each forward.
+        computed: The number of tokens that the bottom model computed outside of ``prefixes``.
     """
 
     prefixes: Prefixes
@@ -68,7 +70,7 @@ class Task:
     noise: Tensor
     deadline: Deadline
     computed: int = 0
-    _last: tuple[int, int, Tensor] | None = None
+    _cached_prior: tuple[int, int, Tensor] | None = None
 
     @property
     def counts(self) -> Tensor:
@@ -81,7 +83,7 @@ class Task:
         return self.prefixes.lengths
 
     def prior(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Return the prediction of ``tokens``, before the states of their positions are used.
+        """Return the top model's prediction of ``tokens`` (n, k) at n positions.
 
         Returns:
             Log-probabilities (n, k), up to a constant for each position.
@@ -95,32 +97,32 @@ class Task:
         return scores
 
     def prior_of_all(self, row: int, position: int) -> Tensor | None:
-        """Return that (V,) of the whole vocabulary; None if there is no prediction."""
+        """Return the prediction (V,) of the whole vocabulary; None if there is none."""
         if self.top is None or position == 0:
             return None
-        if self._last is None or self._last[:2] != (row, position):
+        if self._cached_prior is None or self._cached_prior[:2] != (row, position):
             column = self.prefixes.layout.columns[row : row + 1, position - 1]
             rows = torch.full_like(column, row)
-            self._last = (row, position, self.top.logits(rows, column)[0])
-        return self._last[2]
+            self._cached_prior = (row, position, self.top.logits(rows, column)[0])
+        return self._cached_prior[2]
 
 
 @dataclass
 class OpenPosition:
-    """One text's first open token.
+    """A text's first open position, at which candidates are verified.
 
     Attributes:
-        tokens: verified tokens, each with its state and its distance to the observed one.
-        states: (d,) each.
-        distances: from the observed state.
-        verified: all verified tokens, also those whose state was not stored.
-        rivals: tokens that could still be right at the last check.
-        rerun: tokens that were also run without cache, as the client runs them.
-        twins: tokens whose state in such a run equals the observed one.
-        round: number of the round of candidates.
-        settled: the token on which the search has settled.
-        chosen: index of the one chosen among several with the observed state.
-        needs_exact_run: a token may be accepted only by an uncached run.
+        tokens: The verified tokens whose states are stored.
+        states: The state (d,) of each of ``tokens``.
+        distances: The distance of each state from the observed one.
+        verified: All verified tokens, also those whose state was not stored.
+        rivals: The tokens that could still be right at the last check.
+        rerun: The tokens that were also run without cache, as the client runs them.
+        twins: The tokens whose state in an uncached run equals the observed one.
+        round: The number of rounds of candidates so far.
+        settled: The token that was chosen but is not yet appended; None before.
+        chosen: The index of the token that was chosen among twins; None without twins.
+        needs_exact_run: Whether a token may be accepted only by an uncached run.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -136,21 +138,19 @@ class OpenPosition:
     needs_exact_run: bool = False
 
     def add(self, token: int, state: Tensor, distance: float) -> None:
-        """Add a verified token, once."""
+        """Store a verified token, unless it is counted already."""
         if token not in self.verified:
             self.verified.add(token)
             self.keep(token, state, distance)
 
     def keep(self, token: int, state: Tensor, distance: float) -> None:
-        """Add a verified token, also one that is counted already."""
+        """Store a verified token, also one that is counted already."""
         self.tokens.append(token)
         self.states.append(state)
         self.distances.append(distance)
 
     def add_nearest(self, tokens: Tensor, states: Tensor, distances: Tensor) -> int:
-        """Add the nearest of (n,) verified tokens, count the rest without their states (n, d), and
-        return the index of the nearest.
-        """
+        """Count n verified tokens, store only the nearest with its state, and return its index."""
         nearest = int(distances.argmin())
         self.verified.update(tokens.tolist())
         self.keep(int(tokens[nearest]), states[nearest], float(distances[nearest]))
@@ -185,7 +185,7 @@ def ranked_first(task: Task) -> Tensor:
 def next_round(task: Task, position: OpenPosition, i: int, first: Tensor) -> list[int]:
     """Return the candidates of the next round at text ``i``'s open position.
 
-    It has a verified token at least; ``first`` are the (k,) candidates of the first ranking.
+    At least one token is verified there; ``first`` (k,) is the position's first ranking.
     """
     k = ROUNDS[min(position.round, len(ROUNDS) - 1)]
     position.round += 1
@@ -230,14 +230,14 @@ class _ExactRuns:
     """Uncached runs of texts, as the client runs them.
 
     Args:
-        task: the search.
-        low_precision: whether rounding may hide the difference between tokens.
+        task: The input of the search.
+        low_precision: Whether rounding may hide the difference between tokens.
 
     Attributes:
-        repeatable: whether an uncached run reproduces the observed states bit for bit; None if not
+        repeatable: Whether an uncached run reproduces the observed states bit for bit; None if not
             yet tested.
-        twins: by text and position, tokens between which later states decide.
-        cut: whether time ran out before they decided.
+        twins: For each text, the tokens by position between which later states decide.
+        cut: Whether time ran out before later states decided.
     """
 
     def __init__(self, task: Task, low_precision: bool) -> None:
@@ -248,7 +248,7 @@ class _ExactRuns:
         self.cut = False
 
     def restart(self, rows: Tensor) -> Prefixes:
-        """Return the prefixes of the texts ``rows``, without cache."""
+        """Return copies of the prefixes of the texts ``rows``, without cache."""
         prefixes = self.task.prefixes
         again = Prefixes(prefixes.bottom, prefixes.layout[rows], cached=False)
         again.lengths, again.tokens = prefixes.lengths[rows], prefixes.tokens[rows]
@@ -259,19 +259,19 @@ class _ExactRuns:
         return self._equal(rows, tokens, torch.zeros_like(rows))
 
     def _equal(self, rows: Tensor, chain: Tensor, lengths: Tensor) -> Tensor:
-        """Return how many first tokens (n,) of ``chain`` (n, k) have the states from there on."""
+        """Return how many first tokens (n,) of ``chain`` (n, k) have the states after a prefix."""
         run = self.restart(rows)
         run.lengths = lengths
         states = run.follow(chain).float()
         self.task.computed += run.computed
         positions = lengths[:, None] + torch.arange(chain.shape[1], device=rows.device)
-        last = self.task.observed.shape[1] - 1
-        same = (states == self.task.observed[rows[:, None], positions.clamp(max=last)]).all(2)
+        end = self.task.observed.shape[1] - 1
+        same = (states == self.task.observed[rows[:, None], positions.clamp(max=end)]).all(2)
         same &= positions < self.task.counts[rows][:, None]
         return same.int().cumprod(1).sum(1)
 
     def may_match(self, i: int) -> bool:
-        """Return whether uncached runs may reproduce states, by the first token of text ``i``."""
+        """Return whether uncached runs may reproduce states; test text ``i``'s first token."""
         if self.repeatable is None and int(self.task.lengths[i]):
             row = torch.tensor([i], device=self.task.lengths.device)
             self.repeatable = bool(self.equal(row, self.task.prefixes.tokens[row, :1]))
@@ -320,15 +320,15 @@ class _ExactRuns:
         position.chosen = len(position.tokens) - 1
 
     def note_twins(self, i: int, column: int, token: int) -> None:
-        """Note the tokens that rounding may hide here; later states decide between them."""
+        """Store the tokens that rounding may hide here; later states decide between them."""
         table = self.task.table
         reach = WITHIN_ROUNDING * float(self.task.noise[i, column])
         isolation = float(table.isolation(self.task.lengths.new_tensor(token)))
         if not self.low_precision or isolation >= reach:
             return
         near = table.neighbours(token, reach)
-        apart = (table.entries[near] - table.entries[token]).norm(dim=1)
-        nearest = near[apart.argsort()[:MAX_TWINS]].tolist()
+        gaps = (table.entries[near] - table.entries[token]).norm(dim=1)
+        nearest = near[gaps.argsort()[:MAX_TWINS]].tolist()
         self.twins[i].setdefault(column, [token, *(t for t in nearest if t != token)])
 
     def decide_twins(self, i: int) -> None:
@@ -349,15 +349,15 @@ class Decision:
     """Decides whether a verified token is right.
 
     Args:
-        task: the search.
-        low_precision: whether rounding may hide the difference between tokens.
-        noised: whether no token's state equals the observed one; None to find out.
+        task: The input of the search.
+        low_precision: Whether rounding may hide the difference between tokens.
+        noised: Whether no token's state equals the observed one; None if unknown.
 
     Attributes:
-        exact_runs: uncached runs, as the client's.
-        noised: whether the states are treated as noisy: given, found by a sweep, or assumed because
-            time ran out.
-        cut: whether time ran out within a sweep of all possible tokens.
+        exact_runs: The uncached runs, as the client makes them.
+        noised: Whether the states are treated as noisy: by the argument, by a sweep, or because
+            time ran out in a sweep.
+        cut: Whether time ran out within a sweep of all possible tokens.
     """
 
     def __init__(self, task: Task, low_precision: bool, noised: bool | None) -> None:
@@ -368,21 +368,21 @@ class Decision:
         self._may_be_noised = noised is None
 
     def accepted(self, tokens: Tensor, distances: Tensor, noise: Tensor) -> Tensor:
-        """Return whether no token other than each of ``tokens`` (any shape) can be right."""
+        """Return for each of ``tokens`` (any shape) whether no other token can be right."""
         is_certain: Tensor = self._radius(distances, noise) < self.task.table.isolation(tokens)
         return is_certain
 
     def decide(self, i: int, position: OpenPosition) -> int | None:
         """Return the token of text ``i``'s open position, or None if it is not certain yet.
 
-        All tokens that can still be right are verified if the rounds of candidates did not suffice.
+        After the last round of candidates, all tokens that can still be right are verified.
         """
         column = int(self.task.lengths[i])
         token, distance = position.tokens[position.best], position.distances[position.best]
         noise = float(self.task.noise[i, column])
         radius = self._radius_of(distance, noise)
-        alone = float(self.task.table.isolation(self.task.lengths.new_tensor(token)))
-        if not position.needs_exact_run and radius < alone:
+        isolation = float(self.task.table.isolation(self.task.lengths.new_tensor(token)))
+        if not position.needs_exact_run and radius < isolation:
             return token
         same = self.exact_runs.same(i, position)
         if same is not None:
@@ -409,12 +409,12 @@ class Decision:
         return float(self._radius(torch.tensor(distance), torch.tensor(noise)))
 
     def _rivals(self, token: int, radius: float) -> Tensor:
-        """Return the tokens that can be right with ``token`` verified, the commonest first."""
+        """Return the tokens that can still be right, given the nearest one, the commonest first."""
         rivals = self.task.table.neighbours(token, radius)
         return rivals[self.task.table.rank[rivals].argsort()]
 
     def _sweep(self, i: int, position: OpenPosition, noise: float) -> None:
-        """Verify all tokens that can still be right, and settle on the nearest."""
+        """Verify all tokens that can still be right; choose the nearest unless states are noisy."""
         table, prefixes = self.task.table, self.task.prefixes
         target = self.task.observed[i, self.task.lengths[i]]
         row = torch.tensor([i], device=target.device)
@@ -437,7 +437,7 @@ class Decision:
             states = run.attempt(batch[None])[0].float()
             open_[batch] = False
             distances = (states - target).norm(dim=1)
-            before = position.distances[position.best]
+            smallest = position.distances[position.best]
             nearest = position.add_nearest(batch, states, distances)
             token, distance = int(batch[nearest]), float(distances[nearest])
             if uncached:
@@ -445,7 +445,7 @@ class Decision:
                 if position.twins and not new:
                     break
                 rivals = self._add_twins(position, new, rivals)
-            elif distance < before:
+            elif distance < smallest:
                 if self.exact_runs.same(i, position) is not None:
                     break
                 rivals = self._rivals(token, self._radius_of(distance, noise))
@@ -468,11 +468,11 @@ class Decision:
         return rivals
 
     def _shows_noise(self, position: OpenPosition, noise: float, cut: bool = False) -> bool:
-        """Return whether the states are noisy: more than ``many`` tokens failed, or ``cut`` is set.
+        """Return whether the states are treated as noisy, because too many tokens failed.
 
-        ``cut`` says that time ran out before all tokens that can be right were verified.
+        ``cut``: time ran out before all tokens that can be right were verified, which also counts.
         """
-        many = min(NOISE_THRESHOLD, self.task.table.distinct // 2)
+        limit = min(NOISE_THRESHOLD, self.task.table.distinct // 2)
         wrong = position.distances[position.best] > 2.0 * noise
-        self.noised = self._may_be_noised and wrong and (cut or len(position.rivals) > many)
+        self.noised = self._may_be_noised and wrong and (cut or len(position.rivals) > limit)
         return self.noised

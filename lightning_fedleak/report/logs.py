@@ -97,7 +97,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     """Return the logs in folders and all their subfolders.
 
     Args:
-        places: Log folders of runs, or log files. For a file, its folder is read without subfolders.
+        places: Log folders of runs, or log files. For a file, its folder is read, but no subfolder.
         run: The id of the only fit to return; default all.
 
     Raises:
@@ -230,7 +230,7 @@ def _by_step(lists: Sequence[Sequence[V]]) -> list[V]:
 
 
 def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
-    """Merge the first lines of a fit's monitors; what they have in common is taken from one."""
+    """Merge the first lines of a fit's monitors; further fields are those of the first one."""
     attacks = _unique_by_name([begin.attacks for begin in begins])
     names = {attack.name for attack in attacks}
     not_played = _unique_by_name([begin.not_played or () for begin in begins])

@@ -133,7 +133,7 @@ class Bins:
         }
 
     def downsample(self, line: Points) -> dict[int, tuple[int, float]]:
-        """Return the point with the highest value of each bin, and the newest one of the last bin."""
+        """Return each bin's point with the highest value; of the last bin, the newest point."""
         finite = [(s, v) for s, v in line if v is not None and abs(v) < MAX_DRAWN]
         parts = sorted(grouped(finite, lambda p: self._bins[p[0]]).items())
         highest = {index: max(part, key=lambda p: p[1]) for index, part in parts}
@@ -311,7 +311,7 @@ def _mean_of(attack: AttackSummary, steps: set[int]) -> MetricValue:
 def utility(fit: FitSummary) -> dict[str, Points]:
     """Return the user's metrics, validation first.
 
-    In a federation it is the metric of the aggregated model, or the clients' mean without one.
+    In a federation it is the metric logged for the sum over clients, or else the clients' mean.
     """
     by_name: dict[str, dict[str, Points]] = {}
     for title, points in fit.utility.items():

@@ -145,8 +145,8 @@ def load_state(path: Path) -> Any:
 def _pack(value: object, tensors: dict[str, Tensor]) -> object:
     """Return a state as JSON types, with references to its tensors, which go to ``tensors``.
 
-    A mapping becomes ``{"items": [[key, value], ...]}``, which keeps keys that are no strings. A tensor
-    becomes ``{"tensor": name}``.
+    A mapping becomes ``{"items": [[key, value], ...]}``, since its keys may be other than strings.
+    A tensor becomes ``{"tensor": name}``.
     """
     if isinstance(value, Tensor):
         tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()

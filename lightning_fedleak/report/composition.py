@@ -77,9 +77,7 @@ def curves_of(
     largest = _largest_histories(histories)
     if accountant not in ("prv", "rdp") or sampling is None or not all(largest):
         return []
-    kind = (
-        accountant if len(largest) == 1 else "rdp"
-    )  # several clients: RDP takes microseconds each
+    kind = accountant if len(largest) == 1 else "rdp"  # RDP composes in microseconds
     curves = [_curve(history, kind, sampling) for history in largest]
     return curves if all(curves) else []
 

@@ -46,13 +46,8 @@ def _template() -> jinja2.Template:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
-    environment.filters |= {
-        "rates": _shown_rates,
-        "most": _rounded_up,
-        "brief": brief,
-        "css": _css_width,
-    }
-    environment.filters |= {"ends_in_words": brief_interval}
+    environment.filters |= {"rates": _shown_rates, "most": _rounded_up, "brief": brief}
+    environment.filters |= {"ends_in_words": brief_interval, "css": _css_width}
     functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")

@@ -166,7 +166,7 @@ class Account:
 
     @property
     def clip_norm(self) -> object:
-        """The norm to which it clipped; None where no settings were recorded."""
+        """The norm to which the defence clips; None if no settings were recorded."""
         return clip_in_words(self.settings)
 
     @property

@@ -248,12 +248,12 @@ def knee(fit: FitSummary) -> _Knee | None:
 
 
 def _best(looks: Sequence[tuple[float, Point]]) -> tuple[float, Point]:
-    """Return the look with the lowest, which is the best, utility."""
+    """Return the look with the best utility: the lowest, since the metric is a loss."""
     return min(looks, key=lambda look: look[0])
 
 
 def _advice(at: str, metric: str, best: Point, last: Point) -> str:
-    """Return what stopping at the best utility would have changed."""
+    """Return, in a sentence, how stopping at the best utility would have changed the leakage."""
     if best.step >= last.step:
         return f"{metric} still improved at the last look: no knee within this run."
     auc_at_best, auc_at_end = best.value or 0.0, last.value or 0.0

@@ -197,7 +197,7 @@ def ticks(span: Span, max_intervals: int) -> list[float]:
 MAX_BINS = 120
 """Largest number of points of a line. If there are more looks, adjacent ones share a bin."""
 MAX_RUNS = 3
-"""Largest number of runs of which a page has separate charts, with fewer points for each run.
+"""Largest number of runs for which a page has charts of each run; more runs have fewer points.
 
 With more runs the page would exceed 150 KB. Charts that compare runs are always drawn.
 """
@@ -220,7 +220,7 @@ class _Figure:
 
 
 def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
-    """Return the charts of a run for which there are data; none on a page of too many runs.
+    """Return the charts of a run for which there are data; [] with more than ``MAX_RUNS`` runs.
 
     Args:
         fit: The run.
@@ -553,5 +553,5 @@ def _shorten(name: str, max_length: int) -> str:
 
 
 def _step_ticks(span: Span, is_narrow: bool) -> list[float]:
-    """Return the ticks of an axis of steps, which are whole numbers."""
+    """Return the ticks of an axis of steps; only whole numbers are steps."""
     return [tick for tick in ticks(span, 4 if is_narrow else 10) if tick == int(tick)]

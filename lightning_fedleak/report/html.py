@@ -74,7 +74,7 @@ def _css_width(share: float) -> str:
 
 
 def _gauge_ends(rate: MetricValue) -> tuple[float, float]:
-    """Return the ends of a rate's interval on a gauge; twice the value without an interval."""
+    """Return the ends of a rate's interval on a gauge; without one, both are the value."""
     value = rate.value or 0.0
     low = value if rate.low is None else max(0.0, rate.low)
     high = rate.high if rate.high is not None else value if rate.low is None else 1.0
@@ -140,29 +140,20 @@ def leakage_file(findings: Findings) -> JsonObject:
         attacks = [_attack_facts(*pair) for pair in zip(fit.attacks, row["attacks"], strict=True)]
         privacy = {account.defense: account.claim for account in fit.privacy}
         results = {"attacks": attacks, "privacy": privacy}
-        runs.append({name: row[name] for name in _RUN_FIELDS} | results)
+        runs.append({name: row[name] for name in _RUN_KEYS} | results)
     facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
     return {**facts, "runs": runs, "release": findings.people.get("release", {})}
 
 
-_RUN_FIELDS = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")
-_ATTACK_FIELDS = (
-    "name",
-    "stage",
-    "family",
-    "headline",
-    "chance",
-    "looks",
-    "control",
-    "why_unknown",
-)
+_RUN_KEYS = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")
+_ATTACK_KEYS = ("name", "stage", "family", "headline", "chance", "looks", "control", "why_unknown")
 
 
 def _attack_facts(attack: AttackSummary, row: JsonObject) -> JsonObject:
     """Return an attack for ``leakage.json``: fields of its row in the report, and its last rate."""
     rate, smallest = as_json(attack.last or MetricValue()), smallest_rate(attack)
     smallest = None if smallest is None or smallest >= 1 else smallest
-    facts = {name: row[name] for name in _ATTACK_FIELDS} | {"n": attack.last_n, **rate}
+    facts = {name: row[name] for name in _ATTACK_KEYS} | {"n": attack.last_n, **rate}
     return {**facts, "stale": attack.stale, "smallest_rate_detected": smallest}
 
 

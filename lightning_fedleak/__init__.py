@@ -1,6 +1,6 @@
 """See, while a language model is being fine-tuned, what a federated client would leak.
 
-The names below are loaded when they are first used.
+The modules of the names below are imported when a name is first used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.trainers import Watch as Watch
     from lightning_fedleak.trainers import defended as defended
 
-_ACCELERATE = {"LeakageCallback", "defended"}  # need accelerate, which is an extra
+_ACCELERATE = {"LeakageCallback", "defended"}  # these need accelerate, an extra
 __all__ = ["__version__", *sorted({*homes_of(__name__)} - _ACCELERATE)]
 
 __getattr__ = lazy(__name__)

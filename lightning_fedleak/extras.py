@@ -1,4 +1,7 @@
-"""The command that installs an extra of this package. Imports nothing heavy."""
+"""Errors for missing optional packages, with the command that installs the extra they are in.
+
+This module imports the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ NAME = "lightning-fedleak"
 
 @contextmanager
 def require_package(extra: str, what: str, error: type[Exception] = ImportError) -> Iterator[None]:
-    """Raise an error if an import in the block fails: what needs it, and what installs it."""
+    """Raise an error with an install command if an import in the block fails.
+
+    Args:
+        extra: the name of the extra in ``pyproject.toml`` that has the package.
+        what: what needs the package, for the message.
+        error: class of the error.
+    """
     try:
         yield
     except ImportError as cause:
@@ -21,17 +30,17 @@ def require_package(extra: str, what: str, error: type[Exception] = ImportError)
 
 
 def install(extra: str) -> str:
-    """Return the command that adds an extra.
+    """Return the pip command that installs an extra.
 
-    A package that was installed from a folder, an archive or a repository records its origin
-    (PEP 610), which the command then names.
+    If the package was installed from a folder, an archive or a repository, pip recorded this origin
+    (PEP 610), and the command names it.
 
     Args:
         extra: the name of the extra in ``pyproject.toml``.
     """
     try:
         package = distribution(NAME)
-    except PackageNotFoundError:  # run from its folder
+    except PackageNotFoundError:  # not installed: run from its source folder
         return f"pip install '.[{extra}]' in the folder that holds lightning_fedleak"
     record = package.read_text("direct_url.json")
     if record is None:

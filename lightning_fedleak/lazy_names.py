@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used."""
+"""Lazy imports: names of a package whose modules are imported at their first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 
 @functools.cache
 def homes_of(package: str) -> Mapping[str, str]:
-    """Return the modules of the names that a package imports under ``if TYPE_CHECKING:``.
+    """Return the module of each name that a package imports under ``if TYPE_CHECKING:``.
 
-    The source is parsed, so that each name is written once: type checkers read the same lines.
+    The package's source is parsed, so that each name is listed once, in the imports that type
+    checkers read too.
 
     Args:
-        package: the name of the package, which is being imported.
+        package: the name of the package, which is in ``sys.modules``.
     """
     module = sys.modules[package]
     tree = ast.parse("".join(linecache.getlines(str(module.__file__), vars(module))))
@@ -27,17 +28,17 @@ def homes_of(package: str) -> Mapping[str, str]:
 
 
 def lazy(package: str) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package, which imports the module of a name.
+    """Return a ``__getattr__`` for a package, which imports the module of a requested name.
 
     Args:
-        package: the name of the package.
+        package: the name of the package, in which the names are imported under ``TYPE_CHECKING``.
     """
     homes = homes_of(package)
 
     def load(name: str) -> object:
         if name in homes:
             return getattr(importlib.import_module(homes[name]), name)
-        import difflib  # only errors need it
+        import difflib  # needed for errors only
 
         close = difflib.get_close_matches(name, homes, n=1)
         hint = f". Did you mean {close[0]}?" if close else ""

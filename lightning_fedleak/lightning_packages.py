@@ -1,9 +1,9 @@
-"""Lightning is two packages, ``lightning.pytorch`` and ``pytorch_lightning``, of twin classes.
+"""Support for both packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-``lightning`` installs both, and a program may load either. A run uses one of them: that of its
-Trainer. Both are imported here, which takes a tenth of a second more than one, so that a class does
-not depend on what the program imported first. An import of either moves the log that all messages
-go to, and sets levels of loggers: the second one's import is undone in that.
+The two packages define the same classes twice. ``lightning`` installs both, and a program may use
+either: a run uses that of its Trainer. Both are imported here, which takes a tenth of a second more
+than one, so that our classes do not depend on which one the program imported first. The import of
+each package changes global loggers and warnings; the changes by the second one are undone.
 """
 
 from __future__ import annotations
@@ -31,28 +31,31 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def both(*names: str) -> tuple[Any, ...]:
-    """Return the attributes of these names in both packages; of classes, for ``isinstance``.
+    """Return attributes of both packages, such as classes for ``isinstance``.
 
     Args:
-        names: names in the package, such as ``"strategies.DDPStrategy"``.
+        names: names in the packages, such as ``"strategies.DDPStrategy"``.
     """
     return tuple(_attribute(package, name) for name in names for package in PACKAGES)
 
 
 def package_of(thing: object) -> str:
-    """Return the package that a Trainer, a strategy, an accelerator or a class of them comes from.
+    """Return the package that an object of Lightning, or a class, comes from.
+
+    Args:
+        thing: a Trainer, a strategy, an accelerator, or a class of them.
 
     Raises:
         TypeError: it comes from neither package.
     """
     for cls in (thing if isinstance(thing, type) else type(thing)).__mro__:
-        if (package := _home(cls)) is not None:
+        if (package := _package_of_class(cls)) is not None:
             return package
     raise TypeError(f"{thing!r} is an object of neither {' nor '.join(PACKAGES)}")
 
 
 def twin(name: str, thing: object) -> Any:
-    """Return the attribute of a name in the package that an object comes from.
+    """Return an attribute of the package that an object comes from.
 
     Args:
         name: a name in the package, such as ``"strategies.DDPStrategy"``.
@@ -85,9 +88,9 @@ def _attribute(package: str, name: str) -> Any:
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """Restore the global state that an import of Lightning changes: logs and warnings."""
-    named = logging.root.manager.loggerDict.values()
-    loggers = [logger for logger in named if isinstance(logger, logging.Logger)]
+    """Restore the loggers and the warnings that an import of Lightning changes."""
+    entries = logging.root.manager.loggerDict.values()  # loggers, and placeholders of parents
+    loggers = [logger for logger in entries if isinstance(logger, logging.Logger)]
     states = [(log, log.level, log.propagate, [*log.handlers]) for log in loggers]
     names = ("log", "rank_zero_deprecation_category")
     messages = {name: getattr(rank_zero, name) for name in names}
@@ -107,8 +110,8 @@ def _unchanged() -> Iterator[None]:
 
 def _import_both() -> None:
     """Import both packages, without side effects of the one that the program does not use."""
-    first = next((package for package in PACKAGES if package in sys.modules), PACKAGES[0])
-    importlib.import_module(first)
+    preferred = next((package for package in PACKAGES if package in sys.modules), PACKAGES[0])
+    importlib.import_module(preferred)
     with _unchanged():
         for package in PACKAGES:
             importlib.import_module(package)
@@ -117,12 +120,14 @@ def _import_both() -> None:
 _import_both()
 
 
-def _home(cls: type) -> str | None:
+def _package_of_class(cls: type) -> str | None:
+    """Return the package of Lightning in which a class is defined; None if it is in neither."""
     names = (p for p in PACKAGES if f"{cls.__module__}.".startswith(f"{p}."))
     return next(names, None)
 
 
 def _refuse_trainer(callback: object, trainer: str) -> NoReturn:
+    """Raise an error for a trainer of another library that a callback was given to."""
     name = type(callback).__name__
     raise TypeError(
         f"{name} is a callback of Lightning's Trainer and does not work in {trainer}: train the "
@@ -132,19 +137,22 @@ def _refuse_trainer(callback: object, trainer: str) -> NoReturn:
     )
 
 
-# ---- classes that both packages accept as their own ------------------------------------------
+# ---- base classes that are accepted by both packages -----------------------------------------
 
 
 class _OnePackageFirst(ABCMeta):
-    """Orders base classes: those of the first package come before those of the other."""
+    """A metaclass by which the methods of one package precede those of the other.
+
+    The preferred package is that of the first base class from Lightning.
+    """
 
     def mro(cls) -> list[type]:
-        """Return the usual order, with the other package's classes after the first one's."""
+        """Return the method resolution order, with the other package's classes moved back."""
         order = super().mro()
-        package = next(filter(None, map(_home, order)), None)
-        foreign = [base for base in order if _home(base) not in (None, package)]
+        package = next(filter(None, map(_package_of_class, order)), None)
+        foreign = [base for base in order if _package_of_class(base) not in (None, package)]
         native = [base for base in order if base not in foreign]
-        end = max((i for i, base in enumerate(native, 1) if _home(base)), default=0)
+        end = max((i for i, base in enumerate(native, 1) if _package_of_class(base)), default=0)
         return [*native[:end], *foreign, *native[end:]]
 
 
@@ -164,7 +172,7 @@ if not TYPE_CHECKING:
     class EitherStrategy(*both("strategies.Strategy"), metaclass=_OnePackageFirst):
         """A strategy for the Trainers of both packages.
 
-        A subclass that also derives from a strategy of one package has only that one's methods.
+        A subclass that also derives from a strategy of one package uses that package's methods.
         """
 
     AnyStrategy = Union[both("strategies.Strategy")]  # noqa: UP007

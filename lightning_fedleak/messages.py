@@ -1,7 +1,7 @@
-"""Messages that only the first process shows, in the log of Lightning's messages.
+"""Messages that only the first process (rank 0) shows, by the logger of Lightning.
 
-Lightning stores the rank of a process when it is imported. Without Lightning the rank is read here
-from the environment at each message, so that no global state is changed.
+Lightning stores the rank of the process when it is imported. Without Lightning, the rank is read
+from the environment at each message; no global state is changed.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ def is_first_process() -> bool:
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Show no warning, and log nothing below an error, in the block."""
-    earlier = logging.root.manager.disable
+    """Suppress warnings, and log messages below the level of an error, in the block."""
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(earlier)
+        logging.disable(disabled_level)
 
 
 def rank_zero_info(text: str) -> None:
-    """Log a text for information."""
+    """Log a text at level INFO in the first process."""
     if is_first_process():
         rank_zero.log.info(text, stacklevel=2)
 
 
 def rank_zero_warn(text: str) -> None:
-    """Show a warning at the line that calls this."""
+    """Show a warning in the first process, with the line of the caller."""
     if is_first_process():
         warnings.warn(text, stacklevel=2)

@@ -1,4 +1,8 @@
-"""Files that only their owner may read: modes, secrets, hashes, and recovered text."""
+"""Files that only their owner may read (mode 0600), and hashes of tensors.
+
+Tensors and states are written as safetensors, secrets and lines as JSON: each of these files is
+written whole or not at all. :class:`RevealFiles` appends recovered text to files.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,13 @@ from torch import Tensor
 
 
 def check_private(path: Path) -> None:
-    """Raise an error for a file that another user may read or write; modes only on POSIX.
+    """Raise an error for a file that another user may access.
+
+    Owner and mode are checked on POSIX only.
 
     Raises:
-        ValueError: it is a link or no file, belongs to another user, or has another mode than 0600.
+        ValueError: the file is a link or no regular file, belongs to another user, or gives
+            permissions to other users.
         OSError: its mode cannot be read.
     """
     status = os.lstat(path)
@@ -51,7 +58,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 WRAPPERS = frozenset(
     ("base_model", "model", "module", "default", "modules_to_save", "_orig_mod", "_forward_module")
 )
-"""Parts of a parameter's name that depend on the wrappers of the model, or on its format."""
+"""Parts of a parameter's name that depend on the model's wrappers or on the file format."""
 
 
 def plain_name(name: str) -> str:
@@ -82,10 +89,15 @@ def digest_weights(hashes: Mapping[str, str]) -> str:
 def save_private(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors to a safetensors file of mode 0600, whole or not at all, over an earlier one.
+    """Write or overwrite a safetensors file of mode 0600, whole or not at all.
+
+    Args:
+        path: the path of the file.
+        tensors: the tensors by name.
+        metadata: texts by name for the header of the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     _write(path, save(dict(tensors), metadata), os.replace)
 
@@ -105,35 +117,44 @@ def load_private(path: Path) -> dict[str, Tensor]:
 
 
 def save_state(path: Path, state: object) -> None:
-    """Write a state of plain values and tensors to a file of mode 0600, whole or not at all."""
+    """Write a state to a safetensors file of mode 0600, whole or not at all.
+
+    Args:
+        path: the path of the file.
+        state: tensors and plain values, in nested mappings, lists and tuples.
+    """
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_packed(state, tensors))
+    text = json.dumps(_pack(state, tensors))
     save_private(path, tensors, {"state": text})
 
 
 def load_state(path: Path) -> Any:
-    """Return the state that :func:`save_state` wrote to a file."""
+    """Return the state that :func:`save_state` wrote to a file; tuples come back as lists."""
     with safe_open(path, "pt") as file:
 
-        def unpacked(value: Any) -> Any:
+        def unpack(value: Any) -> Any:
             if isinstance(value, dict) and "tensor" in value:
                 return file.get_tensor(value["tensor"])
             if isinstance(value, dict):
-                return {name: unpacked(item) for name, item in value["items"]}
-            return [unpacked(item) for item in value] if isinstance(value, list) else value
+                return {name: unpack(item) for name, item in value["items"]}
+            return [unpack(item) for item in value] if isinstance(value, list) else value
 
-        return unpacked(json.loads(file.metadata()["state"]))
+        return unpack(json.loads(file.metadata()["state"]))
 
 
-def _packed(value: object, tensors: dict[str, Tensor]) -> object:
-    """Return a state in JSON's types, and move its tensors to ``tensors``."""
+def _pack(value: object, tensors: dict[str, Tensor]) -> object:
+    """Return a state as JSON types, with references to its tensors, which go to ``tensors``.
+
+    A mapping becomes ``{"items": [[key, value], ...]}``, since its keys may be other than strings.
+    A tensor becomes ``{"tensor": name}``.
+    """
     if isinstance(value, Tensor):
         tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()
         return {"tensor": str(len(tensors) - 1)}
     if isinstance(value, Mapping):
-        return {"items": [[name, _packed(item, tensors)] for name, item in value.items()]}
+        return {"items": [[name, _pack(item, tensors)] for name, item in value.items()]}
     if isinstance(value, list | tuple):
-        return [_packed(item, tensors) for item in value]
+        return [_pack(item, tensors) for item in value]
     return value
 
 
@@ -161,13 +182,20 @@ def write_lines(path: Path, lines: Iterable[object]) -> None:
 
     Raises:
         OSError: it cannot be written.
-        TypeError: a line is no JSON.
+        TypeError: a line cannot be written as JSON.
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     _write(path, text.encode(), os.replace)
 
 
 def _write(path: Path, content: bytes, publish: Callable[[Path, Path], object]) -> None:
+    """Write a draft in the same folder, then give it its name.
+
+    Args:
+        path: the path of the file, whose folder is created if it is missing.
+        content: the content.
+        publish: gives a draft its name: ``os.replace`` overwrites a file, ``os.link`` does not.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -206,7 +234,7 @@ GAP = "[?]"
 
 
 class RevealFiles:
-    """Recovered text in local files of mode 0600, which are never logged and never uploaded.
+    """Writes recovered text to local files of mode 0600, which are never logged or uploaded.
 
     Args:
         folder: the folder of the files.
@@ -225,11 +253,11 @@ class RevealFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "a", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o600)  # whatever its mode was
+            os.fchmod(file.fileno(), 0o600)  # an earlier file may have another mode
             file.writelines(f"{line}\n" for line in lines)
 
     def each(self, ids: Sequence[int]) -> str:
-        """Return the texts of single tokens."""
+        """Return the texts of tokens, each decoded alone; their ids without a tokenizer."""
         if self._tokenizer is None:
             return " ".join(str(i) for i in ids)
         return " ".join(repr(self._tokenizer.decode([i])) for i in ids)

@@ -1,4 +1,4 @@
-"""What work takes: its seconds, a device's rate, and progress bars of work that takes seconds."""
+"""Measures time and memory of work on a device, and shows progress bars of long work."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Item = TypeVar("Item")
 
 _display: ContextVar[Progress | None] = ContextVar("_display", default=None)
+"""The display of the enclosing :func:`bars`; None if no bars are shown."""
 
 
 @contextmanager
 def bars(show: bool) -> Iterator[None]:
-    """Show a bar for each :func:`track` within, unless another live display is running.
+    """Show a bar for each :func:`track` in the block, unless another live display is running.
 
     Args:
-        show: whether to show anything.
+        show: whether to show bars.
     """
     progress = Progress(
         TextColumn("{task.description}"),
@@ -51,13 +52,13 @@ def bars(show: bool) -> Iterator[None]:
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return what work takes: CPU seconds divided by the threads, or seconds of a GPU.
+    """Return the duration of work: CPU seconds divided by the number of threads, or GPU seconds.
 
-    On a CPU, other programs do not change it; on a GPU they may.
+    Load by other programs changes it on a GPU, but not on a CPU.
 
     Args:
-        work: function that is called once.
-        device: device that it runs on.
+        work: the function to measure, which is called once.
+        device: the device that it runs on.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -74,13 +75,13 @@ def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(device: torch.device, *, begin: bool = False) -> float:
-    """Return the most memory that was in use since the last call with ``begin``; NaN if not known.
+    """Return the peak memory in bytes since the last call with ``begin``; NaN if unknown.
 
-    It is the process's on a CPU (on Linux alone), and PyTorch's on a GPU.
+    On a CPU it is the memory of the process (Linux only), on a GPU that allocated by PyTorch.
 
     Args:
         device: the device.
-        begin: count from now on, and return what is in use now.
+        begin: whether to reset the peak first, so that the memory in use now is returned.
     """
     if device.type == "cuda":
         if begin:
@@ -97,13 +98,13 @@ def peak_bytes(device: torch.device, *, begin: bool = False) -> float:
 
 @cache
 def operations_per_second(device: torch.device) -> float:
-    """Return the operations a second of a product of matrices in float32, measured once.
+    """Return the floating-point operations per second of a float32 matrix product, measured once.
 
     Args:
         device: the device of the product.
     """
     matrix = torch.ones(512, 512, dtype=torch.float32, device=device)
-    float((matrix @ matrix)[0, 0])  # what the device sets up for its first product is not timed
+    float((matrix @ matrix)[0, 0])  # the first product, which includes set-up, is not timed
     products = 4
     seconds = measure_seconds(lambda: [matrix @ matrix for _ in range(products)], device)
     return products * 2 * len(matrix) ** 3 / max(seconds, 1e-9)
@@ -116,8 +117,8 @@ def track(
 
     Args:
         items: items of a known number.
-        task_name: what is being done, in a few words.
-        describe: returns words on the current item.
+        task_name: name of the work, shown before the bar.
+        describe: returns a few words on the current item.
     """
     progress = _display.get()
     if progress is None:

@@ -1,4 +1,7 @@
-"""Checks of arguments, one line each: the message names the argument, its range and the value."""
+"""Checks of arguments. The message of each names the argument, its allowed range and its value.
+
+:func:`explain_errors` and :func:`explain_arguments` replace the messages of other errors.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ def check_choice(
     hint: str = "",
     error: type[Exception] = ValueError,
 ) -> Value:
-    """Return the value, or raise an error unless it is one of a few.
+    """Return the value, or raise an error unless it is one of the choices.
 
     Args:
         name: the argument's name, which begins the message.
@@ -135,12 +138,12 @@ def check_choice(
 def explain_errors(
     message: str, *caught: type[Exception], error: type[Exception], hint: str = ""
 ) -> Iterator[None]:
-    """Raise an error in place of those of the block.
+    """Replace errors in the block by an error with an explanation.
 
     Args:
-        message: what failed; the error's own words, and the file that it names, follow a colon.
+        message: what failed. The text of the replaced error, and the file that it names, follow.
         caught: classes of errors that are replaced.
-        error: class of the new one.
+        error: class of the new error.
         hint: ends the message: what to do.
     """
     try:
@@ -151,7 +154,7 @@ def explain_errors(
             words = f"{type(cause).__name__} {words}".rstrip()
         if (file := getattr(cause, "filename", None)) and str(file) not in message:
             words += f" ({file})"
-        # A chained error of JSON would hold the whole line that it could not read.
+        # Not chained: an error of the JSON parser holds the whole text, which may be private.
         raise error(f"{message}: {words}{hint and f'. {hint}'}") from None
 
 
@@ -205,6 +208,6 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
 
 
 def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:
-    """Return the sentence of a refusal."""
+    """Return the message on a value that is not allowed."""
     end = f": {hint}" if hint else ""
     return f"{name} must be {allowed}{', or None' if optional else ''}, got {value!r}{end}"

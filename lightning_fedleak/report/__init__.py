@@ -1,6 +1,8 @@
-"""What runs record, in ``records``, and what people read of it: one page, one JSON.
+"""The log files of a run (``records``), and the reports that are made from them.
 
-The names of the pages are loaded when they are first used: who writes records needs none of them.
+:func:`read` reads the logs, :func:`findings` makes the content of a report from them, and
+:func:`write` writes it as HTML and JSON. These names are imported at their first use, since a run
+that only writes logs does not need them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What each attack read in a fit: one summary for each attack and stage."""
+"""The results of the attacks in a fit: one :class:`AttackSummary` for each attack and stage.
+
+A stage is the data that was attacked: an update before or after a client's defence, the sum over
+clients, or the trained model. ``results`` makes the summaries from the lines of the log.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,25 @@ from typing import NamedTuple
 from lightning_fedleak.report.records import HIGH, Family, JsonObject, MetricValue
 
 SUM = "sum"
-"""The client whose update is that of all together."""
+"""The client name of results on the sum over all clients."""
 RELEASED = "released"
 """The stage of the trained model."""
 NEXT_TO_NONE = 0.1
-"""An attack that reads no further above chance read next to nothing. Not tuned."""
+"""Distance above chance up to which a result counts as next to nothing. Not tuned."""
 
 Points = list[tuple[int, float | None]]
+"""Pairs of a step, or round, and a value; None is unknown."""
 
 
 class Point(NamedTuple):
-    """The headline of an attack at one look; values are None where it is unknown.
+    """The headline, the main metric of an attack, at one look.
 
     Attributes:
-        step: optimizer step or round.
-        client: whose update; empty where results are not separated by client.
-        value, low, high: the headline and the ends of its 95% interval.
-        n: number of tokens, texts or games that it is computed from.
-        withheld: whether a gate kept the update back.
+        step: Optimizer step or round.
+        client: The client of the update; empty if results are not separated by client.
+        value, low, high: The headline and the ends of its 95% interval; None if unknown.
+        n: The number of tokens, texts or games that it is computed from.
+        withheld: Whether a gate withheld the update.
     """
 
     step: int
@@ -46,15 +51,16 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class QuotedLook:
-    """The look by which a report speaks of an attack.
+    """The look whose values a report quotes for an attack.
 
     Attributes:
-        step: optimizer step or round.
-        n: number of tokens, texts or games that it is computed from.
-        rate: the headline.
-        rates: the known values of all metrics.
-        control: the headline of what was read of known words or texts; None without a control.
-        is_latest: whether it is the latest look; else it is the highest one.
+        step: Optimizer step or round.
+        n: The number of tokens, texts or games that it is computed from.
+        rate: The headline.
+        rates: The values of all metrics that have one.
+        control: The headline on the positive control, words or texts that are known to be in the
+            step; None without a control.
+        is_latest: Whether it is the latest look; otherwise it is the highest one.
     """
 
     step: int
@@ -67,14 +73,14 @@ class QuotedLook:
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """What an attack read of one client.
+    """The results of an attack on one client.
 
     Attributes:
-        looks: measurements of updates that left.
-        withheld: updates that did not leave.
-        unknown: measurements without a result.
-        mean, highest: of the headline over the looks.
-        last: the latest headline.
+        looks: The number of results on updates that left.
+        withheld: The number of results on updates that did not leave.
+        unknown: The number of measurements of updates that left without a result.
+        mean, highest: The mean and the highest headline over the looks.
+        last: The latest headline.
     """
 
     looks: int
@@ -87,42 +93,44 @@ class ClientSummary:
 
 @dataclass(frozen=True)
 class AttackSummary(ClientSummary):
-    """What an attack read at a stage, of all clients; numbers are of updates that left.
+    """The results of an attack at one stage, over all clients, on updates that left.
 
     Attributes:
-        name, stage, adversary, reads, config: as recorded.
-        family: what kind of leak it reads.
-        headline: the metric of the means below.
-        chance: its value for guessing.
-        dishonest: whether its server chooses weights or layers; None where that was not recorded.
-        exposed: whether what it reads was shared.
-        why_unknown: the latest reason.
-        n: tokens, texts or games that the numbers rest on, in all.
-        worst_client: highest value of a single client.
-        clients: by their names; empty where there is one.
-        last_n: ``n`` of the latest value, which of several clients is that of the worst one.
-        last_client: whose it is.
-        rates: the latest value of each metric that the family shows.
-        visible: the smallest rate that the latest look could have seen; None where not recorded.
-        pool: names the texts that it compared; results compare on the same ones only.
-        allowed: the most that an account of DP allows it at the latest look, by metric; empty where
+        name, stage, adversary, reads, config: The attack as recorded.
+        family: The kind of leak that it measures.
+        headline: The main metric, that of the numbers below.
+        chance: The value of the headline that guessing reaches.
+        dishonest: Whether its server chooses weights or layers; None if not recorded.
+        exposed: Whether the data that it reads were shared.
+        why_unknown: The latest reason for a missing result; None if there is none.
+        n: The total number of tokens, texts or games behind the numbers.
+        worst_client: The highest value of a single client; None if not recorded.
+        clients: The summary of each client by name; empty if results are not separated by client.
+        last_n: ``n`` of the latest look; of several clients, of the one with the highest value.
+        last_client: The client of that look; None for a single client.
+        rates: The values of the family's metrics at that look.
+        visible: The smallest rate that the latest look could detect; None if not recorded.
+        pool: Identifies the candidate texts: only results on the same ones are comparable.
+        allowed: The largest values that a DP account allows at the latest look, by metric; empty if
             no account was compared.
-        refuted: whether any look refuted that account; None where none was compared.
-        certified: share of the looks at which the attack's own check held; None without a check.
-        control: the headline of what it read of known words or texts in the same step, at the
-            latest look; None where it has no control, or none that could be read.
-        control_of_a_part: the same of a part of the batch; None where none was tried.
-        blind: measurements whose low number says nothing, since their control is low too.
-        by_aggregation: those that are low because the batch holds more than it can distinguish.
-        control_note: what its controls change, in a sentence; empty where they change nothing.
-        above_chance: how far above guessing it read, up to 1, as far as controls are high; -1 where
-            that is unknown.
-        stale: why the weights that training ended with are unknown, where earlier ones were read.
-        p_value: how probable guessing is to do so well at any look, corrected for all of them;
-            None where not recorded.
-        conclusive: whether guessing is excluded; None where that does not apply.
-        points: the headline over the looks.
-        quoted: the look by which a report speaks of the attack; None without a result.
+        refuted: Whether any look refuted that account; None if none was compared.
+        certified: Share of the looks at which the attack verified its own result; None if it has no
+            such check.
+        control: The headline on the positive control at the latest look: words or texts known to be
+            in the same step. None if there is no control, or it could not be measured.
+        control_of_a_part: The control on a part of the batch; None if none was measured.
+        blind: The number of looks whose low value is no evidence, since the control is low too.
+        by_aggregation: The number of looks with a low value because the batch holds more than the
+            attack can distinguish.
+        control_note: The effect of the controls, in a sentence; empty without an effect.
+        above_chance: The distance above guessing, scaled so that certainty has 1 and corrected by
+            the controls; -1 if unknown.
+        stale: The reason why the final weights were not measured, if earlier ones were; else None.
+        p_value: The probability that guessing does as well at any look, corrected for all looks;
+            None if not recorded.
+        conclusive: Whether guessing is excluded; None if that does not apply.
+        points: The headline at each look, withheld updates included.
+        quoted: The look whose values a report quotes; None without a result.
     """
 
     name: str
@@ -161,10 +169,10 @@ class AttackSummary(ClientSummary):
 
     @property
     def has_control(self) -> bool:
-        """Whether it has a control, also one that could not be read."""
+        """Whether it has a positive control, also one that could not be measured."""
         return self.control is not None or bool(self.control_note)
 
     @property
     def is_blind(self) -> bool:
-        """Whether its numbers are low, and one of them says nothing since its control is low."""
+        """Whether its values are low, and at least one look is blind: its control is low too."""
         return self.blind > 0 and self.above_chance <= HIGH

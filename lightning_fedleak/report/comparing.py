@@ -1,4 +1,9 @@
-"""Several runs side by side: what differs between them, in a sentence and a table."""
+"""The comparison of several runs, as a sentence and a table.
+
+:func:`comparison` takes the overviews of the runs. For each kind of leak it compares the run with
+the highest and the run with the lowest reading (:class:`_Clause`). If a gate stopped some runs, the
+sentence says instead how many updates it withheld.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +21,19 @@ from lightning_fedleak.report.wording import brief_interval
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Several runs side by side.
+    """The comparison of several runs.
 
     Attributes:
-        sentence: what differs.
-        family: the kind of leak that the charts compare: what the sentence names first.
-        metric: the utility that all runs have; empty without one.
-        step, unit: the last step at which all have it; None without one. What is counted.
-        lengths: how many steps or rounds each had, where a gate stopped one; else empty.
-        columns, rows: a table of them.
+        sentence: The differences between the runs.
+        family: The kind of leak that the charts compare, which the sentence names first.
+        metric: The utility metric that all runs have; empty without one.
+        step: The last step at which all runs have it; None without one.
+        unit: The unit of the step, ``"step"`` or ``"round"``.
+        lengths: The number of updates that left, by the runs' names, if a gate stopped some of the
+            runs; otherwise empty.
+        columns, rows: The table of the runs.
         readings: The readings of the family, by the runs' names.
-        utilities: at the step, by the runs' names.
+        utilities: The values of the metric at the step, by the runs' names.
     """
 
     sentence: Sentence = field(metadata={"write": plain})
@@ -42,19 +49,19 @@ class Comparison:
 
 
 def names_of(fits: Sequence[FitSummary]) -> list[str]:
-    """Return a name for each run: its folder, with its id where several have one folder."""
+    """Return a name for each run: its folder, and its id if another run has the same name."""
     names = [fit.name for fit in fits]
     return [f"{f.name} ({f.run})" if names.count(f.name) > 1 else f.name for f in fits]
 
 
 def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Comparison:
-    """Return several runs side by side, what fell to chance first."""
+    """Return the comparison of runs; the kind of leak that fell to chance comes first."""
     names = names_of(fits)
     metric, step, utilities = _utilities(fits, names)
     readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
     by_name = dict(zip(names, fits, strict=True))
-    several = (one for one in readings.values() if len(one) > 1)
-    clauses = sorted((_clause(one, by_name) for one in several), reverse=True)  # what fell first
+    several = (by_run for by_run in readings.values() if len(by_run) > 1)
+    clauses = sorted((_clause(by_run, by_name) for by_run in several), reverse=True)
     family = clauses[0].family if clauses else WORDS.name
     lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
     rows = [
@@ -65,7 +72,7 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     stopped = [n for n, fit in decisions if any(x.did == "stopped" for x in fit.decisions)]
     if 0 < len(stopped) < len(fits):
         pairs = dict(zip(names, zip(fits, overviews, strict=True), strict=True))
-        sentence = _stop(stopped, lengths, readings.values(), pairs)
+        sentence = _stop_sentence(stopped, lengths, readings.values(), pairs)
     else:
         price = "" if is_training(metric) else metric
         sentence = _differences(clauses, price, f"{fits[0].unit} {step}", utilities)
@@ -112,14 +119,14 @@ def _readings(
 
 
 def _updates_that_left(fit: FitSummary) -> int:
-    """Return the updates that no gate kept back; of a Trainer, its steps."""
+    """Return the number of updates that no gate withheld; without rounds, the number of steps."""
     if fit.unit == "round" and fit.updates:
         return fit.updates - fit.withheld
     return fit.length or fit.steps or 0
 
 
 def _cells(fit: FitSummary, overview: Overview, utility_at_step: float | None) -> list[str]:
-    """Return a run's defences, its utility, its readings and what its gate did."""
+    """Return a run's cells: defences, utility, one for each kind of leak, and gate."""
     return [
         ", ".join(defense.name for defense in fit.defenses or ()) or "none",
         _last_utility(fit) if utility_at_step is None else f"{utility_at_step:.3f}",
@@ -129,6 +136,7 @@ def _cells(fit: FitSummary, overview: Overview, utility_at_step: float | None) -
 
 
 def _cell(overview: Overview, family: str) -> str:
+    """Return the reading of a kind of leak, with its interval and attack."""
     reading = next(reading for reading in overview.readings if reading.family == family)
     interval = brief_interval(reading.rate) if reading.rate else ""
     silent = f"; no result of {', '.join(reading.silent)}" if reading.silent else ""
@@ -138,32 +146,38 @@ def _cell(overview: Overview, family: str) -> str:
 
 
 def _last_utility(fit: FitSummary) -> str:
-    """Return the first of a run's metrics at its last step, where runs have none in common."""
+    """Return a run's first metric at its last step, for runs without a metric in common."""
     name, points = next(iter(utility(fit).items()), ("", ()))
     return f"{name} {points[-1][1]:.3f} at {points[-1][0]}" if points else "not recorded"
 
 
-def _stop(
+def _stop_sentence(
     stopped: Sequence[str],
     lengths: Mapping[str, int],
     readings: Iterable[Mapping[str, Reading]],
     runs: Mapping[str, tuple[FitSummary, Overview]],
 ) -> Sentence:
-    """Return what a gate that stopped a run kept back, beside the longest run.
+    """Return the sentence on a gate that stopped a run, compared with the longest other run.
 
-    Where several runs were not stopped, what differs between these comes first.
+    If several runs were not stopped, their comparison comes first.
+
+    Args:
+        stopped: The names of the runs that a gate stopped.
+        lengths: The number of updates that left, by the runs' names.
+        readings: For each kind of leak, the readings by the runs' names.
+        runs: The runs with their overviews, by name.
     """
-    name, ran = stopped[0], [name for name in lengths if name not in stopped]
-    longest = max(ran, key=lambda name: lengths[name])
+    name, unstopped = stopped[0], [name for name in lengths if name not in stopped]
+    longest = max(unstopped, key=lambda name: lengths[name])
     parts = [Part("The gate stopped "), Part(name, "strong")]
     parts += [Part(f" after {lengths[name]} updates. In "), Part(longest, "strong")]
     parts.append(Part(f" all {lengths[longest]} left"))
-    if len(ran) > 1:
-        of_ran = zip(*(runs[name] for name in ran), strict=True)
-        kept_back = Part(f" after {lengths[name]} of {lengths[longest]} updates.")
-        return (*comparison(*of_ran).sentence, Part(" "), *parts[:2], kept_back)
+    if len(unstopped) > 1:
+        fits_and_overviews = zip(*(runs[name] for name in unstopped), strict=True)
+        length = Part(f" after {lengths[name]} of {lengths[longest]} updates.")
+        return (*comparison(*fits_and_overviews).sentence, Part(" "), *parts[:2], length)
     mark = ":"
-    for reading in (each[longest] for each in readings if longest in each):
+    for reading in (by_run[longest] for by_run in readings if longest in by_run):
         if reading.verdict == "read":
             words = f"{mark} {reading.title.lower()}, {reading.measure} "
             parts, mark = [*parts, Part(words), Part(reading.answer, "read")], ";"
@@ -171,15 +185,15 @@ def _stop(
 
 
 class _Clause(NamedTuple):
-    """How far apart the highest and the lowest reading of a kind of leak are.
+    """A clause on the highest and the lowest reading of a kind of leak; sorted by its fields.
 
     Attributes:
-        fell: whether the lowest is next to chance, and surely lower than the highest.
-        differs: whether it is surely lower.
-        height: how far the highest is above guessing.
-        family: the kind.
-        runs: the names of the runs with the highest and the lowest reading.
-        parts: the clause without its full stop.
+        fell: Whether the lowest reading is next to chance and significantly below the highest.
+        differs: Whether it is significantly lower: the intervals do not overlap.
+        height: The distance of the highest reading above guessing.
+        family: The kind of leak.
+        runs: The names of the runs with the highest and the lowest reading.
+        parts: The clause without its full stop.
     """
 
     fell: bool
@@ -191,17 +205,24 @@ class _Clause(NamedTuple):
 
 
 def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:
-    """Return the clause about a kind of leak, from two readings or more by the runs' names."""
+    """Return the clause on a kind of leak.
+
+    The readings differ only if the lower run measured the same attack as the higher one.
+
+    Args:
+        readings: At least two readings, by the runs' names.
+        fits: The runs by their names.
+    """
     low, *_, high = sorted(readings, key=lambda name: readings[name].height)
     top, bottom = readings[high], readings[low]
     attacks = of_what_left(fits[low], top.family)
-    same = [a.quoted.rate for a in attacks if a.name == top.attack and a.quoted]
+    same_attack = [a.quoted.rate for a in attacks if a.name == top.attack and a.quoted]
     doubt = ""
     if bottom.silent:
         doubt = f"; there {', '.join(bottom.silent)} gave no result"
-    elif not same:
+    elif not same_attack:
         doubt = f" by another attack, {bottom.attack}"
-    elif not all(are_apart(top.rate, rate) for rate in (bottom.rate, *same)):
+    elif not all(are_apart(top.rate, rate) for rate in (bottom.rate, *same_attack)):
         doubt = "; the intervals overlap"
     answer, differs = bottom.answer, not doubt
     fell = differs and bottom.verdict == "little"
@@ -221,7 +242,14 @@ def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> 
 def _differences(
     clauses: Sequence[_Clause], metric: str, at: str, utilities: Mapping[str, float]
 ) -> Sentence:
-    """Return how far the runs are apart in each kind of leak, and for what price."""
+    """Return the difference between the runs in each kind of leak, and its price in utility.
+
+    Args:
+        clauses: The clauses in their order.
+        metric: The utility metric; empty if no price is stated.
+        at: The step of the utilities, in words.
+        utilities: The utility of each run at that step, by its name.
+    """
     if not clauses:
         return (Part("These runs have no kind of leak in common that was measured."),)
     parts: list[Part] = []

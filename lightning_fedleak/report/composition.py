@@ -1,4 +1,8 @@
-"""What releases cost together, and the most that they allow any test of membership."""
+"""The composition of recorded releases, and the bounds on membership tests that follow from it.
+
+:func:`composed_epsilon` composes releases at one delta. :func:`curves_of` composes them at many
+deltas, and :func:`largest_rates` takes the tightest bounds on TPR and AUC from these pairs.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ if TYPE_CHECKING:
     from lightning_fedleak.defenses.accounting import AccountantKind, SamplingScheme
 
 FPR = 0.01  # the low false positive rate at which membership attacks are compared (LiRA, 2022)
-MAX_SHOWN_EPSILON = 50.0  # a larger epsilon limits nothing, and its exponential overflows
-MIN_EXPLAINED = 0.9  # share of a recorded epsilon that its releases must cost to be all of it:
-# logs round up to 2% more releases; at 1 nothing would be, at 0 a history with gaps would count
+MAX_SHOWN_EPSILON = 50.0  # larger ones are cut: they limit nothing, and exp(epsilon) may overflow
+MIN_EXPLAINED = 0.9  # share of the recorded epsilon that the recorded releases must add up to.
+# Logs round up to 2% more releases: at 1 no history would pass, at 0 one with gaps would.
 Curve = tuple[tuple[float, float], ...]
-"""Pairs (epsilon, delta) that all hold."""
+"""Pairs (epsilon, delta), each of which is a guarantee of the same releases."""
 
 
 def composed_epsilon(
     history: Sequence[records.Releases], delta: float | None, accountant: str, sampling: str | None
 ) -> float | str | None:
-    """Return the epsilon of releases, or in words why it is no number; None without noise."""
+    """Return the epsilon of releases, or in words why there is no number; None without noise."""
     if not history or not delta or any(not releases.noise_multiplier for releases in history):
         return None
     try:
@@ -40,13 +44,14 @@ def composed_epsilon(
 def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tuple[float, float]:
     """Return the largest TPR and AUC of any test of two neighbouring data sets.
 
-    One pair (epsilon, delta) limits a test by Kairouz, Oh and Viswanath 2015. Releases have such a
-    pair for every delta, and all of them limit it together.
+    One pair (epsilon, delta) bounds a test by Kairouz, Oh and Viswanath 2015. Releases have such a
+    pair for every delta; all pairs together give a tighter bound.
 
     Args:
-        epsilon: what was spent, against whoever sees all clients.
-        delta: at which it holds.
-        curves: the pairs of each client's releases, which count where they are all that was spent.
+        epsilon: the epsilon spent, against an adversary who sees all clients.
+        delta: the delta at which it holds.
+        curves: the pairs of each client's releases. They are used only if they account for the
+            whole epsilon (:data:`MIN_EXPLAINED`).
     """
     from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr, dp_auc, dp_tpr
 
@@ -62,17 +67,17 @@ def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tupl
 def curves_of(
     histories: Sequence[Sequence[records.Releases]], accountant: str, sampling: str | None
 ) -> list[Curve]:
-    """Return the pairs of each client's releases; none where an accountant cannot compose all.
+    """Return the pairs (epsilon, delta) of each client's releases; [] if some do not compose.
 
     Args:
-        histories: the releases at each look, of each client.
-        accountant: which composed them in the run.
-        sampling: how they were drawn; None: not recorded.
+        histories: the releases until each look, of all clients.
+        accountant: the accountant of the run.
+        sampling: the sampling scheme; None if no accountant composes the releases.
     """
     largest = _largest_histories(histories)
     if accountant not in ("prv", "rdp") or sampling is None or not all(largest):
         return []
-    kind = accountant if len(largest) == 1 else "rdp"  # which takes microseconds
+    kind = accountant if len(largest) == 1 else "rdp"  # RDP composes in microseconds
     curves = [_curve(history, kind, sampling) for history in largest]
     return curves if all(curves) else []
 
@@ -80,7 +85,7 @@ def curves_of(
 def _largest_histories(
     histories: Sequence[Sequence[records.Releases]],
 ) -> list[tuple[records.Releases, ...]]:
-    """Return the histories that are no part of another."""
+    """Return the histories that are not part of another one, as those of earlier looks are."""
     largest: list[tuple[records.Releases, ...]] = []
     for history in dict.fromkeys(map(tuple, reversed(histories))):
         if not any(_is_part(history, other) for other in largest):
@@ -90,13 +95,14 @@ def _largest_histories(
 
 
 def _is_part(history: Iterable[records.Releases], other: Iterable[records.Releases]) -> bool:
+    """Return whether the other history has at least as many releases of each kind."""
     counts = {releases[:2]: releases.number for releases in other}
     return all(releases.number <= counts.get(releases[:2], 0) for releases in history)
 
 
 @functools.lru_cache(maxsize=64)
 def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str) -> Curve:
-    """Return the pairs of releases; none where an accountant cannot compose them."""
+    """Return the pairs (epsilon, delta) of releases; () if no accountant composes them."""
     if any(not releases.noise_multiplier for releases in history):
         return ()
     try:

@@ -1,7 +1,7 @@
-"""Everything that a report says: the source of each of its forms.
+"""The content of a report, from which its HTML, its JSON and the model card are made.
 
-Every value comes from the run's logs. What the logs lack is ``NOT_RECORDED``, or comes from
-``report.toml``.
+:func:`findings` summarizes each fit, adds its overview, compares several runs, and draws a verdict.
+Every value comes from the logs, or from ``report.toml``. Values in neither are ``NOT_RECORDED``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_fedleak.report.wording import interval, visible
 SCHEMA = 4
 """Version of ``report.json``."""
 TOGETHER = "Epsilons and deltas of several runs on the same examples add up."
-"""What several accounts come to, by basic composition."""
+"""A sentence on the composition of several accounts, by basic composition."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class _ReportVerdict:
     """The verdict on some runs.
 
     Attributes:
-        sentence: the first sentence of the page.
-        sentences: all that the page says first, in sentences.
+        sentence: The first sentence of the page.
+        sentences: The comparison, the overviews and the privacy accounts, in sentences.
         level: ``"high"``, ``"some"`` or ``"unknown"``.
-        worst: the highest value of each kind of leak.
+        worst: The highest value of each kind of leak.
     """
 
     sentence: str
@@ -44,18 +44,18 @@ class _ReportVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything that a report says.
+    """The content of a report.
 
     Attributes:
-        schema: version of ``report.json``.
-        date: when it was made, in UTC.
-        package: this package, with its version.
-        verdict: what a reader who reads one thing should read.
-        overviews: what the page says first of each run.
-        comparison: several runs side by side; None of one.
-        runs: one for each fit or federation.
-        problems: what could not be read, each in a sentence.
-        people: what only people know, by the names of ``report.toml``.
+        schema: Version of ``report.json``.
+        date: Time of writing, in UTC.
+        package: The name and version of this package.
+        verdict: The verdict on all runs.
+        overviews: The overview of each run.
+        comparison: The comparison of the runs; None if there is one run.
+        runs: The summary of each fit or federation.
+        problems: The lines and files that could not be read, in sentences.
+        people: The facts from ``report.toml``, which no log has.
     """
 
     schema: int = SCHEMA
@@ -70,11 +70,11 @@ class Findings:
 
 
 def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
-    """Return everything that a report says.
+    """Return the content of a report.
 
     Args:
         logs: The logs of the runs.
-        people: what only people know, by the names of ``report.toml``.
+        people: The facts from ``report.toml``, which no log has.
     """
     problems = list(logs.problems)
     fits = fit_summaries(logs.fits, problems)
@@ -113,9 +113,13 @@ def _verdict(
 
 
 def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
-    """Return the level: ``"high"`` if a value is above ``HIGH`` or a claim is refuted."""
+    """Return the level of the verdict.
+
+    It is ``"high"`` if a value is above ``HIGH`` or a privacy account is refuted, ``"unknown"`` if
+    no value counts, and otherwise ``"some"``.
+    """
     above_chance = [reading.height for reading in readings if reading.verdict == "read"]
-    # Where guessing has no level of its own, a number counts by its distance above its control.
+    # Metrics without guessing (chance 0) count by their value corrected by the control.
     above_chance += [
         attack.above_chance
         for fit in fits
@@ -130,16 +134,16 @@ def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
     return "some" if any(reading.verdict != "unknown" for reading in readings) else "unknown"
 
 
+# Metrics and suffixes of metrics, with their titles. A suffix is the smallest number of copies.
 _TPRS = {"tpr_at_fpr_0.01": "TPR at 1% FPR", "tpr_at_fpr_0.001": "TPR at 0.1% FPR"}
 _COPIES = {"x1": "one row", "x2": "2 to 4 rows", "x5": "5 to 16 rows", "x17": "more rows"}
 
 
 def memorized_rows(fit: FitSummary) -> list[tuple[str, str]]:
-    """Return what the trained model memorized, as rows of a title and a result, in counts alone.
+    """Return what the trained model memorized, as rows of a title and a result without any text.
 
-    The rows are of the list of records, of values by kind and place, of the passages of texts by
-    their copies, of prompts, of each attack's TPRs at small FPRs, and of the reference model that
-    some compare with; empty where nothing of it was asked.
+    There are rows for the counts of training rows, found and planted values, prompts, TPRs at low
+    FPRs, passages by their number of copies, and the reference model, as far as each was measured.
     """
     rows = [] if fit.rows is None else [("Rows of the training data", fit.rows_in_words)]
     rows += fit.values.items()

@@ -1,4 +1,8 @@
-"""What EDPB Opinion 28/2024 asks: the release (paragraph 46), and attacks tried (paragraph 55)."""
+"""The attacks that EDPB Opinion 28/2024 names in paragraph 55, and how a run tested each of them.
+
+For each named attack a report lists the results, and the smallest rate that was detectable: an
+attack that found nothing excludes only rates above it.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +23,20 @@ _ATTACKS = (
     ("model inversion", "", (), ""),
     ("reconstruction", "", ("words", "texts"), ""),
 )
-"""Name in the Opinion; metric of the trained model that tests it; families that test it on what
-clients shared; what the smallest visible rate is a rate of."""
+"""For each attack: its name in the Opinion; the metric that tests it on the trained model; the
+families that test it on what clients shared; and the unit of the smallest detectable rate on the
+trained model."""
 
 
 @dataclass(frozen=True)
 class NamedAttack:
-    """An attack that the Opinion names, and what a run tried of it.
+    """An attack that the Opinion names, and the attacks of a run that tested it.
 
     Attributes:
-        name: as in the Opinion.
-        tried: what it was tried on; or that it was not, or is unknown.
-        results: The results of each attack of the run.
-        visible: the smallest rate that each could have seen.
+        name: The name in the Opinion.
+        tried: What it was tried on, or that it was not tried, or that its result is unknown.
+        results: The result of each attack of the run.
+        visible: The smallest rate that each of them could detect.
     """
 
     name: str
@@ -48,6 +53,7 @@ def named_attacks(attacks: Sequence[AttackSummary]) -> list[NamedAttack]:
 def _named_attack(
     attacks: Sequence[AttackSummary], name: str, metric: str, families: Sequence[str], unit: str
 ) -> NamedAttack:
+    """Return a row of the table; the last four arguments are a row of ``_ATTACKS``."""
     measured = [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]
     of_updates = [
         a for a in attacks if a.stage != RELEASED and a.looks and a.family.name in families
@@ -66,17 +72,18 @@ def _named_attack(
 
 
 def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
-    """Return the attacks on canaries, the least repeated first."""
+    """Return the attacks on canaries, those on the least repeated canaries first."""
     canaries = [attack for attack in attacks if attack.family.name == CANARIES.name]
     return sorted(canaries, key=lambda attack: (len(attack.name), attack.name))  # as x4 before x16
 
 
 def _is_on_texts(attack: AttackSummary) -> bool:
-    """Return whether an attack asks the trained model about the data's own texts."""
+    """Return whether an attack tests the trained model on texts of the data, not planted ones."""
     return attack.stage == RELEASED and attack.family.name not in PLANTED
 
 
 def _result(attack: AttackSummary, metric: str) -> str:
+    """Return the latest value of a metric of an attack, with its interval and notes."""
     rate = attack.last if metric == attack.headline else attack.rates.get(metric)
     n = NOT_RECORDED if attack.last_n is None else attack.last_n
     late = f"; of earlier weights, later ones are unknown: {attack.stale}" if attack.stale else ""
@@ -84,20 +91,21 @@ def _result(attack: AttackSummary, metric: str) -> str:
     return f"{attack.name} ({attack.stage}): {metric} {interval(rate)}, n {n}{late}{note}"
 
 
-SHOWN_IN_FOUR_OF_FIVE = 1.960 + 0.842  # standard errors: 95% on both sides, and power 0.8
+# Standard errors above chance that a two-sided 95% interval detects with 80% power.
+SHOWN_IN_FOUR_OF_FIVE = 1.960 + 0.842
 
 
 def smallest_rate(attack: AttackSummary) -> float | None:
-    """Return the smallest rate that the latest look would show in 4 of 5 cases.
+    """Return the smallest rate that the latest look detects with 80% power.
 
-    Of an attack on the trained model it is as recorded. An AUC of n games, of which half are of
-    members, has a standard error of sqrt((n + 1) / 3) / n where nothing leaks (Mann and Whitney
-    1947). Of n words or tokens, of which each is read with the same probability, one is
-    read in 4 of 5 looks where that is 1 - 0.2^(1 / n); an attack that reads a share of known words
-    only sees as much less.
+    For an attack on the trained model, the rate was recorded. The AUC of n games, half of them with
+    members, has a standard error of sqrt((n + 1) / 3) / n without leakage (Mann and Whitney 1947).
+    If each of n words or tokens is recovered with probability p, at least one of them is recovered
+    in 4 of 5 looks for p = 1 - 0.2^(1 / n). If the attack recovers only a share of its positive
+    control, p is divided by this share.
 
     Returns:
-        The rate, above 1 where no rate would show; None where the look recorded too little.
+        The rate. It is 1 or more if no rate is detectable, and None if it was not recorded.
     """
     n, control = attack.last_n, attack.control
     if attack.stage == RELEASED:
@@ -108,12 +116,12 @@ def smallest_rate(attack: AttackSummary) -> float | None:
         return attack.chance + SHOWN_IN_FOUR_OF_FIVE * math.sqrt((n + 1) / 3) / n
     if attack.chance:
         return None
-    seen = 1.0 if not attack.has_control else control or 0.0
-    return (1 - 0.2 ** (1 / n)) / seen if seen > 0 else math.inf
+    recall = 1.0 if not attack.has_control else control or 0.0
+    return (1 - 0.2 ** (1 / n)) / recall if recall > 0 else math.inf
 
 
 def _visible(attack: AttackSummary, unit: str = "") -> str:
-    """Return the smallest rate that an attack could have seen, in words."""
+    """Return the smallest rate that an attack could detect, in words."""
     rate = smallest_rate(attack)
     if rate is None:
         return NOT_RECORDED

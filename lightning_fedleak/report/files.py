@@ -1,4 +1,8 @@
-"""Writes what runs showed to files, for ``fedleak report`` and at the end of a fit."""
+"""Writes reports to files: for ``fedleak report``, during a fit, and at its end.
+
+Each function reads the logs, makes the content of the report from them, and writes its forms whole
+or not at all.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from lightning_fedleak.validate import explain_errors
 
 REPORT_TOML = "report.toml"
 LEAKAGE = "leakage.json"
-"""The file beside the weights that says what a model card says."""
+"""Name of the file next to the weights with the results of the model card."""
 
 
 def write(
@@ -34,17 +38,17 @@ def write(
 
     Args:
         runs: log folders, or log files in them.
-        out: folder to write to; made where it is not there. Default: the first run's. A
-            ``report.toml`` in it holds facts that the logs lack.
-        reveal: local reveal files, whose private text the page then holds.
-        run: id of the fit that is reported alone; default all.
+        out: folder to write to, created if it is missing. Default: the first run's folder. A
+            ``report.toml`` in it adds facts that no log has.
+        reveal: local reveal files, whose private text is added to the page.
+        run: id of the only fit to report; default all.
 
     Returns:
-        The files.
+        The paths of the two files.
 
     Raises:
-        ReportError: nothing is there to report, a file cannot be read or written, or
-            ``report.toml`` has an unknown table or name.
+        ReportError: there is no log, a file cannot be read or written, or ``report.toml`` has an
+            unknown table or name.
     """
     folder = out or _folder_of(runs[0])
     content = findings(read(runs, run=run), _facts(folder))
@@ -95,12 +99,12 @@ def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
 
 
 def print_card(runs: Sequence[Path], weights: Path | None = None) -> None:
-    """Print a block for a model card, and write ``leakage.json`` beside the weights.
+    """Print a block for a model card, and write ``leakage.json`` next to the weights.
 
     Args:
         runs: log folders, or log files in them. A ``report.toml`` in the first one's folder is
             read as by :func:`write`.
-        weights: folder of the weights, for what the block says as JSON; None writes nothing.
+        weights: folder of the weights, to which ``leakage.json`` is written; None writes no file.
 
     Raises:
         ReportError: as :func:`write`.
@@ -116,7 +120,7 @@ def print_card(runs: Sequence[Path], weights: Path | None = None) -> None:
 
 
 def _folder_of(run: Path) -> Path:
-    """Return the folder of a run's logs, of which one may be named in its place."""
+    """Return the folder of a run's logs; ``run`` may also be one of these logs."""
     return run if run.is_dir() else run.parent
 
 
@@ -139,6 +143,11 @@ def _facts(folder: Path) -> Mapping[str, object]:
 
 
 def _text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ReportError: it cannot be read.
+    """
     with explain_errors(f"'{path}' cannot be read", OSError, UnicodeDecodeError, error=ReportError):
         return path.read_text(encoding="utf-8")
 
@@ -146,11 +155,12 @@ def _text(path: Path) -> str:
 def _writing_to(
     folder: Path, hint: str = "Name another folder with --out"
 ) -> AbstractContextManager[None]:
+    """Raise a ``ReportError`` with a hint if files of a folder cannot be written in the block."""
     return explain_errors(f"'{folder}' cannot be written to", OSError, error=ReportError, hint=hint)
 
 
 def _write_whole(path: Path, content: str) -> None:
-    """Write a file whole or not at all, with mode 0600, as the logs."""
+    """Write a file with mode 0600, like the logs, whole or not at all."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report")  # mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,7 +1,8 @@
 """The summary of one fit for a report, from its log.
 
-It states which updates left the clients and who could see them, which attacks were tried and with
-which results, what was not tested, what epsilons allow beside it, and what the gates decided.
+:func:`fit_summaries` merges the logs of the monitors of each fit and returns a :class:`FitSummary`:
+which updates left the clients and who could see them, the result of each attack, what was not
+tested, what each epsilon allows next to what was measured, and what the gates decided.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _GateRule(records.GateFacts):
 
 
 REST = "capture, truth, control and scores of all"
-"""The row of costs for the time of looks that no attack took."""
+"""The name of the cost that is the time of looks outside attacks."""
 
 
 class _Cost(NamedTuple):
@@ -98,7 +99,7 @@ def _recorded(begin: records.BeginLine) -> records.JsonObject:
 def _decisions(lines: Sequence[records.GateLine]) -> list[records.JsonObject]:
     """Return what a report's JSON contains of the decisions of gates."""
     shared = {attribute.name for attribute in fields(records.RunLine)}
-    return [{n: v for n, v in records.as_json(one).items() if n not in shared} for one in lines]
+    return [{n: v for n, v in records.as_json(line).items() if n not in shared} for line in lines]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +117,15 @@ class FitSummary:
         length: The number of steps or rounds; None if no end was recorded.
         looked_at: The number of steps or rounds at which an attack was tried.
         costs: The time of looks, by attack; the remaining time last.
-        begin: The log's first line. JSON has model, training, versions, machine and monitor of it.
+        begin: The log's first line. A report's JSON has its model, training, versions, machine and
+            monitor.
         settings_hash: The hash of the settings, as recorded.
         shared: The update that left a client.
         attacks: The results of each attack.
         updates, withheld: The number of updates, and of those that were withheld.
         utility: The user's own metrics over the steps.
         privacy: The privacy accounts of the defences.
-        implied: The bounds on attacks that follow from these accounts.
+        implied: The bounds on membership tests that follow from these accounts.
         defenses: The defences; None if they were not recorded. Their settings are without the
             ledger, which is a path of the machine.
         gates: The gates; None if they were not recorded.
@@ -200,15 +202,15 @@ def fit_summaries(logs: Sequence[FitLog], problems: list[str]) -> list[FitSummar
 
 
 def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
-    """Return the summary of a fit, and the problems of the ledgers that it names."""
+    """Return the summary of a fit, and the problems with the ledgers of its defences."""
     begin = log.begin or records.BeginLine(run=log.run)
     results = FitResults(log)
     attacks = results.attacks()
     spendings, problems = accounts(log)
     not_played = {attack.name: attack.reason for attack in _not_played(log)}
     shared = _shared(log.begin, len(results.clients), spendings)
-    # Flower counts rounds from 1. Elsewhere numbers begin at 0, and a look at the number of the end
-    # is of the trained model, after the last step.
+    # Flower counts rounds from 1. Elsewhere steps and rounds are counted from 0: a look with the
+    # number of the end is on the trained model, after the last step, and is no step of its own.
     from_one = log.is_federation and min(log.looks_at, default=0) == 1
     summary = FitSummary(
         name=log.folder.name,
@@ -256,19 +258,20 @@ def _reference_in_words(log: FitLog) -> str:
 
 
 def _costs(looks: Sequence[records.LookLine]) -> list[_Cost]:
-    """Return the time of each attack in looks with recorded times, longest first, and the rest."""
+    """Return the time of each attack, longest first, then :data:`REST`, over all timed looks."""
     timed = [(line.seconds, line.seconds_of) for line in looks if line.seconds_of is not None]
     total = sum(seconds or 0.0 for seconds, _ in timed)
     by_attack: dict[str, list[float]] = {}
     for name, seconds in (item for _, seconds_of in timed for item in seconds_of.items()):
         by_attack.setdefault(name, []).append(seconds)
     attacks = sorted(by_attack.items(), key=lambda item: -sum(item[1]))
-    rest = total - sum(map(sum, by_attack.values()))
-    rows = [*((n, len(seconds), sum(seconds)) for n, seconds in attacks), (REST, len(timed), rest)]
+    other = total - sum(map(sum, by_attack.values()))
+    rows = [*((n, len(seconds), sum(seconds)) for n, seconds in attacks), (REST, len(timed), other)]
     return [_Cost(*row, row[-1] / total) for row in rows] if total else []
 
 
 def _end_in_words(log: FitLog) -> str:
+    """Return how the fit ended: by itself, by a gate, a signal or an error, or not recorded."""
     if log.begin is None or log.end is None:
         return "running, cut off, or its end was not recorded"
     stopping = [line for line in log.decisions if line.did == "stopped"]
@@ -388,6 +391,7 @@ def _defenses(defenses: Sequence[records.DefenseFacts]) -> list[records.DefenseF
 
 
 def _rule(gate: records.GateFacts) -> _GateRule:
+    """Return a gate with its rule in words: metric, limit, action, and what it judges."""
     judged = "each measurement by its value"
     if gate.bound not in (None, "value"):
         judged = f"all measurements, {gate.bound} bound, alpha {digits(gate.alpha)}"
@@ -415,7 +419,7 @@ def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
 
 
 def _untested(family: records.Family, was_tried: bool) -> str:
-    """Return why a family of attacks has no result, and what to do."""
+    """Return that a family of attacks has no result, and which attack would test it."""
     hint = f"not tried. {family.untested.format(watcher='LeakageMonitor')}".rstrip()
     return f"{family.tested}: {'no attack gave a result' if was_tried else hint}"
 
@@ -449,14 +453,15 @@ def _not_tested(
 
 @dataclass(frozen=True, kw_only=True)
 class _Allowance:
-    """The most that an epsilon allows a test of membership, beside what was measured.
+    """The largest rates that an epsilon allows a membership test, and the rates measured.
 
     Attributes:
         defense: The name of the defence with this epsilon.
-        stage: The stage at which membership was measured for the comparison.
+        stage: The stage of the attacks whose rates are compared with the bounds.
         epsilon, delta: The bound.
-        largest_tpr, largest_auc: The bounds for tests of who was in the training data.
-        largest_tpr_in_a_batch, largest_auc_in_a_batch: The bounds for tests of who is in one batch.
+        largest_tpr, largest_auc: The bounds for tests of membership in the training data.
+        largest_tpr_in_a_batch, largest_auc_in_a_batch: The bounds for tests of membership in one
+            batch.
         measured_tpr, measured_auc: The highest rates of attacks; None if none measured them.
     """
 
@@ -475,11 +480,11 @@ class _Allowance:
 def allowances(
     accounts: Sequence[Account], attacks: Sequence[AttackSummary], clients: int
 ) -> list[_Allowance]:
-    """Return the most that each epsilon that holds allows a test of membership.
+    """Return the largest rates that each valid epsilon allows a membership test.
 
-    Epsilon bounds tests of whether an example was in the training data. Attacks test whether it is
-    in one batch. The noise of one release bounds that, and sampling does not help. If epsilon
-    covers the sum over several clients, membership is measured at stage aggregate.
+    Epsilon bounds tests of whether an example was in the training data. The attacks test whether it
+    is in one batch: this is bounded by the noise of one release, without amplification by sampling.
+    If epsilon covers only the sum over several clients, attacks at stage aggregate are compared.
     """
     limits = []
     for account in (account for account in accounts if account.holds):
@@ -511,7 +516,7 @@ def allowances(
 
 
 def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
-    """Return the largest TPR at 1% FPR and the largest AUC of a test of who is in one batch.
+    """Return the largest TPR at 1% FPR and AUC of a test of membership in one batch.
 
     For independent Gaussian noise it is exact, from the smallest noise multiplier. Otherwise it
     follows from the epsilon of all releases without sampling.

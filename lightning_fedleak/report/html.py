@@ -1,4 +1,8 @@
-"""The report as one page of HTML that needs nothing from anywhere, and as part of a model card."""
+"""The report as a self-contained HTML page, and as a block for a model card.
+
+:func:`page` renders ``page.html`` with the style and script in this folder, so that the page loads
+nothing else. :func:`model_card` and :func:`leakage_file` give the block as Markdown and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,14 @@ from lightning_fedleak.report.wording import brief, brief_interval, in_words, in
 
 
 def page(findings: Findings, revealed: Mapping[str, str] | None = None, *, live: float = 0) -> str:
-    """Return the report as HTML, in which everything that runs have named is escaped.
+    """Return the report as HTML. All names and texts from the logs are escaped.
 
     Args:
-        findings: what the report says.
-        revealed: contents of local reveal files, by name: private text. The page must then be
-            kept as they are.
-        live: when it is written, in seconds since 1970, if it is to load itself again, as that of
-            a run that goes on; it stops after a day without a look. 0: it does not.
+        findings: the content of the report.
+        revealed: contents of local reveal files by name. They are private text: the page must then
+            be kept as secret as these files.
+        live: time of writing in seconds since 1970, for a run that is not over. The page then
+            reloads itself, until a day has passed without a look. 0: it does not reload.
     """
     return _template().render(findings=findings, revealed=revealed or {}, live=live)
 
@@ -42,8 +46,8 @@ def _template() -> jinja2.Template:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
-    environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
-    environment.filters |= {"ends_in_words": brief_interval}
+    environment.filters |= {"rates": _shown_rates, "most": _rounded_up, "brief": brief}
+    environment.filters |= {"ends_in_words": brief_interval, "css": _css_width}
     functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
@@ -51,7 +55,7 @@ def _template() -> jinja2.Template:
         "names": names_of,
         "max_runs": MAX_RUNS,
         "together": TOGETHER,
-        "ends": _ends,
+        "ends": _gauge_ends,
         "style": Markup(_source("page.css")),
         "script": Markup(script),
         "script_hash": f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}",
@@ -60,16 +64,17 @@ def _template() -> jinja2.Template:
 
 
 def _source(name: str) -> str:
+    """Return the text of a file in this folder."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _css(share: float) -> str:
-    """Return a share of the width of a gauge, which goes from 0 to 1."""
+def _css_width(share: float) -> str:
+    """Return a rate as a CSS width in percent of a gauge from 0 to 1."""
     return f"{100 * min(1.0, max(0.0, share)):.1f}%"
 
 
-def _ends(rate: MetricValue) -> tuple[float, float]:
-    """Return the ends of an interval on a gauge."""
+def _gauge_ends(rate: MetricValue) -> tuple[float, float]:
+    """Return the ends of a rate's interval on a gauge; without one, both are the value."""
     value = rate.value or 0.0
     low = value if rate.low is None else max(0.0, rate.low)
     high = rate.high if rate.high is not None else value if rate.low is None else 1.0
@@ -77,17 +82,17 @@ def _ends(rate: MetricValue) -> tuple[float, float]:
 
 
 def _shown_rates(rates: Mapping[str, MetricValue | None]) -> dict[str, object]:
-    """Return the rates of an attack; what it could not measure is unknown, and was recorded."""
+    """Return the rates of an attack, with ``"unknown"`` for those that have no value."""
     return {name: "unknown" if rate is None else rate for name, rate in rates.items()}
 
 
-def _most(rate: float | None) -> str:
-    """Return an upper bound of a rate with three digits."""
+def _rounded_up(rate: float | None) -> str:
+    """Return an upper bound of a rate, rounded up to three decimals."""
     return share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
 
 
 def glossary(runs: Sequence[FitSummary]) -> list[tuple[str, str]]:
-    """Return what the words and numbers of the runs' kinds of leak mean."""
+    """Return the terms of the runs' kinds of leak, with their explanations."""
     families = {a.family.name: a.family for fit in runs for a in fit.attacks}
     return [term for family in families.values() for term in family.terms.items()]
 
@@ -99,11 +104,11 @@ RELEASE = {
     "license": "Licence",
     "privacy": "Differential privacy that is claimed at the release",
 }
-"""Fields of the table ``release`` of ``report.toml``, with what they are called on the page."""
+"""Fields of the table ``release`` in ``report.toml``, with their titles on the page."""
 
 
 def release_rows(findings: Findings) -> list[tuple[str, object]]:
-    """Return how the model is released; None is what nobody wrote down."""
+    """Return the titles and values of the model's release; None is a value that nobody stated."""
     release = findings.people.get("release", {})
     return [(words, release.get(name)) for name, words in RELEASE.items()]
 
@@ -112,7 +117,7 @@ def release_rows(findings: Findings) -> list[tuple[str, object]]:
 
 
 def model_card(findings: Findings) -> str:
-    """Return the block as Markdown, for a model card of the Hugging Face hub."""
+    """Return the results as a Markdown block for a model card of the Hugging Face hub."""
     lines = [
         "## Tests of what the training leaks",
         "",
@@ -129,29 +134,31 @@ def model_card(findings: Findings) -> str:
 
 
 def leakage_file(findings: Findings) -> JsonObject:
-    """Return the content of ``leakage.json``: what a model card says, for programs."""
+    """Return the content of ``leakage.json``: the block of the model card, for programs."""
     runs = []
     for fit, row in zip(findings.runs, as_json(findings)["runs"], strict=True):
         attacks = [_attack_facts(*pair) for pair in zip(fit.attacks, row["attacks"], strict=True)]
         privacy = {account.defense: account.claim for account in fit.privacy}
-        more = {"attacks": attacks, "privacy": privacy}
-        runs.append({name: row[name] for name in _OF_A_RUN} | more)
+        results = {"attacks": attacks, "privacy": privacy}
+        runs.append({name: row[name] for name in _RUN_KEYS} | results)
     facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
     return {**facts, "runs": runs, "release": findings.people.get("release", {})}
 
 
-_OF_A_RUN = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")
-_OF_AN_ATTACK = ("name", "stage", "family", "headline", "chance", "looks", "control", "why_unknown")
+_RUN_KEYS = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")
+_ATTACK_KEYS = ("name", "stage", "family", "headline", "chance", "looks", "control", "why_unknown")
 
 
 def _attack_facts(attack: AttackSummary, row: JsonObject) -> JsonObject:
+    """Return an attack for ``leakage.json``: fields of its row in the report, and its last rate."""
     rate, smallest = as_json(attack.last or MetricValue()), smallest_rate(attack)
     smallest = None if smallest is None or smallest >= 1 else smallest
-    facts = {name: row[name] for name in _OF_AN_ATTACK} | {"n": attack.last_n, **rate}
+    facts = {name: row[name] for name in _ATTACK_KEYS} | {"n": attack.last_n, **rate}
     return {**facts, "stale": attack.stale, "smallest_rate_detected": smallest}
 
 
 def _fit_lines(fit: FitSummary) -> list[str]:
+    """Return the Markdown lines of a run: attacks tried, memorized rows, what was not tested."""
     rows = [
         (attack.name, attack.tried, "; ".join(attack.results), "; ".join(attack.visible))
         for attack in fit.named_attacks
@@ -178,5 +185,5 @@ def _fit_lines(fit: FitSummary) -> list[str]:
 
 
 def _plain(value: object) -> str:
-    """Return a value in words on one line, in which nothing is Markdown or HTML."""
+    """Return a value in words on one line, with characters of Markdown and HTML escaped."""
     return re.sub(r"([\\`*_{}\[\]<>|#~!])", r"\\\1", " ".join(in_words(value).split()))

@@ -1,4 +1,9 @@
-"""The logs of runs in folders, fit by fit."""
+"""Reads the log files of runs and sorts their lines by fit.
+
+:func:`read` finds the two log files in the folders, groups their lines by the id of the fit as
+:class:`FitLog`, and drops fits that are copies of another one. :func:`merge_monitors` then joins
+the logs that several monitors wrote of one fit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ V = TypeVar("V")
 
 
 class ReportError(ValueError):
-    """A report cannot be made; the message says what to change."""
+    """Raised if a report cannot be made; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +32,17 @@ class FitLog:
     """The lines of one fit.
 
     Attributes:
-        folder: where its files are.
-        run: its id; empty in the first version.
-        begin: what it knew of itself before its first step; None where that was not recorded.
-        looks: one for each look.
-        metrics: one for each change of the user's metrics or of an account between looks.
-        results: one for each look, stage and attack.
+        folder: The folder of its files.
+        run: The id of the fit; empty in the first version.
+        begin: The line on its set-up, written before the first step; None if it is missing.
+        looks: A line for each look.
+        metrics: A line for each change of the user's metrics or of an account between looks.
+        results: A line for each look, stage and attack.
         decisions: The decisions of gates.
         checkpoints: The checkpoints in the order in which they were written.
-        end: how it ended; None where it was cut off, or that was not recorded.
-        reference: the model that the trained one was compared with; None without one.
-        monitors: how many wrote these lines.
+        end: The line on its end; None if the fit was cut off, is running, or did not record it.
+        reference: The reference model of membership attacks; None without one.
+        monitors: The number of monitors that wrote these lines.
     """
 
     folder: Path
@@ -54,14 +59,14 @@ class FitLog:
 
     @property
     def is_federation(self) -> bool:
-        """Whether it is of a federation; a fit that was not recorded is none."""
+        """Whether it is the log of a federation; without its first line it counts as none."""
         return self.begin is not None and self.begin.is_federation
 
     @property
     def looks_at(self) -> frozenset[int]:
         """The steps or rounds at which an attack was tried."""
-        played = (line.step for line in self.results if line.reason_not_played is None)
-        return frozenset((*played, *(line.step for line in self.looks)))
+        steps = (line.step for line in self.results if line.reason_not_played is None)
+        return frozenset((*steps, *(line.step for line in self.looks)))
 
     @property
     def last_step(self) -> int | None:
@@ -70,7 +75,7 @@ class FitLog:
 
     @property
     def fit_name(self) -> str:
-        """The same name for all monitors of one fit."""
+        """A name that all monitors of one fit share."""
         recorded = self.begin.fit if self.begin is not None else None
         return recorded or f"{self.folder}/{self.run}"
 
@@ -81,7 +86,7 @@ class Logs:
 
     Attributes:
         fits: The fits in the order in which they began.
-        problems: what could not be read, each in a sentence.
+        problems: The lines and files that could not be read, in sentences.
     """
 
     fits: tuple[FitLog, ...]
@@ -89,14 +94,14 @@ class Logs:
 
 
 def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
-    """Return the logs in folders, with all folders below them, and in files.
+    """Return the logs in folders and all their subfolders.
 
     Args:
-        places: log folders of runs. Of a log file its folder is read, without what lies below.
-        run: id of the fit that is read alone; default all.
+        places: Log folders of runs, or log files. For a file, its folder is read, but no subfolder.
+        run: The id of the only fit to return; default all.
 
     Raises:
-        ReportError: a place does not exist, or nothing is in any of them.
+        ReportError: A place does not exist, or there is no log in them.
     """
     problems: list[str] = []
     fits: list[FitLog] = []
@@ -114,8 +119,8 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
             f"no {records.RESULTS} in {names}. A LeakageMonitor writes it to the logger's folder "
             "(lightning_logs/version_0, say)"
         )
-    different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
-    fits = [fit for fit in different.values() if run is None or fit.run == run]
+    by_folder = {(fit.folder.resolve(), fit.run): fit for fit in fits}  # places may overlap
+    fits = [fit for fit in by_folder.values() if run is None or fit.run == run]
     if not fits:
         raise ReportError(f"no run {run} in {', '.join(map(str, places))}")
     fits = _without_copies(fits, problems)
@@ -124,6 +129,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
 
 
 def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
+    """Return the log of each fit in a folder, and add to the problems what could not be read."""
     lines: list[records.ResultLine | records.RunLine] = []
     for name in (records.RECORD, records.RESULTS):
         file = records.read_lines(folder / name)
@@ -134,7 +140,7 @@ def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
 
 
 def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
-    """Return values by their key, in the order in which each first occurs."""
+    """Return lists of the values with the same key, in the order of each key's first value."""
     groups: dict[K, list[V]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
@@ -144,7 +150,7 @@ def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
 def _fit_log(
     folder: Path, run: str, lines: Sequence[records.ResultLine | records.RunLine]
 ) -> FitLog:
-    """Return the log of one fit; its first line gets the defences that came later."""
+    """Return the log of one fit; defences on later lines are added to its first line."""
     begin = next((line for line in lines if isinstance(line, records.BeginLine)), None)
     references = (line.reference for line in lines if isinstance(line, records.PoolLine))
     if begin is not None:
@@ -165,7 +171,7 @@ def _fit_log(
 
 
 def _without_copies(fits: Sequence[FitLog], problems: list[str]) -> list[FitLog]:
-    """Leave out fits all of whose lines are also in another folder, under the same id."""
+    """Return the fits without those whose lines are all in another folder too, with the same id."""
     runs = Counter(fit.run for fit in fits if fit.run)  # the first version had no ids
     repeated = [(fit, _texts(fit)) for fit in fits if runs[fit.run] > 1]
     originals: list[tuple[FitLog, set[str]]] = []
@@ -193,9 +199,10 @@ def _texts(fit: FitLog) -> set[str]:
 
 
 def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
-    """Return the lines of several monitors of one fit as the log of one.
+    """Merge the logs that several monitors wrote of one fit.
 
-    In a federation one process that knows the end is enough: clients do not learn of it.
+    The merged log has an end if all monitors recorded it. In a federation one process is enough,
+    since clients do not learn when the federation ends.
     """
     if len(logs) == 1:
         return logs[0]
@@ -218,23 +225,22 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
 
 
 def _by_step(lists: Sequence[Sequence[V]]) -> list[V]:
-    """Return the lines of all lists by their steps."""
+    """Return the lines of all lists, sorted by step."""
     return sorted((line for lines in lists for line in lines), key=attrgetter("step"))
 
 
 def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
-    """Return what all monitors of a fit recorded of it, as one of them would have."""
-    first = begins[0]
-    attacks = _each_once([begin.attacks for begin in begins])
-    played = {attack.name for attack in attacks}
-    not_played = _each_once([begin.not_played or () for begin in begins])
+    """Merge the first lines of a fit's monitors; further fields are those of the first one."""
+    attacks = _unique_by_name([begin.attacks for begin in begins])
+    names = {attack.name for attack in attacks}
+    not_played = _unique_by_name([begin.not_played or () for begin in begins])
     monitors = [begin.monitor for begin in begins if begin.monitor is not None]
     return replace(
-        first,
+        begins[0],
         attacks=attacks,
-        families=_each_once([begin.families for begin in begins]),
-        not_played=tuple(attack for attack in not_played if attack.name not in played),
-        gates=_each_once([begin.gates or () for begin in begins]),
+        families=_unique_by_name([begin.families for begin in begins]),
+        not_played=tuple(attack for attack in not_played if attack.name not in names),
+        gates=_unique_by_name([begin.gates or () for begin in begins]),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
         unread=_unread_by_all(begins),
         monitor=_merge_settings(monitors) if monitors else None,
@@ -244,11 +250,12 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
 
 def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
     """Return the parameters that no attack of any monitor reads."""
-    first, *rest = [begin.unread or () for begin in begins]
-    return tuple(name for name in first if all(name in unread for unread in rest))
+    names, *others = [begin.unread or () for begin in begins]
+    return tuple(name for name in names if all(name in unread for unread in others))
 
 
 def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:
+    """Return the first monitor's settings with the capabilities and stages of all monitors."""
     adversary = [capability for monitor in monitors for capability in monitor.adversary or ()]
     stages = [stage for monitor in monitors for stage in monitor.stages or ()]
     return replace(
@@ -256,7 +263,7 @@ def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.Monitor
     )
 
 
-def _each_once(lists: Sequence[Sequence[V]]) -> tuple[V, ...]:
-    """Return the entries of all lists, of several with one name the last."""
+def _unique_by_name(lists: Sequence[Sequence[V]]) -> tuple[V, ...]:
+    """Return the entries of all lists, each name once; of entries with the same name, the last."""
     name_of = attrgetter("name")
-    return tuple({name_of(entry): entry for each in lists for entry in each}.values())
+    return tuple({name_of(entry): entry for entries in lists for entry in entries}.values())

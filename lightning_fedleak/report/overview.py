@@ -1,6 +1,8 @@
 """The overview of a run: one sentence, one reading of each kind of leak, and six facts.
 
-This module gives the words and numbers for every format of the report. ``charts`` draws them.
+:func:`overview` first makes a :class:`Reading` for each family: the value of the attack that
+recovered most, and a verdict on it. The sentence and the facts follow from the readings. Every
+format of the report has these words and numbers; ``charts`` draws them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lightning_fedleak.report.wording import brief, brief_interval, capitalized,
 
 # The min AUC at which the report says that members are recognized almost every time. Not tuned.
 ALMOST_ALWAYS = 0.95
-ACTIONS = {  # of a gate, by their name in the records, as verbs
+ACTIONS = {  # what a gate did, by its name in run.jsonl, as a verb in the past tense
     "warn": "warned",
     "stopped": "stopped the run",
     "withheld": "kept updates back",
@@ -27,6 +29,7 @@ ACTIONS = {  # of a gate, by their name in the records, as verbs
     "raise": "raised an error",
 }
 _METRIC = re.compile(r"\{([^}]+?)(%?)\}")
+"""A metric or a phrase in braces in a family's sentence: its name, and ``%`` for a percentage."""
 _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
 
 
@@ -58,7 +61,10 @@ class Reading:
 
     Attributes:
         family, title, question: The kind of leak.
-        verdict: ``read`` if the interval excludes guessing and the value is well above it.
+        verdict: ``read`` if the interval excludes guessing and the value is well above it;
+            ``little`` if the value is next to guessing; ``inconclusive`` if it is neither;
+            ``unknown`` if there is no value, or the attack is blind or stale; ``untested`` if no
+            attack read what left.
         answer: The value, or the reason why there is none, in words.
         measure: The common name of the metric; empty without a value.
         rate: The value with its interval.
@@ -181,9 +187,13 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
 
 
 def of_what_left(fit: FitSummary, family: str = "") -> list[AttackSummary]:
-    """Return the attacks on released data: updates, or their sum if there are none, and the model.
+    """Return the attacks on data that left a client: updates, and the trained model.
 
-    An attack of a family is on the sum over clients if no attack of that family is on updates.
+    In a family without an attack on updates, the attacks on the sum over clients take their place.
+
+    Args:
+        fit: The run.
+        family: The name of the only family to return; empty for all families.
     """
     shared = {a.family.name for a in fit.attacks if a.stage == "shared"}
     return [
@@ -196,6 +206,7 @@ def of_what_left(fit: FitSummary, family: str = "") -> list[AttackSummary]:
 
 
 def _is_read(attack: AttackSummary) -> bool:
+    """Return whether the quoted look shows a leak, and the test over all looks agrees."""
     conclusive = attack.conclusive is not False
     return attack.quoted is not None and conclusive and is_leak(attack.quoted.rate, attack.chance)
 
@@ -207,16 +218,16 @@ def _excess(attack: AttackSummary) -> float:
 
 
 def best_of_family(fit: FitSummary, family: str) -> AttackSummary | None:
-    """Return the attack that recovered most; conclusive results precede inconclusive ones."""
+    """Return the attack that recovered most: one with a leak comes first, a blind one last."""
     measured = [a for a in of_what_left(fit, family) if a.quoted is not None]
     return max(measured, key=lambda a: (_is_read(a), not a.is_blind, _excess(a)), default=None)
 
 
-def _blind(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
-    """Return the attacks whose low results are inconclusive, since their controls are low too.
+def _blind_attacks(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
+    """Return the blind attacks: a low result shows nothing, since the control is low too.
 
-    As in a gate, an attack is left out if another one that reads some of the same parameters has a
-    high control.
+    There are none if any attack is high. As in a gate, a blind attack is left out if another attack
+    with a result at the same stage is not blind and reads some of the same parameters.
     """
     if any(a.above_chance > HIGH for a in attacks):
         return []
@@ -226,6 +237,7 @@ def _blind(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
 
 
 def _reading(fit: FitSummary, family: Family) -> Reading:
+    """Return the reading of a family: the value of its best attack, and the verdict on it."""
     attacks, attack = of_what_left(fit, family.name), best_of_family(fit, family.name)
     reading = Reading(
         family=family.name,
@@ -234,12 +246,13 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
     )
     if attack is None or attack.quoted is None:
         return replace(reading, **(_without_value(attacks) if attacks else _unexposed(fit, family)))
-    corrected = 0.0 if attack.chance else attack.above_chance  # which takes controls into account
+    # The value corrected by the control, for attacks that have no guessing.
+    corrected = 0.0 if attack.chance else attack.above_chance
     is_little = max(_excess(attack), corrected) <= NEXT_TO_NONE
     verdict: _Verdict = "little" if is_little else "inconclusive"
     if _is_read(attack):
         verdict = "read"
-    elif _blind(attacks) or attack.stale:
+    elif _blind_attacks(attacks) or attack.stale:
         verdict = "unknown"
     roots = (f"/worst/{family.name}", f"/{attack.name}/{attack.headline}")
     return replace(
@@ -259,7 +272,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
 
 
 def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
-    """Return the answer and note if a family's attacks need data that was not shared; else {}."""
+    """Return answer and note if all data that a family's attacks read stayed local; else {}."""
     names = [a.name for a in fit.attacks if a.family.name == family.name and not a.exposed]
     if not names:
         return {}
@@ -283,7 +296,7 @@ def _without_value(attacks: Sequence[AttackSummary]) -> dict[str, Any]:
 
 
 def limits_of(fit: FitSummary, *names: str) -> list[float]:
-    """Return the limits of the gates that are at most 1; with ``names`` only of those metrics."""
+    """Return the gates' limits up to 1; with ``names``, of metrics that contain one of them."""
     gates = [g for g in fit.gates or () if not names or any(name in g.metric for name in names)]
     return sorted({g.at_most for g in gates if g.at_most is not None and g.at_most <= 1})
 
@@ -306,10 +319,10 @@ def _notes(
     """Yield the reasons for the verdict, and the looks and numbers behind the value."""
     quoted = attack.quoted
     assert quoted is not None
-    yield _why(attack, quoted, verdict)
+    yield _verdict_reason(attack, quoted, verdict)
     if attack.stale:
         yield f"Of earlier weights. Those at the end are unknown: {attack.stale}."
-    yield from (f"{a.name}: {a.control_note}." for a in _blind(attacks))
+    yield from (f"{a.name}: {a.control_note}." for a in _blind_attacks(attacks))
     if attack.control_note and not attack.blind:
         yield f"{capitalized(attack.control_note)}."
     recall, precision = quoted.rates.get("recall"), quoted.rates.get("precision")
@@ -328,7 +341,7 @@ def _notes(
     yield f"{attack.name}."
 
 
-def _why(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
+def _verdict_reason(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
     """Return the reason for a verdict; empty if the verdict is ``read``."""
     if verdict == "little":
         return "Next to guessing." if attack.chance else "Next to none."
@@ -360,7 +373,10 @@ def _source(fit: FitSummary, attack: AttackSummary) -> str:
 
 
 def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
-    """Return what an adversary could do, by all conclusive results."""
+    """Return the page's first sentences: what an adversary could do, and the defence's effect.
+
+    A refuted privacy account is named before them, and a high but inconclusive value between them.
+    """
     parts: list[Part] = []
     if refuting := sorted({a.name for a in fit.attacks if a.refuted}):
         by = f" by {', '.join(refuting)}."
@@ -375,17 +391,17 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
     if high := [r for r in readings if r.verdict == "inconclusive" and r.height > HIGH]:
         names = _titles(high, "inconclusive", " and ")
         parts.append(Part(f" High, but in too few looks to be sure: {names}."))
-    bought = _bought(fit, readings)
+    effect = _defense_effect(fit, readings)
     if not parts:
-        return (*bought, *_without_result(readings))
-    parts += [Part(" "), *bought]
+        return (*effect, *_without_result(readings))
+    parts += [Part(" "), *effect]
     return (Part(parts[0].text.lstrip()), *parts[1:-1], Part(parts[-1].text.rstrip()))
 
 
-def _bought(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
-    """Return what the defence took from the update; empty where no look saw both sides of it."""
-    fell: list[Part] = []
-    same: list[str] = []
+def _defense_effect(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
+    """Return how far the defence lowered leakage; empty without a look before and after it."""
+    lowered: list[Part] = []
+    unchanged: list[str] = []
     pairs = before_and_after(fit) if fit.defenses else []
     family_of = {attack.name: attack.family.name for attack in fit.attacks}
     for reading in sorted(readings, key=lambda x: x.verdict != "little"):
@@ -394,19 +410,19 @@ def _bought(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
             continue
         pair, kind = max(of_family, key=lambda p: p.before.value or 0.0), reading.title.lower()
         if reading.silent or not all(are_apart(pair.before, x) for x in (pair.after, reading.rate)):
-            same.append(kind)
+            unchanged.append(kind)
             continue
-        start = " and" if fell else "The defence brought"
+        start = " and" if lowered else "The defence brought"
         words = f"{start} {kind} from {reading.measure} {brief(pair.before.value)} down to "
-        fell += [Part(words), Part(reading.answer, "strong")]
-    if same:
-        start = ". It" if fell else "The defence"
-        fell.append(Part(f"{start} shows no difference for {' and '.join(same)}"))
-    return (*fell, Part(". ")) if fell else ()
+        lowered += [Part(words), Part(reading.answer, "strong")]
+    if unchanged:
+        start = ". It" if lowered else "The defence"
+        lowered.append(Part(f"{start} shows no difference for {' and '.join(unchanged)}"))
+    return (*lowered, Part(". ")) if lowered else ()
 
 
 def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
-    """Return the subject and verb of the sentence about what clients share."""
+    """Return the beginning of the sentence about updates, such as "One update lets the server"."""
     update = "One client's update" if fit.unit == "round" else "One update"
     if any(attack.stage == "aggregate" for attack in attacks):
         update = "The sum over clients"
@@ -432,10 +448,10 @@ def _without_result(readings: Sequence[Reading]) -> Sentence:
 
 
 def _capability(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
-    """Yield what an adversary could do with an attack, by a sentence of its family.
+    """Yield what an adversary could do with an attack, as the parts of a sentence of its family.
 
-    A family has several sentences with metrics in braces. The first whose metrics all have values
-    is used, else the last, which needs none of them.
+    A family has sentences with metrics in braces. The first one whose metrics all have values is
+    used. If there is none, or the headline is an excess over a baseline, the last one is used.
     """
     assert attack.quoted is not None
     values = attack.quoted.rates
@@ -460,6 +476,7 @@ def _capability(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
 
 
 def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
+    """Return six facts: what left, who could read it, defence, utility, gate, not tested."""
     tested = {reading.family for reading in readings if reading.verdict != "untested"}
     shared = fit.shared
     clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""

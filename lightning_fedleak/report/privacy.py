@@ -1,4 +1,9 @@
-"""What defences that account have spent in a fit, and what that promises."""
+"""The privacy accounts of a fit: what each defence has spent, and which guarantee that gives.
+
+:func:`accounts` collects the recorded spendings of each defence and makes an :class:`Account` of
+them: the largest epsilon over the clients, what it allows a membership test, and a statement. The
+ledger of a defence, a file with a line for each release, shows whether releases are missing.
+"""
 
 from __future__ import annotations
 
@@ -17,44 +22,45 @@ from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.records.files import first_of
 
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
-"""Classes of defences whose account is not one of examples."""
+"""Classes of defences whose unit of privacy is not an example."""
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
-WEAK_TPR = 0.5  # a limit that lets a test find more than every second member is called weak
+WEAK_TPR = 0.5  # a limit on the TPR at 1% FPR above which a statement calls the limit weak
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one defence has spent in a fit, at its end and on the way.
+    """The privacy account of one defence in a fit, at its end and over the steps.
 
-    Where clients of a federation keep accounts of their own, it is that of the client that spent
-    most, at the largest delta of any.
+    If each client of a federation has its own account, this is the account of the client that spent
+    most, at the largest delta of all clients.
 
     Attributes:
-        defense: its name.
-        series: epsilon over the steps.
-        delta, epsilon, noise_multiplier, sample_rate, releases, history: the latest.
-        settings: The settings of the defence, without its ledger, which names a place.
-        guarantee: what it promises, in its own words.
-        accountant: which composed the releases.
-        target_epsilon: what was asked for.
-        trust, trusted: who must be trusted, as a setting and in a sentence.
-        sampling: how what was released was drawn, as records name it; None where no accountant
-            composes it.
-        poisson: whether sampling by chance counts; None where that was not recorded.
-        unit: whose data one unit of privacy is.
-        clients: how many there are.
+        defense: The name of the defence.
+        series: The epsilon spent until each recorded step.
+        delta, epsilon, noise_multiplier, sample_rate, releases, history: The latest values.
+        settings: The settings of the defence without the path of its ledger.
+        guarantee: The guarantee, as the defence words it.
+        accountant: The accountant that composed the releases.
+        target_epsilon: The epsilon that the user asked for.
+        trust, trusted: The party that must be trusted, as a setting and as a sentence.
+        sampling: The sampling scheme of the releases, as in the records; None if no accountant
+            composes them.
+        poisson: Whether epsilon counts on Poisson sampling; None if that was not recorded.
+        unit: The unit of privacy, such as an example or a client.
+        clients: The number of clients.
         class_name: The class name of the defence.
-        holds: whether there is a guarantee: a finite epsilon at a known delta.
-        ledger: SHA-256 of each ledger by its name; None where no settings were recorded.
-        ledger_releases: releases that each ledger counts.
-        last_step: The last step of what was recorded.
-        whole: whether no release came after it.
-        without_sampling: epsilon of the same releases if every unit were in all of them.
-        largest_tpr, largest_auc: the most that it allows any test of one unit, by all pairs
-            (epsilon, delta) that its releases have; None where none holds.
-        limit: what that is, in a sentence.
-        check: what planted gradients showed of the training; None where none were planted.
-        statement: all of it, in sentences.
+        holds: Whether there is a guarantee: a finite epsilon at a known delta.
+        ledger: The SHA-256 of each ledger file by its name; None if no settings were recorded.
+        ledger_releases: The number of releases in each ledger file.
+        last_step: The last step with a recorded spending.
+        whole: Whether the account has all releases of the fit, also those after ``last_step``.
+        without_sampling: The epsilon of the same releases if every unit were in all of them.
+        largest_tpr, largest_auc: The largest TPR at 1% FPR and AUC that the account allows a test
+            of one unit's membership, by all pairs (epsilon, delta) of its releases; None if it
+            does not hold.
+        limit: That limit, in a sentence.
+        check: The result of the audit with planted gradients; None without one.
+        statement: The whole account, in sentences.
     """
 
     defense: str
@@ -90,12 +96,12 @@ class Account:
 
     @property
     def is_of_clients(self) -> bool:
-        """Whether it protects whole clients of a federation."""
+        """Whether the unit of privacy is a client of a federation."""
         return self.class_name == CLIENT
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether it replaces tokens before training."""
+        """Whether the defence replaces tokens before training."""
         return self.class_name == TOKENS
 
     @property
@@ -107,12 +113,16 @@ class Account:
 
     @property
     def epsilon_over_clients(self) -> float:
-        """Epsilon against whoever sees all clients: each that a sampler moves a text to pays."""
+        """Epsilon against an adversary who sees all clients.
+
+        With ``TokenLDP`` it is multiplied by the number of clients: a sampler may move a text from
+        client to client, and each of them releases it.
+        """
         return wording.rounded_up(self.bound[0] * (self.clients if self.is_of_tokens else 1))
 
     @property
     def claim(self) -> str:
-        """Epsilon at delta, and why it is none of the run where it is not."""
+        """Epsilon at delta, or that none holds, with the result of planted gradients."""
         bound = f"{wording.in_words(self.epsilon)} at {wording.in_words(self.delta)}"
         if not self.holds:
             bound = f"none holds (recorded: {bound})"
@@ -122,12 +132,12 @@ class Account:
 
     @property
     def check_result(self) -> str:
-        """The word for what planted gradients showed."""
+        """The result of the audit with planted gradients, in a word or two."""
         return (self.check or "none").partition(";")[0].partition(":")[0]
 
     @property
     def claim_in_short(self) -> str:
-        """Epsilon at delta, and of how many releases."""
+        """Epsilon at delta with the number of releases, or why there is none."""
         if not self.holds:
             return "no epsilon holds"
         if self.check_result == "refuted":
@@ -140,12 +150,12 @@ class Account:
 
     @property
     def unit_in_words(self) -> str:
-        """Whose data one unit of privacy is."""
+        """The unit of privacy, in words."""
         return wording.UNIT_IN_WORDS.get(self.unit, f"one {self.unit}")
 
     @property
     def unsampled(self) -> object:
-        """Epsilon without sampling, or why there is none of its own."""
+        """Epsilon without amplification by sampling, or why it was not computed."""
         if self.without_sampling is not None:
             return self.without_sampling
         if not self.holds:
@@ -156,12 +166,12 @@ class Account:
 
     @property
     def clip_norm(self) -> object:
-        """The norm to which it clipped; None where no settings were recorded."""
+        """The norm to which the defence clips; None if no settings were recorded."""
         return clip_in_words(self.settings)
 
     @property
     def noise(self) -> str:
-        """The noise multiplier, or the least and the last where it was turned up on the way."""
+        """The noise multiplier; if it changed, the smallest and the last one."""
         min_noise = min((x.noise_multiplier for x in self.history), default=self.noise_multiplier)
         last = wording.digits(self.noise_multiplier)
         if wording.digits(min_noise) == last:
@@ -179,7 +189,7 @@ def clip_in_words(settings: records.JsonObject) -> object:
 
 
 def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
-    """Return what each defence of a fit has spent, and what is wrong with their ledgers."""
+    """Return the account of each defence of a fit, and the problems with their ledgers."""
     facts = grouped(log.begin.defenses if log.begin else (), lambda defense: defense.name)
     between: list[records.LookLine | records.MetricsLine] = [*log.looks, *log.metrics]
     lines = [*sorted(between, key=attrgetter("step")), *([log.end] if log.end else [])]
@@ -199,16 +209,23 @@ def _account(
     defenses: Sequence[records.DefenseFacts],
     problems: list[str],
 ) -> Account:
-    """Return the account of one defence, of which each client may have its own."""
+    """Return the account of one defence.
+
+    Args:
+        log: The log of the fit.
+        spendings: The recorded spendings with their steps, of all clients.
+        defenses: The recorded facts of the defence, once for each client that has an account.
+        problems: The list of a report's problems; those of the ledgers are added to it.
+    """
     defense = defenses[0]
     settings = defense.settings or {}
     kind = defense.class_name or wording.NOT_RECORDED
     guarantee = defense.guarantee or wording.NOT_RECORDED
-    series, delta, largest = _largest(spendings)
+    series, delta, largest = _merge_spendings(spendings)
     ledgers = [(facts.settings or {}).get("ledger") for facts in defenses] if settings else []
     hashes, counts = _read_ledgers(ledgers, problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
-    epsilon = _bound(largest.epsilon)
+    epsilon = _rounded_bound(largest.epsilon)
     is_finite = epsilon is not None and epsilon < math.inf and delta is not None
     account = Account(
         defense=largest.defense,
@@ -237,9 +254,9 @@ def _account(
         ledger_releases=counts,
         last_step=max(series),
         whole=False,
-        check=_verdict_of(log, largest.defense, settings),
+        check=_check_result_of(log, largest.defense, settings),
     )
-    account = replace(account, whole=_is_whole(account, log.end))
+    account = replace(account, whole=_has_all_releases(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
     if account.holds:
         histories = [x.history or () for _, x in spendings if not account.is_of_tokens]
@@ -250,46 +267,51 @@ def _account(
     return replace(account, statement=_statement(account))
 
 
-def _verdict_of(log: FitLog, defense: str, settings: records.JsonObject) -> str | None:
-    """Return what planted gradients showed, the worst of several clients; None without any."""
+def _check_result_of(log: FitLog, defense: str, settings: records.JsonObject) -> str | None:
+    """Return the result of the audit with planted gradients; of several clients, the worst.
+
+    None means that the defence planted no gradients.
+    """
     end = log.end.privacy or () if log.end else ()
-    found = {x.check for x in end if x.defense == defense and x.check}
-    if found:
+    checks = {x.check for x in end if x.defense == defense and x.check}
+    if checks:
         order = ("refuted", "unknown", "not refuted")
-        return min(found, key=lambda x: next(i for i, w in enumerate(order) if x.startswith(w)))
+        return min(checks, key=lambda x: next(i for i, w in enumerate(order) if x.startswith(w)))
     return "unknown: no verdict was recorded" if settings.get("check") else None
 
 
 def without_ledger(settings: records.JsonObject | None) -> records.JsonObject:
-    """Return the settings of a defence without its ledger, which names a place."""
+    """Return the settings of a defence without its ledger, which is a path of the machine."""
     return {name: value for name, value in (settings or {}).items() if name != "ledger"}
 
 
-def _largest(
+def _merge_spendings(
     spendings: Sequence[tuple[int, records.Spending]],
 ) -> tuple[dict[int, float | None], float | None, records.Spending]:
-    """Return the largest epsilon at each step, the largest delta, and the last of the largest.
+    """Merge the spendings of all clients.
 
-    Delta is None where one of them is unknown.
+    Returns:
+        The largest epsilon at each step; the largest delta, or None if a delta is unknown; and the
+        spending with the largest epsilon, the latest one of equal ones.
     """
     series: dict[int, float | None] = {}
     largest = spendings[0][1]
     deltas = [spending.delta for _, spending in spendings if spending.delta is not None]
     for step, spending in spendings:
-        epsilon = _bound(spending.epsilon)
-        if step not in series or _order(series[step]) <= _order(epsilon):
+        epsilon = _rounded_bound(spending.epsilon)
+        if step not in series or _sort_key(series[step]) <= _sort_key(epsilon):
             series[step] = None if epsilon == math.inf else epsilon
-        if _order(_bound(largest.epsilon)) <= _order(epsilon):
+        if _sort_key(_rounded_bound(largest.epsilon)) <= _sort_key(epsilon):
             largest = spending
     delta = wording.rounded_up(max(deltas)) if len(deltas) == len(spendings) else None
     return series, delta, largest
 
 
 def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
-    """Return whether sampling by chance counts."""
+    """Return whether epsilon counts on Poisson sampling; None if that was not recorded."""
     if kind == CLIENT:
-        by_chance = settings.get("sampling") == "poisson"
-        return by_chance and settings.get("trust", wording.NOT_RECORDED) == "central"
+        is_poisson = settings.get("sampling") == "poisson"
+        return is_poisson and settings.get("trust", wording.NOT_RECORDED) == "central"
     return settings.get("poisson")
 
 
@@ -303,10 +325,11 @@ def trusted_party(defense: records.DefenseFacts) -> str:
     return parties.get(str(trust), wording.NOT_RECORDED)
 
 
-def _is_whole(account: Account, end: records.EndLine | None) -> bool:
-    """Return whether no release came after the last that was recorded.
+def _has_all_releases(account: Account, end: records.EndLine | None) -> bool:
+    """Return whether the account has all releases of the fit.
 
-    A fit that was killed went on after its last look; its ledger knows what it released until then.
+    It has them if the ledger lists no further ones. Otherwise the fit must have recorded its end,
+    and the account there or in the last step: a killed fit may have released after its last look.
     """
     counts = account.ledger_releases.values()
     if counts and max(counts) <= (account.releases or 0):
@@ -317,17 +340,18 @@ def _is_whole(account: Account, end: records.EndLine | None) -> bool:
     return recorded or account.last_step + 1 >= end.step
 
 
-def _bound(value: float | None) -> float | None:
+def _rounded_bound(value: float | None) -> float | None:
+    """Return an upper bound rounded up to three digits; None if it is unknown."""
     return None if value is None else wording.rounded_up(value)
 
 
-def _order(epsilon: float | None) -> float:
-    """Return epsilon for comparisons: unknown is above every number, as infinity is."""
+def _sort_key(epsilon: float | None) -> float:
+    """Return epsilon as a key for comparisons, in which unknown counts as infinite."""
     return math.inf if epsilon is None else epsilon
 
 
 def _without_sampling(account: Account) -> float | str | None:
-    """Return epsilon of the same releases if every example were in every batch."""
+    """Return the epsilon of the same releases without sampling: every unit is in all of them."""
     if account.accountant == "filter" or not account.poisson or not account.holds:
         return None
     history = [releases._replace(sample_rate=1.0) for releases in account.history]
@@ -335,7 +359,7 @@ def _without_sampling(account: Account) -> float | str | None:
 
 
 def _limit(account: Account) -> str | None:
-    """Return what an account that holds for the whole run limits."""
+    """Return what epsilon limits, in a sentence; None unless it holds for the whole run."""
     if not (account.holds and account.whole) or account.largest_tpr is None:
         return None
     tpr = account.largest_tpr
@@ -358,7 +382,7 @@ def _limit(account: Account) -> str | None:
 
 
 def _drawing(account: Account) -> str:
-    """Return in words how batches or the clients of a round are drawn."""
+    """Return in words how batches, or the clients of a round, are sampled."""
     rate = wording.digits(account.sample_rate)
     if account.sampling == "without_replacement":
         return f"a fixed share of {rate}, drawn again each time"
@@ -366,7 +390,7 @@ def _drawing(account: Account) -> str:
 
 
 def _statement(account: Account) -> str:
-    """Return what was promised, in sentences."""
+    """Return the account in sentences: epsilon, guarantee, sampling, trust and limits."""
     guarantee = f"The guarantee: {account.guarantee.strip().rstrip('.')}. "
     if not account.holds:
         return f"No epsilon holds for these releases. {guarantee}{_checked(account)}"
@@ -415,53 +439,55 @@ def _statement(account: Account) -> str:
 
 
 def _checked(account: Account) -> str:
-    """Return in a sentence what planted gradients showed of the account."""
+    """Return the result of the audit with planted gradients as a sentence; "" without one."""
     sentence = f"Gradients planted in the training, to refute this: {account.check_result}. "
     return sentence if account.check else ""
 
 
-# ---- ledgers: files that know every release, also of a fit that was killed ----------------------
+# ---- ledgers: files that list every release, also those of a killed fit -------------------------
 
 
 def _read_ledgers(
     paths: Sequence[str | None], problems: list[str]
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Return SHA-256 and releases of ledgers, by their names.
+    """Return the SHA-256 and the number of releases of each ledger file, by its name.
+
+    A ledger is one file, or a file for each client, whose name then ends with
+    ``.<client>-of-<clients>``.
 
     Args:
-        paths: The paths of one defence, of which each client may have a ledger of its own; None has
-            none.
-        problems: gets a sentence for each ledger with lines that are no releases.
+        paths: The ledgers of one defence, one for each client; None for a client without one.
+        problems: The list of problems. A sentence is added for each file with invalid lines.
     """
     hashes: dict[str, str] = {}
     counts: dict[str, int] = {}
-    for place in (Path(path) for path in dict.fromkeys(paths) if path):
+    for ledger in (Path(path) for path in dict.fromkeys(paths) if path):
         try:
-            parts = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
-            files = [place] if place.is_file() else sorted(parts)
+            parts = ledger.parent.glob(f"{glob.escape(ledger.name)}.*-of-*")
+            files = [ledger] if ledger.is_file() else sorted(parts)
             for file in files:
                 content = file.read_bytes()
                 hashes[file.name] = hashlib.sha256(content).hexdigest()
-                counts[file.name], odd = _count_releases(content)
-                if odd:
+                counts[file.name], invalid = _count_releases(content)
+                if invalid:
                     problems.append(
-                        f"{len(odd)} of the lines of the ledger {file.name} are no releases: "
-                        f"{first_of(odd)}"
+                        f"{len(invalid)} of the lines of the ledger {file.name} are no releases: "
+                        f"{first_of(invalid)}"
                     )
             if not files:
-                hashes[place.name] = "the file is not there"
+                hashes[ledger.name] = "the file is not there"
         except (OSError, ValueError) as error:
-            hashes[place.name] = f"cannot be read: {type(error).__name__}"
+            hashes[ledger.name] = f"cannot be read: {type(error).__name__}"
     return hashes, counts
 
 
 def _count_releases(ledger: bytes) -> tuple[int, list[int]]:
-    """Return how many releases the lines count (noise, rate, count), and numbers of odd lines."""
-    releases, odd = 0, []
+    """Return the number of releases in lines of (noise, rate, count), and the invalid lines."""
+    releases, invalid = 0, []
     for number, line in enumerate(ledger.splitlines(), 1):
         try:
             _, _, count = map(float, line.split())
             releases += int(count)
         except (ValueError, OverflowError):
-            odd.append(number)
-    return releases, odd
+            invalid.append(number)
+    return releases, invalid

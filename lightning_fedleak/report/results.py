@@ -1,4 +1,9 @@
-"""The results of a fit, summed up by attack and stage, with what they count for."""
+"""The results of a fit by attack and stage, judged by the attacks' positive controls.
+
+:class:`FitResults` takes the lines of ``leakage.jsonl`` of one fit. It sets aside the lines that
+count training rows and entities, groups the remaining ones by attack and stage, and summarizes each
+group as an :class:`AttackSummary`. Updates that a gate withheld are in no summary number.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,12 @@ from lightning_fedleak.report.attacks import (
 from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.wording import NOT_RECORDED, interval
 
-_BOUND_PREFIX = "bound/"  # of the metrics that an account of DP allows at most
-_AUDIT_PREFIX = "audit/"  # of games that are played with canaries
-_DISHONEST_PREFIX = "chooses"  # of the capabilities that only a dishonest server has
+_BOUND_PREFIX = "bound/"  # begins the metrics that hold the largest value that a DP account allows
+_AUDIT_PREFIX = "audit/"  # begins the names of attacks that are run on canaries
+_DISHONEST_PREFIX = "chooses"  # begins the capabilities that only a dishonest server has
 _WITHHOLDING = ("withheld", "raise")  # actions of a gate after which an update does not leave
 _ALPHA = 0.025
-"""Error probability, over all looks, of excluding guessing; a smaller one needs more looks."""
+"""p-value over all looks up to which guessing is excluded. Lower: needs more looks."""
 
 
 def _lists_records(line: records.ResultLine) -> bool:
@@ -33,13 +38,19 @@ def _lists_records(line: records.ResultLine) -> bool:
 
 
 def _counts_entities(line: records.ResultLine) -> bool:
-    """Return whether a line counts entities in the texts; planted ones have a metric ``first``."""
+    """Return whether a line is on entities found in the texts.
+
+    Lines on planted entities have the metric ``first``.
+    """
     is_released = line.attack.startswith("entity/") and "first" not in line.metrics
     return is_released or "/entity/" in line.attack
 
 
 def _describe_entities(line: records.ResultLine) -> tuple[str, str]:
-    """Return the title of a line on entities, and its result as text."""
+    """Return the title and the result of a line on entities, as text.
+
+    An attack on updates recovers tokens of entities; on the trained model it ranks whole entities.
+    """
     attack, is_of_words, kind = line.attack.partition("/entity/")
     answer = interval(line.metric("recall" if is_of_words else "auc"))
     if is_of_words:
@@ -55,7 +66,7 @@ def _describe_entities(line: records.ResultLine) -> tuple[str, str]:
 
 
 class FitResults:
-    """The results of a fit, and which of its updates left their clients.
+    """The results of a fit, and the updates that its gates withheld.
 
     Args:
         log: The log of the fit.
@@ -64,19 +75,19 @@ class FitResults:
         lines: The results of the attacks that ran.
         clients: The names of the clients that have results.
         is_by_client: Whether results are separated by client.
-        withheld: The client and round of each update that a gate did not let leave.
-        rows: The newest counts of training rows that the trained model reveals, where known; None
-            if no rows were listed.
+        withheld: The client and round of each update that a gate withheld.
+        rows: The newest counts of training rows that the trained model reveals, without unknown
+            ones; None if these rows were not requested.
         values: The newest result on entities in the texts, as text, by title.
     """
 
     def __init__(self, log: FitLog) -> None:
         self._log = log
         self._facts = {facts.name: facts for facts in log.begin.attacks} if log.begin else {}
-        played = [line for line in log.results if line.reason_not_played is None]
-        self.lines = [x for x in played if not _lists_records(x) and not _counts_entities(x)]
-        self.values = dict(map(_describe_entities, filter(_counts_entities, played)))
-        self.rows = next((line.values for line in reversed(played) if _lists_records(line)), None)
+        results = [line for line in log.results if line.reason_not_played is None]
+        self.lines = [x for x in results if not _lists_records(x) and not _counts_entities(x)]
+        self.values = dict(map(_describe_entities, filter(_counts_entities, results)))
+        self.rows = next((line.values for line in reversed(results) if _lists_records(line)), None)
         self.clients = {str(x.client) for x in self.client_lines if x.client is not None}
         self.is_by_client = len(self.clients) > 1 or log.is_federation
         self.withheld = {
@@ -105,9 +116,9 @@ class FitResults:
         """
         begin = self._log.begin
         family = None if begin is None else begin.family_of(attack)
-        if family is not None:  # this version may name the family's metrics in other words
+        if family is not None:  # the current wording of a family replaces the recorded one
             families = (*records.STANDARD_FAMILIES, records.CANARIES, records.ENTITIES)
-            return next((known for known in families if known.name == family.name), family)
+            return next((current for current in families if current.name == family.name), family)
         metrics = {name for line in lines for name in line.metrics}
         if any(line.stage == RELEASED for line in lines):
             return records.CANARIES if "exposure" in metrics else records.MEMORIZATION
@@ -126,7 +137,7 @@ class FitResults:
     def _summarize(
         self, name: str, stage: str, lines: Sequence[records.ResultLine]
     ) -> AttackSummary:
-        # Canaries, entities and a chosen checkpoint have series that are named after their attack.
+        # Results on canaries, entities and a chosen checkpoint have names derived from an attack's.
         root = name.removeprefix(_AUDIT_PREFIX).removesuffix("_chosen").partition("/")[0]
         facts = self._facts.get(root, records.AttackFacts(name=name, family=""))
         family = self._family(root, lines)
@@ -188,20 +199,21 @@ class FitResults:
         return replace(summary, conclusive=_is_conclusive(summary))
 
     def _limit(self, name: str, family: records.Family, headline: str) -> float:
-        """Return the value up to which a result is low: its highest gate, or the default."""
+        """Return the value up to which a result is low: the highest gate on it, or the default."""
         begin, chance = self._log.begin, family.chance_of(headline)
         roots = (f"leakage/{name}/{headline}", f"leakage/worst/{family.name}")
-        watched = {root + end for root in roots for end in ("", "_low", "_high", "_worst_client")}
+        metrics = {root + end for root in roots for end in ("", "_low", "_high", "_worst_client")}
         limits = [
             gate.at_most
             for gate in (begin.gates if begin else None) or ()
-            if gate.at_most is not None and gate.metric in watched
+            if gate.at_most is not None and gate.metric in metrics
         ]
         return max(limits, default=records.default_limit(chance))
 
     def _summarize_client(
         self, lines: Sequence[records.ResultLine], headline: str
     ) -> ClientSummary:
+        """Return the summary of the lines of one client, or of all clients together."""
         sent = self.without_withheld(lines)
         values = _numbers(line.value_of_this_look(headline) for line in sent if line.was_shared)
         return ClientSummary(
@@ -232,6 +244,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
@@ -261,11 +274,16 @@ def _judge_line(
 def _with_controls(
     attack: AttackSummary, judgements: Sequence[tuple[float, records.Judgement]]
 ) -> AttackSummary:
-    """Return a summary with its controls, and how far above chance it is with them.
+    """Return the summary with its ``above_chance`` and the effect of the positive controls.
 
-    Without guessing, the highest look counts. A look at a game has few trials, so that the highest
-    of many looks is high by chance: there the mean, the worst client's mean and the pooled value
-    count. A value whose control is low counts as it is, as a lower bound.
+    For a metric without guessing (chance 0), the highest look counts. A look at a membership game
+    has few trials, so that the highest of many looks is high by chance: there the largest of the
+    mean, the worst client's value and the latest value counts. A value whose control is low counts
+    uncorrected, as a lower bound.
+
+    Args:
+        attack: The summary.
+        judgements: The value of each look and its judgement by the control.
     """
     blind = [x for _, x in judgements if math.isnan(x.value)]
     aggregated = [x for _, x in judgements if x.by_aggregation]
@@ -295,10 +313,13 @@ def _p_value(lines: Sequence[records.ResultLine]) -> float | None:
 
 
 def _is_conclusive(attack: AttackSummary) -> bool | None:
-    """Return whether guessing is excluded: by one look, or else by the interval."""
+    """Return whether guessing is excluded; None if that does not apply.
+
+    The p-value over all looks decides if it was recorded, otherwise the latest interval.
+    """
     if attack.p_value is not None and attack.p_value <= _ALPHA:
         return True
-    if not attack.chance:  # no guessing: the p-value compares with words named blindly
+    if not attack.chance:  # without guessing, the p-value compares with randomly named words
         return False if attack.p_value is not None and attack.above_chance > NEXT_TO_NONE else None
     if attack.p_value is not None:
         return False
@@ -314,7 +335,13 @@ _NO_RESULT = records.ResultLine(step=0, stage="", attack="", metrics={})
 def _last_line(
     lines: Sequence[records.ResultLine], headline: str, *, by_worst_client: bool
 ) -> records.ResultLine:
-    """Return the last line with a result, or the worst client's; a line without metrics if none."""
+    """Return the latest line with a result; a line without metrics if there is none.
+
+    Args:
+        lines: The lines of an attack, in order.
+        headline: The metric that must have a value.
+        by_worst_client: Whether to return the highest of the clients' latest lines instead.
+    """
     measured = [line for line in lines if line.metric(headline) is not None]
     if not by_worst_client:
         return measured[-1] if measured else _NO_RESULT
@@ -325,9 +352,16 @@ def _last_line(
 def _quoted(
     lines: Sequence[records.ResultLine], last: records.ResultLine, headline: str, *, by_chance: bool
 ) -> QuotedLook | None:
-    """Return the latest look, or the highest if values are neither chance-prone nor pooled.
+    """Return the look whose value a report quotes; None without a result.
 
-    The highest of many games is high by chance.
+    It is the latest look of membership games, of which the highest of many is high by chance, of
+    the trained model, and of values pooled over looks. Otherwise it is the highest look.
+
+    Args:
+        lines: The lines on shared data.
+        last: The latest of them with a result, or that of the worst client.
+        headline: The metric.
+        by_chance: Whether guessing reaches a value above 0.
     """
     measured = [line for line in lines if line.metric(headline) is not None]
     if not measured:
@@ -359,7 +393,11 @@ def _reason(line: records.ResultLine, headline: str) -> str | None:
 
 
 def _samples(lines: Sequence[records.ResultLine], headline: str) -> int:
-    """Return the number of tokens, texts or games; of pooled ones each client's highest count."""
+    """Return the number of tokens, texts or games that the values rest on.
+
+    Pooled looks, and those at the trained model, repeat the same texts: of these, each client's
+    highest count is taken. All other counts are added up.
+    """
     pooled: dict[str, int] = {}
     single = 0
     for line in lines:

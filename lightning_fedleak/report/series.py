@@ -1,4 +1,8 @@
-"""The data of the charts: leakage and utility curves, heat maps of clients, pairs of stages."""
+"""The data of the charts, without their drawing.
+
+These are leakage curves, bins of steps, heat maps of clients by rounds, leakage against utility,
+results before and after a defence, and utility curves. ``charts`` draws them.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,11 @@ MAX_ROUNDS, MAX_CLIENTS = 24, 20
 """Maximum number of columns (rounds) and rows (clients) of a heat map with legible numbers."""
 MAX_DRAWN = 1e300  # differences of larger values may overflow
 Span = tuple[float, float]
+"""The lowest and the highest value of an axis."""
 
 
 def is_leak(rate: MetricValue, chance: float) -> bool:
-    """Return whether a leak shows: its interval lies above chance, and its value well above."""
+    """Return whether a leak shows: the interval is above chance, and the value well above it."""
     if rate.value is None or rate.low is None:
         return False
     return rate.low > chance and rate.value - chance > NEXT_TO_NONE
@@ -128,9 +133,9 @@ class Bins:
         }
 
     def downsample(self, line: Points) -> dict[int, tuple[int, float]]:
-        """Return the highest value of each bin; of the last bin the newest, where the run ended."""
-        known_values = [(s, v) for s, v in line if v is not None and abs(v) < MAX_DRAWN]
-        parts = sorted(grouped(known_values, lambda p: self._bins[p[0]]).items())
+        """Return each bin's point with the highest value; of the last bin, the newest point."""
+        finite = [(s, v) for s, v in line if v is not None and abs(v) < MAX_DRAWN]
+        parts = sorted(grouped(finite, lambda p: self._bins[p[0]]).items())
         highest = {index: max(part, key=lambda p: p[1]) for index, part in parts}
         return highest | ({parts[-1][0]: parts[-1][1][-1]} if parts else {})
 
@@ -153,7 +158,7 @@ def heat_maps(
 ) -> tuple[Bins, dict[str, list[Row]]]:
     """Return the bins, and for each attack a table of clients (rows) by rounds (columns).
 
-    The last row is the sum of the clients, if an attack read it.
+    The last row is the sum over the clients, if the attack also ran on it.
     """
     summed = {a.name: list(a.points) for a in fit.attacks if a.stage == "aggregate"}
     bins = Bins([p.step for a in attacks for p in a.points], MAX_ROUNDS)
@@ -162,9 +167,9 @@ def heat_maps(
         by_client = grouped(attack.points, lambda point: f"client {point.client}")
         clients = sorted(by_client.items(), key=lambda item: -_mean_value(item[1]))
         if len(clients) > MAX_CLIENTS:
-            rest = clients[MAX_CLIENTS - 1 :]
-            points = [point for _, of_client in rest for point in of_client]
-            clients[MAX_CLIENTS - 1 :] = [(f"highest of {len(rest)} more", points)]
+            merged = clients[MAX_CLIENTS - 1 :]
+            points = [point for _, of_client in merged for point in of_client]
+            clients[MAX_CLIENTS - 1 :] = [(f"highest of {len(merged)} more", points)]
         clients += [("sum of all clients", summed[attack.name])] if attack.name in summed else []
         tables[f"{attack.name}, {measure(attack.headline)}"] = [
             Row(name, _heat_cells(attack, points, bins)) for name, points in clients
@@ -200,7 +205,7 @@ def _mean_value(points: Iterable[Point]) -> float:
 
 @dataclass(frozen=True)
 class _Knee:
-    """The leakage of the trained model against utility, one point per look.
+    """The trade-off between the trained model's leakage and utility, one point per look.
 
     Attributes:
         curve: The leakage.
@@ -221,9 +226,9 @@ class _Knee:
 
 
 def knee(fit: FitSummary) -> _Knee | None:
-    """Return the trained model's leakage against validation; None without two looks with both.
+    """Return the trained model's leakage against a validation loss; None without two such looks.
 
-    The knee is the look after which leakage grows without a gain in utility.
+    The knee is the look with the best loss: leakage that grows after it buys no utility.
     """
     attacks = [a for a in fit.attacks if a.stage == RELEASED and a.chance and a.quoted]
     metrics = ((n, p) for n, p in utility(fit).items() if is_validation(n) and is_lower_better(n))
@@ -243,12 +248,12 @@ def knee(fit: FitSummary) -> _Knee | None:
 
 
 def _best(looks: Sequence[tuple[float, Point]]) -> tuple[float, Point]:
-    """Return the look with the lowest, which is the best, utility."""
+    """Return the look with the best utility: the lowest, since the metric is a loss."""
     return min(looks, key=lambda look: look[0])
 
 
 def _advice(at: str, metric: str, best: Point, last: Point) -> str:
-    """Return what stopping at the best utility would have changed."""
+    """Return, in a sentence, how stopping at the best utility would have changed the leakage."""
     if best.step >= last.step:
         return f"{metric} still improved at the last look: no knee within this run."
     auc_at_best, auc_at_end = best.value or 0.0, last.value or 0.0
@@ -261,7 +266,10 @@ def _advice(at: str, metric: str, best: Point, last: Point) -> str:
 
 
 class _Pair(NamedTuple):
-    """An attack's results before and after a defence, or their means over looks with both."""
+    """An attack's result before and after the defence.
+
+    For attacks whose highest look is quoted, both are means over the looks that measured both.
+    """
 
     attack: str
     chance: float
@@ -303,7 +311,7 @@ def _mean_of(attack: AttackSummary, steps: set[int]) -> MetricValue:
 def utility(fit: FitSummary) -> dict[str, Points]:
     """Return the user's metrics, validation first.
 
-    Of several clients it is the metric of their sum, or the clients' mean if that was not logged.
+    In a federation it is the metric logged for the sum over clients, or else the clients' mean.
     """
     by_name: dict[str, dict[str, Points]] = {}
     for title, points in fit.utility.items():

@@ -12,14 +12,14 @@ from lightning_fedleak import report
 from lightning_fedleak.messages import rank_zero_warn
 
 SECONDS = 0.02
-"""Mean processor seconds per look for the live page.
+"""Mean CPU seconds per look that the live page may take.
 
-More: pages of long runs are newer. Less: they wait for more looks.
+Higher: the page is written after more of the looks of a long run. Lower: after fewer of them.
 """
 
 
 class _Latest(dict[str, float]):
-    """Values by log name, with an error that explains a missing one."""
+    """The newest values by log name; the error for a missing name explains why it has no value."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
@@ -29,7 +29,10 @@ class _Latest(dict[str, float]):
 
 
 class Reported:
-    """A base class of what watches a run: it writes the report, and displays it in notebooks."""
+    """A base class of the monitors: it writes the report, and displays it in notebooks.
+
+    Subclasses set ``engine``, the :class:`~lightning_fedleak.engine.Engine` of the run.
+    """
 
     engine: Any
 

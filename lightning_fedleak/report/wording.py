@@ -1,4 +1,4 @@
-"""How values are written in every form of the report."""
+"""The format of values, and the sentences on trust and units, in all forms of the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRUST = {
     "client": "Only the client is trusted: epsilon holds against the server too.",
     NOT_RECORDED: f"Who is trusted is {NOT_RECORDED}.",
 }
-"""Who must be trusted for an epsilon to hold, in every place that says so."""
+"""Sentences on the party that must be trusted for an epsilon to hold, by the party's name."""
 UNIT_IN_WORDS = {
     "example": "one example",
     "client": "one client with all of its data",
@@ -28,20 +28,20 @@ UNIT_IN_WORDS = {
     "user": "one user with all of their rows",
     NOT_RECORDED: f"one unit ({NOT_RECORDED} which)",
 }
-"""Whose data one unit of privacy is."""
+"""Units of privacy, in words."""
 FOR_UNIT = {
     "client": ", for a whole client",
     "row": ", for a text",
     "user": ", for a user with all of their rows",
     NOT_RECORDED: ", for a unit that is not recorded",
 }
-"""After an epsilon; nothing for one of examples."""
+"""Units of privacy as a phrase after an epsilon; none for ``"example"``, the usual unit."""
 
 T = TypeVar("T")
 
 
 def in_words(value: object) -> str:
-    """Return a value in words; what nobody recorded says so, and a setting that is None is none."""
+    """Return a value in words: None is ``NOT_RECORDED``, but "none" as a value of a mapping."""
     if value is None or value == "":
         return NOT_RECORDED
     if isinstance(value, bool):
@@ -61,7 +61,7 @@ def in_words(value: object) -> str:
 
 
 def digits(value: object) -> str:
-    """Return a number with four digits, and anything else as it is."""
+    """Return a number with four significant digits, and any other value as its ``str``."""
     if value is None:
         return NOT_RECORDED
     if value == math.inf:
@@ -70,14 +70,14 @@ def digits(value: object) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a rate with three digits, or that it is unknown."""
+    """Return a rate with three decimals, or "unknown"."""
     if value is None or math.isnan(value):
         return "unknown"
     return f"{value:.3f}"
 
 
 def interval(rate: MetricValue | None) -> str:
-    """Return a rate and its 95% interval; one that has no upper end is at least so much."""
+    """Return a rate and its 95% interval; without an upper end, "at least" and the rate."""
     if rate is None or rate.value is None:
         return "unknown"
     if rate.low is not None and rate.high is None:  # capped by the number of held-out canaries
@@ -97,7 +97,7 @@ def percent(value: float | None) -> str:
 
 
 def brief(value: float | None) -> str:
-    """Return a rate with two digits: 0.58, 1.00, and >0.99 where it is not quite 1."""
+    """Return a rate with two decimals, such as 0.58; one that only rounds to 1.00 is >0.99."""
     if value is None:
         return "unknown"
     text = f"{value:.2f}"
@@ -105,7 +105,7 @@ def brief(value: float | None) -> str:
 
 
 def brief_interval(rate: MetricValue) -> str:
-    """Return the ends of a 95% interval; empty where none was recorded."""
+    """Return the ends of a 95% interval with two decimals; empty if none was recorded."""
     if rate.low is None:
         return ""
     if rate.high is None:  # capped by the number of held-out canaries
@@ -115,7 +115,7 @@ def brief_interval(rate: MetricValue) -> str:
 
 
 def measure(metric: str) -> str:
-    """Return a metric as people call it."""
+    """Return the common name of a metric, such as "AUC"."""
     return {"f1": "F1", "auc": "AUC"}.get(metric, metric.replace("_", " "))
 
 
@@ -125,7 +125,7 @@ def capitalized(text: str) -> str:
 
 
 def rounded_up(bound: float) -> float:
-    """Return an upper bound with three digits, so that every place and format shows the same."""
+    """Return an upper bound rounded up to three significant digits, for all forms of a report."""
     if not math.isfinite(bound) or bound <= 0:
         return bound
     unit = 10.0 ** (math.floor(math.log10(bound)) - 2)
@@ -133,13 +133,13 @@ def rounded_up(bound: float) -> float:
 
 
 def visible(value: T) -> T:
-    """Return a value with every character written out that a reader cannot see.
+    """Return a value with invisible characters written as escapes, also in nested values.
 
-    Marks that turn the direction of writing would let a name change the text next to it; escape
-    sequences act on terminals, and a lone surrogate is in no file of UTF-8.
+    Marks of writing direction would let a name change the text next to it. Escape sequences act on
+    terminals. A lone surrogate cannot be encoded in UTF-8.
     """
     if isinstance(value, str):
-        return value if value.isprintable() else "".join(map(_written_out, value))  # type: ignore[return-value]
+        return value if value.isprintable() else "".join(map(_escaped, value))  # type: ignore[return-value]
     if isinstance(value, Mapping):
         return {visible(name): visible(part) for name, part in value.items()}  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
@@ -153,7 +153,8 @@ def visible(value: T) -> T:
     return value
 
 
-def _written_out(character: str) -> str:
+def _escaped(character: str) -> str:
+    """Return a character, or its escape sequence if it is invisible."""
     if character.isprintable() or character in "\n\t" or category(character) == "Zs":
         return character
     return character.encode("unicode_escape").decode()

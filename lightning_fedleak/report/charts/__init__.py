@@ -1,1 +1,1 @@
-"""Charts of a report as SVG and HTML; they need no program to be read."""
+"""The charts of a report, as SVG and HTML that a browser shows without JavaScript."""

@@ -1,6 +1,7 @@
-"""The charts of a run and of several, as SVG and HTML, each with its table.
+"""The charts of one run and of several runs, as SVG in HTML, each with a table of its numbers.
 
-A chart is drawn twice, as a desk and as a phone show it.
+:func:`figures` returns the charts of one run, :func:`compared_figures` those that compare runs.
+Each chart is drawn in two widths, for a desktop and for a phone; the page shows one of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lightning_fedleak.report.series import (
 from lightning_fedleak.report.wording import brief, brief_interval, digits, measure
 
 DESK, HALF, PHONE = 1064, 510, 354
-"""Widths in pixels: of the page's column, of half of it, and of the column on a phone."""
+"""Widths of a chart in pixels: the page's column, half of it, and the column on a phone."""
 MAX_DOTS = 48  # bins up to which each has a symbol: more would touch
 QUARTERS = (0, 0.25, 0.5, 0.75, 1)  # ticks of a rate; more ticks crowd a phone's chart
 SHAPES = {
@@ -41,8 +42,9 @@ SHAPES = {
     "texts": "m0-4l4 4-4 4-4-4z",
     "memorization": "m0-4l4 7h-8z",
 }
-"""Paths of the symbols of each kind of leak; others have that of words."""
+"""SVG path of the symbol of each family of attacks. Other families have the symbol of words."""
 Place = tuple[float, float | None]
+"""A point in the values of the two axes; y is None where it is unknown."""
 
 
 class _Plot:
@@ -50,7 +52,7 @@ class _Plot:
 
     Args:
         size: width and height in pixels.
-        x, y: lowest and highest value of each axis; of ``x`` the first may be the higher one.
+        x, y: lowest and highest value of each axis. An ``x`` axis may also run from high to low.
         margins: left, right, top and bottom in pixels.
     """
 
@@ -63,18 +65,18 @@ class _Plot:
         self._labels: list[tuple[float, str, str]] = []
 
     def x(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the horizontal pixel of a value."""
         low, high = self._x
         return self.left + (value - low) / (high - low or 1) * (self.right - self.left)
 
     def y(self, value: float | None) -> float:
-        """Return the pixel of a value; an unknown upper end is the highest value."""
+        """Return the vertical pixel of a value; None, an open upper end, is the top of the plot."""
         low, high = self._y
         share = 1.0 if value is None else (value - low) / (high - low)
         return self.bottom - share * (self.bottom - self.top)
 
     def rule(self, kind: str, x: Sequence[float], y: Sequence[float]) -> None:
-        """Draw a line between two pixels."""
+        """Draw a straight line in pixels; an axis with one coordinate has it at both ends."""
         ends = f'x1="{x[0]:.1f}" x2="{x[-1]:.1f}" y1="{y[0]:.1f}" y2="{y[-1]:.1f}"'
         self._parts.append(f'<line class="{kind}" {ends}/>')
 
@@ -87,7 +89,7 @@ class _Plot:
     def levels(
         self, chances: Iterable[float], limits: Iterable[float] = (), *, are_named: bool = False
     ) -> None:
-        """Draw what guessing reaches, where that is above 0, and the limits of gates."""
+        """Draw a horizontal line at each value of guessing above 0, and at each gate's limit."""
         for chance in sorted({chance for chance in chances if chance}):
             self.level("chance", chance, "guessing" if are_named else "")
         for limit in limits:
@@ -100,7 +102,7 @@ class _Plot:
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{style}{end}>{escape(str(text))}</text>')
 
     def axes(self, values: Iterable[float], steps: Iterable[float], label: str = "") -> None:
-        """Draw a line for each value, the numbers at both axes, and the name of the lower one."""
+        """Draw grid lines at ``values``, the numbers of both axes, and a label for the x axis."""
         for value in values:
             self.level("grid", value)
             self.text(self.left - 8, self.y(value) + 4, f"{value:.4g}", anchor="end")
@@ -162,14 +164,14 @@ class _Plot:
         self._labels.append((self.y(value), text, kind))
 
     def svg(self, description: str) -> str:
-        """Return the drawing, with its labels one below the other."""
+        """Return the SVG element. Labels that would overlap are moved apart."""
         heights: list[float] = []
         labels = sorted(self._labels)
         for y, _, _ in labels:
             heights.append(max(y, heights[-1] + 15) if heights else y)
-        over = max(0.0, (heights or [0.0])[-1] - self.bottom)
+        overflow = max(0.0, (heights or [0.0])[-1] - self.bottom)
         for height, (_, text, kind) in zip(heights, labels, strict=True):
-            self.text(self.right + 10, height - over + 4, text, kind)
+            self.text(self.right + 10, height - overflow + 4, text, kind)
         box = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
         axis = " ".join(f"{n:g}" for n in (self.left, self.right, *self._x, self.bottom))
         name = f'role="img" aria-label="{escape(description)}"'
@@ -177,7 +179,7 @@ class _Plot:
 
 
 def views(draw: Callable[[float], str], desk: float = DESK) -> Markup:
-    """Return a chart as it is drawn for a desk and for a phone, of which the page shows one."""
+    """Return a chart in its two widths, for a desktop and a phone; the page shows one of them."""
     return Markup(f'<div class="desk">{draw(desk)}</div><div class="phone">{draw(PHONE)}</div>')
 
 
@@ -195,7 +197,7 @@ def ticks(span: Span, max_intervals: int) -> list[float]:
 MAX_BINS = 120
 """Largest number of points of a line. If there are more looks, adjacent ones share a bin."""
 MAX_RUNS = 3
-"""Largest number of runs of which a page has separate charts, with fewer points for each run.
+"""Largest number of runs for which a page has charts of each run; more runs have fewer points.
 
 With more runs the page would exceed 150 KB. Charts that compare runs are always drawn.
 """
@@ -218,7 +220,7 @@ class _Figure:
 
 
 def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
-    """Return the charts of a run for which there are data; none on a page of too many runs.
+    """Return the charts of a run for which there are data; [] with more than ``MAX_RUNS`` runs.
 
     Args:
         fit: The run.
@@ -241,7 +243,7 @@ def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
 
 
 def _curves(fit: FitSummary, overview: Overview) -> list[Curve]:
-    """Return a line for each family of attacks: that of the attack which the page quotes."""
+    """Return a curve for each family: that of the attack whose value the overview quotes."""
     quoted = {r.title.lower(): best_of_family(fit, r.family) for r in overview.readings if r.rate}
     return [curve_of(attack, title) for title, attack in quoted.items() if attack]
 
@@ -304,11 +306,11 @@ def _plot_leakage(
         label = f"{_shorten(curve.name, 13)} {brief(curve.last.value)}"
         plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
     if fit.decisions:
-        first = fit.decisions[0]
-        words = {"warn": "over the gate: warned", "stopped": "stopped by the gate"}
-        at, anchor = plot.x(first.step), "end" if first.step > 0.6 * x[1] else "start"
+        decision = fit.decisions[0]
+        labels = {"warn": "over the gate: warned", "stopped": "stopped by the gate"}
+        at, anchor = plot.x(decision.step), "end" if decision.step > 0.6 * x[1] else "start"
         plot.rule("gate", [at], (plot.top, plot.bottom))
-        plot.text(at, 12, words.get(first.did, f"gate: {first.did}"), "ink", anchor)
+        plot.text(at, 12, labels.get(decision.did, f"gate: {decision.did}"), "ink", anchor)
     rates = [f"{c.name} {brief(c.last.value)} ({brief_interval(c.last.rate)})" for c in visible]
     return plot.svg(f"Leakage by {fit.unit}: {'; '.join(rates)}")
 
@@ -475,7 +477,8 @@ def _draw_spending(fit: FitSummary, defense: str, series: Points, max_bins: int)
 def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[_Figure]:
     """Return the charts that compare several runs.
 
-    They are leakage by step and, unless a gate stopped a run, utility against leakage.
+    The charts are utility against leakage, and leakage by step. The first is left out if a gate
+    stopped some of the runs, but not all.
     """
     curves = [
         curve_of(attack, name, f"dash{number % 4}")
@@ -550,5 +553,5 @@ def _shorten(name: str, max_length: int) -> str:
 
 
 def _step_ticks(span: Span, is_narrow: bool) -> list[float]:
-    """Return the ticks of an axis of steps, which are whole numbers."""
+    """Return the ticks of an axis of steps; only whole numbers are steps."""
     return [tick for tick in ticks(span, 4 if is_narrow else 10) if tick == int(tick)]

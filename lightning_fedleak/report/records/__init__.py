@@ -1,4 +1,4 @@
-"""What runs write down: the lines of ``leakage.jsonl`` and ``run.jsonl``."""
+"""The log files of a run: the lines of ``leakage.jsonl`` and ``run.jsonl``, read and written."""
 
 from lightning_fedleak.report.records.controls import HIGH as HIGH
 from lightning_fedleak.report.records.controls import STRENGTH as STRENGTH

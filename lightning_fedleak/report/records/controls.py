@@ -1,4 +1,8 @@
-"""How far a low number counts: the rule of gates and of reports, by the control of a look."""
+"""Judges a low value by the positive control of the same look, for gates and for reports.
+
+A positive control is the attack on data whose content is known. If it also recovers little there, a
+low value is no evidence that nothing leaks, and :func:`judge_value` returns NaN (unknown).
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,38 @@ import math
 from dataclasses import dataclass
 
 HIGH = 0.5
-"""Share of the way from chance to certainty above which a number is high.
+"""Share of the distance from chance to certainty above which a value is high.
 
-A report marks what is above it, and the README's gate allows so much: it is the limit where no gate
-names one. Lower: more numbers are called high, and lower controls suffice. Not tuned.
+A report marks values above it, and it is the default limit if no gate sets one. Lower: more values
+are called high, and lower controls suffice. Not tuned.
 """
 
-
 WEAK = "weak_reference"
-"""Value of a line, 1 where the reference that a score is compared with is weak, and 0 where not."""
+"""Name of a metric: 1 if the reference model that a score is compared with is weak, else 0."""
 STRENGTH = "reference_strength"
-"""Value of a line, the share of the model's gain on other texts that the reference has."""
+"""Name of a metric: the reference's gain on held-out texts as a share of the trained model's."""
 WEAK_REFERENCE = "weak reference: it shows less than there is, and a low number is unknown"
 
 
 def default_limit(chance: float) -> float:
-    """Return what counts as low where no gate says it.
+    """Return the limit up to which a value is low if no gate sets one.
 
     Args:
-        chance: the value of an attack that knows nothing.
+        chance: the value that guessing reaches.
     """
     return chance + HIGH * (1 - chance)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a number is worth beside its control.
+    """A value judged by its positive control.
 
     Attributes:
-        value: as it counts at the limit; NaN is unknown.
-        why: both numbers in a sentence, where the control changes what the value counts for; else
-            empty.
-        by_aggregation: it is low because the batch holds more than the attack can distinguish.
+        value: the value to compare with the limit; NaN is unknown.
+        why: the value and its control in a sentence, if the control changes the value or it is low
+            by aggregation; else empty.
+        by_aggregation: whether it is low because the batch holds more than the attack can
+            distinguish.
     """
 
     value: float
@@ -56,23 +60,26 @@ def judge_value(
     failure: str = "",
     unexplained: float = math.nan,
 ) -> Judgement:
-    """Return what a value counts for at a limit.
+    """Return a value as it counts at a limit, judged by the control.
 
-    A value above the limit counts as it is. One below it is low only as far as the control is high:
-    where the control is above the limit, the value counts by what could be read here. Where it is
-    not, the value counts if a part of the batch is read, since the batch holds more than the attack
-    can distinguish; else it is unknown.
+    A value above the limit is not changed. Neither is any value without a control. A lower value is
+    judged as follows:
+
+    - If the control is above the limit, the value is scaled up as if the control were 1.
+    - Otherwise, if the control on a part of the batch is high, the value is not changed: the whole
+      batch holds more than the attack can distinguish.
+    - Otherwise it is unknown.
 
     Args:
         value: The value of a metric; NaN is unknown.
-        control: what the attack reads in the same step where the truth is known; NaN where that
-            could not be read, None where it is given no control.
-        at_most: the limit; 1 allows everything.
-        chance: the metric's value of an attack that knows nothing.
-        part: the control of a part of the batch; NaN where none was tried.
-        known: what is known in the control, a plural.
-        failure: why the control could not be read.
-        unexplained: share of the step's gradient that its own backward did not leave.
+        control: The metric on the positive control in the same step; NaN if it could not be
+            measured, None if the attack has no control.
+        at_most: The limit; 1 allows everything.
+        chance: The value that guessing reaches.
+        part: The control on a part of the batch; NaN if none was measured.
+        known: The content of the control for the sentence, a plural such as "words".
+        failure: The reason why the control could not be measured.
+        unexplained: The share of the step's gradient that does not come from its own backward pass.
     """
     if at_most >= 1 or control is None or math.isnan(value) or value > at_most or control >= 1:
         return Judgement(value)

@@ -1,4 +1,4 @@
-"""What kinds of leak there are, and the words in which a report speaks of each."""
+"""The families of attacks, one for each kind of leak, and the words of a report on each."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Family(Record):
         headline: the main metric.
         chance: the value of the headline that guessing reaches. If it is above 0, each look is a
             game with few trials, so that the mean over looks counts, not the highest look.
-        metrics: those that a report shows.
-        question: what its attacks try to find out.
-        title: what its attacks read, in a word or two.
-        sentences: what an attack could do. The first whose metrics are all known is used; for an
-            attack with an excess as its main metric, the last.
+        metrics: the metrics that a report shows.
+        question: what its attacks try to find out, such as "which words are in a batch".
+        title: what its attacks recover, in a word or two.
+        sentences: what an adversary could do with an attack. The first one whose metrics all have
+            values is used; for an attack with an excess as its main metric, the last.
         asks: the question in direct speech.
         untested: what to do if no attack of the family was run; ``{watcher}`` is the class that
             would run it.
         terms: the meaning of its words and metrics, for the report's glossary.
-        excesses: metrics over a baseline, so that guessing has 0: the main ones of attacks without
-            the headline.
+        excesses: metrics of which a baseline is subtracted, so that guessing has 0. They are the
+            main metrics of attacks that do not have the headline.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Family(Record):
         return next((name for name in names if name in metrics), self.headline)
 
     def chance_of(self, metric: str) -> float:
-        """Return the value that guessing reaches of the headline or an excess."""
+        """Return the value that guessing reaches in the headline or an excess."""
         return 0.0 if metric in self.excesses else self.chance
 
     @property
     def known(self) -> str:
-        """What the control of a look reads although it is known: texts of a game, or words."""
+        """What the positive control recovers, for messages: texts in a game, otherwise words."""
         return "texts" if self.chance else "words"
 
     @property
     def shown_metrics(self) -> tuple[str, ...]:
-        """The metrics that a report shows; the headline where none are named."""
+        """The metrics that a report shows; the headline if the family names none."""
         return self.metrics or ((self.headline,) if self.headline else ())
 
     @property
@@ -73,12 +73,12 @@ class Family(Record):
 
     @property
     def short_title(self) -> str:
-        """What its attacks read, in a word or two."""
+        """What its attacks recover, in a word or two; the name without a title."""
         return self.title or self.name
 
     @property
     def all_sentences(self) -> tuple[str, ...]:
-        """What an attack could do; its headline where the family has no sentence."""
+        """The sentences; one with the headline if the family has none."""
         guessing = f", where guessing has {self.chance:g}" if self.chance else ""
         default = f"reach a {self.headline} of {{{self.headline}}}{guessing}"
         return self.sentences or (default,)
@@ -193,7 +193,7 @@ ENTITIES = Family(
 )
 
 PLANTED = CANARIES.name, ENTITIES.name
-"""Names of the families on planted texts and values, which say nothing about the other texts."""
+"""Families on planted texts and values, whose results do not cover the remaining texts."""
 
 STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
 """The families that a report names even if no attack tested them."""

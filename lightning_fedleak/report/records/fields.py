@@ -1,7 +1,9 @@
-"""Dataclasses that are read from JSON, checked and written by the types of their fields.
+"""Dataclasses that are read from lines of JSON and written to them, by the types of their fields.
 
-A field is declared once: its type says what JSON may hold there, a default says that it may be
-missing, and ``named`` gives the key where that is no name in Python.
+A field is declared once: its type says which JSON value it takes, a default makes it optional, and
+:func:`named` gives its key if that differs from its name. :meth:`Record.from_json` reads and checks
+a line, :func:`as_json` converts a record back, and :func:`append_line` adds a line to a file. Each
+line holds the hash of the line before it and its own, so that changes of the file are detected.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ except ImportError:  # Windows has none
 SCHEMA = 4
 """Version of the lines that are written and read."""
 BEFORE = "before"
-"""Key of each line that holds :func:`hash_line` of the line before it in its file."""
+"""Key under which each line holds :func:`hash_line` of the line before it in the file."""
 HASH = "hash"
 """Last key of each line: :func:`hash_line` of the line without it."""
 BLOCK = 2**14
-"""Bytes of a file's end that are read at once: more than most lines have."""
+"""Bytes that are read at once from a file's end, for its last line; most lines are shorter."""
 MAX_NUMBER = 2**53
-"""Largest size of a number that is read: above it floats are not exact, and no run gets there.
+"""Largest absolute value that is accepted: floats above it do not hold every integer exactly.
 
-Limits and the user's own metrics may be larger, such as the loss of a run that diverged.
+Gates' limits and the user's own metrics may be larger, such as the loss of a diverged run.
 """
 
 JsonObject = Mapping[str, Any]
@@ -57,31 +59,31 @@ JsonObject = Mapping[str, Any]
 
 
 def _expect(holds: bool, path: str) -> None:
-    """Raise an error for the value at a path unless a condition on it holds."""
+    """Raise a ``ValueError`` with the path of a JSON value unless a condition on it holds."""
     if not holds:
         raise ValueError(path)
 
 
 def named(key: str, **more: Any) -> Any:
-    """Return a dataclass field that has another key in JSON than its name."""
+    """Return a dataclass field with its own key in JSON; ``more`` are arguments of ``field``."""
     return field(metadata={"key": key}, **more)
 
 
 OTHER_KEYS = {"others": True}
-"""Metadata of a field that takes the keys which no other field of its record has."""
+"""Metadata of a mapping field that takes all keys of the JSON object without a field."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A part of a line. Subclasses are frozen dataclasses."""
+    """A line, or an object in a line. Subclasses are frozen dataclasses."""
 
     @classmethod
     def from_json(cls, value: Any, path: str = "") -> Self:
-        """Return the record that an object of JSON holds.
+        """Return the record of a JSON object.
 
         Args:
             value: the object.
-            path: where in its line it is, for the error.
+            path: its path in the line, such as ``monitor/clients``, for the error.
 
         Raises:
             ValueError: a field is missing or is not what its type says.
@@ -106,15 +108,15 @@ class Record:
 
 @cache
 def _fields_by_key(record_type: type) -> Mapping[str, Field[Any]]:
-    """Return the fields of a dataclass by their keys in JSON; long logs ask for them often."""
+    """Return the fields of a dataclass by their keys in JSON; cached, as it runs on every line."""
     return {f.metadata.get("key", f.name): f for f in fields(record_type)}
 
 
 def as_json(value: object) -> Any:
-    """Return a value as strict JSON takes it.
+    """Return a value as types of strict JSON.
 
-    Infinity is the word ``infinite``, what is no number is null, and what JSON has no form for is
-    its text.
+    Infinity of either sign becomes ``"infinite"``, NaN becomes null, and an object of any other
+    type becomes its ``str``.
     """
     if is_dataclass(value):
         content: dict[str, object] = {}
@@ -133,53 +135,58 @@ def as_json(value: object) -> Any:
 
 
 def hash_line(line: bytes) -> str:
-    """Return the SHA-256 of a line without its end; of no bytes where no line is before."""
+    """Return the SHA-256 of a line without its line break; of ``b""`` if there is no line."""
     return hashlib.sha256(line).hexdigest()
 
 
 def holds_own_hash(line: bytes) -> bool:
-    """Return whether the last key of a line is the hash of all that is before it."""
-    start, end = line[: -(64 + 2)], line[-(64 + 2) : -2]
+    """Return whether the hash at the end of a line is that of the line without it."""
+    start, end = line[: -(64 + 2)], line[-(64 + 2) : -2]  # 64 hex digits and the closing '"}'
     before = start.removesuffix(f', "{HASH}": "'.encode())
     return before != start and hash_line(before + b"}") == end.decode(errors="replace")
 
 
-_unwritten: dict[int, list[tuple[Path, object]]] = {}
-"""Lines to write of each thread, by its id: several where a signal handler interrupts it."""
-_writing: set[int] = set()
-"""Threads that write a line now."""
-_unlocked: set[str] = set()
-"""Files that another process did not let go."""
+_pending_lines: dict[int, list[tuple[Path, object]]] = {}
+"""The lines that each thread has yet to write, by its id. A signal handler may add further ones."""
+_writing_threads: set[int] = set()
+"""The ids of the threads that are writing a line."""
+_unlockable_files: set[str] = set()
+"""The files whose lock another process held for the whole waiting time."""
 LOCK_TRIES = 300
-"""Times 10 ms for which another process is waited for."""
+"""Number of attempts to lock a file, 10 ms apart."""
 
 
 def append_line(path: Path, line: object) -> None:
-    """Add a line to a file, whose folder is made where it is missing.
+    """Append a line to a file, and create the file and its folder if they are missing.
 
-    The line holds its own hash, and that of the one before, whatever that is: a part of a line that
-    a killed fit wrote stays a line of its own. Processes that write to one file wait for each
-    other, where the file system can lock, but not for ever. What a signal handler adds, such as
-    that of a checkpoint, comes after the line that it interrupts. A new file only its owner may
-    read: its numbers are of one client's data.
+    The line holds its own hash and that of the previous line. If a killed fit left a part of a
+    line, this part stays a line of its own. Processes that write to the same file wait for each
+    other if the file system supports locks, for at most 3 seconds. A line from a signal handler,
+    such as that of a checkpoint, is written after the line that it interrupts. A new file has mode
+    0600, since its numbers are about one client's data.
+
+    Args:
+        path: the file.
+        line: a record, which :func:`as_json` converts.
 
     Raises:
         OSError: the file cannot be written.
     """
     thread = threading.get_ident()
-    lines = _unwritten.setdefault(thread, [])
+    lines = _pending_lines.setdefault(thread, [])
     lines.append((path, line))
-    if thread in _writing:
+    if thread in _writing_threads:
         return
-    _writing.add(thread)
+    _writing_threads.add(thread)
     try:
         while lines:
             _append(*lines.pop(0))
     finally:
-        _writing.discard(thread)
+        _writing_threads.discard(thread)
 
 
 def _append(path: Path, line: object) -> None:
+    """Write one line with its two hashes to the end of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
         _lock(file, path)
@@ -191,24 +198,27 @@ def _append(path: Path, line: object) -> None:
             file.write(b"\n")
         file.write(f"{text}\n".encode())
         file.flush()
-        if fcntl is not None:  # closing does not unlock where a fork has the file too
+        if fcntl is not None:  # closing does not unlock a file that a forked process has open too
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
-    """Wait for other processes that write to a regular file; once in vain, no more."""
+    """Wait until a regular file can be locked.
+
+    If another process holds the lock for too long, it warns once. Later lines then do not wait.
+    """
     if fcntl is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
-    for _ in range(1 if str(path) in _unlocked else LOCK_TRIES):
+    for _ in range(1 if str(path) in _unlockable_files else LOCK_TRIES):
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.01)
-        except OSError:  # without locks the chain shows that two wrote at once
+        except OSError:  # no locks here: the chain of hashes shows concurrent writes
             return None
-    if str(path) not in _unlocked:
-        _unlocked.add(str(path))
+    if str(path) not in _unlockable_files:
+        _unlockable_files.add(str(path))
         warnings.warn(
             f"{path} is locked by another process, perhaps a stopped one: lines are added without "
             "waiting for it, and fedleak verify may find that two wrote at once",
@@ -217,19 +227,19 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def closing_of(path: Path) -> tuple[int, str]:
-    """Return how many lines a file has, and the hash of the last; none of no regular file."""
+    """Return the number of lines of a file, and the hash of the last; 0 if it is no file."""
     lines = split_lines(path.read_bytes()) if path.is_file() else []
     return len(lines), hash_line(lines[-1] if lines else b"")
 
 
 def split_lines(content: bytes) -> list[bytes]:
-    """Return the lines of a log without their ends, a last one that was cut too."""
+    """Return the lines of a log without line breaks, also a last one that was cut off."""
     *lines, last = content.split(b"\n")
     return [*lines, last] if last else lines
 
 
 def _last_line(file: IO[bytes]) -> bytes:
-    """Return the last line of a file, with its end where it has one."""
+    """Return the last line of a file, with its line break if it has one."""
     start, end = file.seek(0, os.SEEK_END), b""
     while start and b"\n" not in end[:-1]:
         size = min(BLOCK, start)
@@ -248,20 +258,25 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 @cache
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a type is made of; long logs ask for it often."""
+def _origin_and_arguments(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the origin and the arguments of a type; cached, as it runs on every value."""
     return get_origin(hint), get_args(hint)
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
-    """Return what a value of JSON is as a field of a type.
+    """Return a JSON value as the type of a field.
+
+    Args:
+        hint: the type.
+        value: the value.
+        path: its path in the line, for the error.
 
     Raises:
-        ValueError: it is not what the type says.
+        ValueError: the value is not of this type.
     """
-    kind, arguments = _parts(hint)
+    kind, arguments = _origin_and_arguments(hint)
     if kind in (Union, UnionType):
-        return _read_one_of(arguments, value, path)
+        return _read_union(arguments, value, path)
     if kind is tuple:
         _expect(isinstance(value, list), path)
         return tuple(_read(arguments[0], item, path) for item in value)
@@ -277,32 +292,32 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     if issubclass(hint, tuple):  # a named one, which is a list in JSON
         hints = _hints(hint).values()
         _expect(isinstance(value, list) and len(value) == len(hints), path)
-        return hint(*(_read(one, part, path) for one, part in zip(hints, value, strict=True)))
+        return hint(*(_read(kind, part, path) for kind, part in zip(hints, value, strict=True)))
     return _read_annotated(hint, -MAX_NUMBER, MAX_NUMBER, value=value, path=path)
 
 
-def _read_one_of(hints: Sequence[Any], value: Any, path: str) -> Any:
-    """Return what a value is as the first of several types that it can be."""
+def _read_union(hints: Sequence[Any], value: Any, path: str) -> Any:
+    """Return a JSON value as the first type of a union that accepts it."""
     if value is None and NoneType in hints:
         return None
-    odd: list[ValueError] = []
+    errors: list[ValueError] = []
     for hint in hints:
         try:
             return _read(hint, value, path)
         except ValueError as error:
-            odd.append(error)
-    raise max(odd, key=lambda error: len(str(error)))  # the longest path is the most precise
+            errors.append(error)
+    raise max(errors, key=lambda error: len(str(error)))  # the longest path is the most precise
 
 
 def _read_annotated(kind: type, *bounds: Any, value: Any, path: str) -> Any:
-    """Return a value of a plain type, or an object of which some keys are checked.
+    """Return a JSON value as a plain type within bounds, or as an object with some checked keys.
 
     Args:
         kind: the type.
-        bounds: the least and the largest number, and :data:`INFINITE` where infinity may be too; of
-            an object a TypedDict of the keys.
-        value: The value of JSON.
-        path: The path to it.
+        bounds: the smallest and the largest number, then :data:`INFINITE` if infinity is allowed;
+            for an object, a TypedDict of the keys that are checked.
+        value: the JSON value.
+        path: its path in the line, for the error.
     """
     if is_typeddict(bounds[0]):
         _expect(isinstance(value, dict), path)
@@ -319,11 +334,11 @@ def _read_annotated(kind: type, *bounds: Any, value: Any, path: str) -> Any:
 
 
 INFINITE = "infinite"
-"""The word for infinity in JSON, which has no number for it."""
+"""The word for infinity in JSON, which has no such number."""
 Share = Annotated[float, 0, 1]
 """A number from 0 to 1."""
 Size = Annotated[float, 0, MAX_NUMBER]
-"""A number of 0 or above."""
+"""A finite number of 0 or above."""
 Amount = Annotated[Size, INFINITE]
 """A number of 0 or above, or infinity."""
 Limit = Annotated[float, -math.inf, math.inf, INFINITE]
@@ -333,12 +348,12 @@ Count = Annotated[int, 0, MAX_NUMBER]
 
 
 class Releases(NamedTuple):
-    """Releases of one kind.
+    """Releases with the same noise and sample rate.
 
     Attributes:
-        noise_multiplier: standard deviation of the noise over the clip norm.
-        sample_rate: chance of each unit to be in a release.
-        number: how many there were.
+        noise_multiplier: standard deviation of the noise, divided by the clip norm.
+        sample_rate: probability that a unit of privacy is in a release.
+        number: number of releases.
     """
 
     noise_multiplier: Size
@@ -347,4 +362,4 @@ class Releases(NamedTuple):
 
 
 History = tuple[Releases, ...]
-"""All releases of an account: ``[noise multiplier, sample rate, count]`` each."""
+"""All releases of an account, in JSON a list of ``[noise multiplier, sample rate, number]``."""

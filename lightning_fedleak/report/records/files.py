@@ -1,4 +1,7 @@
-"""The two files of a run, as lines."""
+"""Reads the two log files of a run, ``leakage.jsonl`` and ``run.jsonl``, as checked lines.
+
+A line that cannot be read does not affect the other lines: it is listed as a problem.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from lightning_fedleak.report.records.fields import SCHEMA, JsonObject
 from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
+"""Names of the files with the results of attacks, and with the record of the run."""
 
 MAX_DIGITS = 20
-"""Longer integers of JSON are unknown: to parse one takes time that grows with its square."""
+"""Integers with more digits are read as None: the time to parse one grows with its square."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class _FileLines:
     """The lines of a file.
 
     Attributes:
-        lines: those that are as a run writes them.
-        problems: what is wrong with the others, each in a sentence.
+        lines: the valid lines.
+        problems: a sentence for each kind of invalid lines, with their numbers.
     """
 
     lines: Sequence[ResultLine | RunLine] = ()
@@ -32,14 +36,11 @@ class _FileLines:
 
 
 def read_lines(path: Path) -> _FileLines:
-    """Return the lines of a ``leakage.jsonl`` or ``run.jsonl``; none where there is no file.
-
-    A line that cannot be read is named in a problem and costs nothing but itself.
-    """
+    """Return the lines of a ``leakage.jsonl`` or ``run.jsonl``; none if the file is missing."""
     if not path.is_file():
         return _FileLines()
     lines: list[ResultLine | RunLine] = []
-    unreadable, other, odd = [], [], []
+    unreadable, foreign, invalid = [], [], []
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
@@ -52,18 +53,18 @@ def read_lines(path: Path) -> _FileLines:
                 unreadable.append(number)
                 continue
             if content.get("schema") != SCHEMA:
-                other.append(number)
+                foreign.append(number)
                 continue
             try:
                 lines.append(_read_line(content, path.name))
             except ValueError as error:
-                odd.append(f"{number} ({error})")
+                invalid.append(f"{number} ({error})")
     problems = [
         f"{len(numbers)} of the lines of {short(path)} {reason}: {first_of(numbers)}"
         for numbers, reason in (
             (unreadable, "cannot be read"),
-            (other, "are of another version"),
-            (odd, "are not as a run writes them"),
+            (foreign, "are of another version"),
+            (invalid, "are not as a run writes them"),
         )
         if numbers
     ]
@@ -71,6 +72,11 @@ def read_lines(path: Path) -> _FileLines:
 
 
 def _read_line(content: JsonObject, name: str) -> ResultLine | RunLine:
+    """Return the record of a line; in ``run.jsonl`` its ``kind`` chooses the class.
+
+    Raises:
+        ValueError: a field is missing or invalid.
+    """
     if name == RESULTS:
         return ResultLine.from_json(content)
     line = RunLine.from_json(content)
@@ -79,11 +85,11 @@ def _read_line(content: JsonObject, name: str) -> ResultLine | RunLine:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a text of JSON; NaN, infinity and numbers without end are None.
+    """Return the value of a JSON text, in which NaN, infinity and too long integers are None.
 
     Raises:
         ValueError: it is no JSON.
-        RecursionError: it is nested without end.
+        RecursionError: it is nested too deeply.
     """
 
     def integer(digits: str) -> int | None:
@@ -97,19 +103,19 @@ def parse_json(text: str) -> Any:
 
 
 def short(path: Path) -> str:
-    """Return where a file is in its folder: reports are passed on, and name no other folders."""
+    """Return a file's name after that of its folder; reports are passed on without full paths."""
     return f"{path.parent.name}/{path.name}"
 
 
 def first_of(values: Sequence[object], most: int = 8) -> str:
-    """Return the first values, and how many more there are."""
-    first = ", ".join(map(str, values[:most]))
-    return f"{first} and {len(values) - most} more" if len(values) > most else first
+    """Return the first ``most`` values in words, and the number of the remaining ones."""
+    listed = ", ".join(map(str, values[:most]))
+    return f"{listed} and {len(values) - most} more" if len(values) > most else listed
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that have the same reason, joined by commas, by the reason."""
+    """Group names by their reasons, and return the names of each reason joined by commas."""
     names: dict[str, str] = {}
-    for name, why in reasons.items():
-        names[why] = f"{names[why]}, {name}" if why in names else name
+    for name, reason in reasons.items():
+        names[reason] = f"{names[reason]}, {name}" if reason in names else name
     return names

@@ -1,4 +1,9 @@
-"""The lines of ``leakage.jsonl``, what attacks read, and of ``run.jsonl`` after its first line."""
+"""The lines of the two log files: ``leakage.jsonl``, and ``run.jsonl`` after its first line.
+
+``leakage.jsonl`` has a :class:`ResultLine` for each attack, look and stage. ``run.jsonl`` begins
+with the line in :mod:`~lightning_fedleak.report.records.setup`. Lines on looks, metrics, gates and
+checkpoints follow in the order of the run, and an :class:`EndLine` closes it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from lightning_fedleak.report.records.controls import WEAK_REFERENCE
 # ---- a line of leakage.jsonl --------------------------------------------------------------------
 
 NOT_PLAYED = "not played: "
-"""Begins the reason in the lines of attacks that a run left out."""
+"""Beginning of ``unknown`` in the line of an attack that was not run; its reason follows."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +30,24 @@ class MetricValue(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultLine(fields.Record):
-    """What one attack read at one look and stage.
+    """The result of one attack at one look and stage.
 
     Attributes:
         schema: version of the line.
         run: id of the fit; empty in the first version.
-        step: optimizer step, or round, of the look.
-        stage: where in the data's way out it was read.
-        client: whose data; ``"pooled"`` or ``"sum"`` for several.
+        step: optimizer step or round of the look.
+        stage: the data that was attacked: ``"local"`` before a client's defence, ``"shared"`` after
+            it, ``"aggregate"`` for the sum over clients, ``"released"`` for the trained model.
+        client: the client; ``"pooled"`` or ``"sum"`` for several.
         round: number of the round; None without rounds.
-        attack: its name in the logs.
-        config: its settings.
+        attack: name of the attack in the logs.
+        config: settings of the attack.
         n: number of tokens, texts or games that the values are computed from.
-        exposed: whether what it reads was shared; None counts as shared.
-        metrics: values by name.
-        unknown: why there is no result; None where there is one.
-        pool: names the texts that were compared; results compare on the same ones only. None where
-            no pool was.
+        exposed: whether the data that the attack reads was shared; None counts as shared.
+        metrics: values by name; None is unknown.
+        unknown: the reason why there is no result; None if there is one.
+        pool: identifies the candidate texts: only results on the same ones are comparable. None if
+            the attack has no pool of candidates.
     """
 
     schema: int = fields.SCHEMA
@@ -60,53 +66,53 @@ class ResultLine(fields.Record):
 
     @property
     def was_shared(self) -> bool:
-        """Whether what the attack reads left the client; so it did unless the line denies it."""
+        """Whether the data that the attack reads left the client, as assumed by default."""
         return self.exposed is not False
 
     @property
     def reason_not_played(self) -> str | None:
-        """Why the run left the attack out; None where it was played."""
+        """The reason why the attack was not run; None if it was."""
         if self.unknown is None or not self.unknown.startswith(NOT_PLAYED):
             return None
         return self.unknown.removeprefix(NOT_PLAYED)
 
     def metric(self, name: str) -> MetricValue | None:
-        """Return a metric and its interval; None where it is unknown."""
+        """Return a metric with its interval; None if it is unknown."""
         metric = self.metrics.get(name)
         return None if metric is None or metric.value is None else metric
 
     def value(self, name: str) -> float | None:
-        """Return a metric's value; None where it is unknown."""
+        """Return a metric's value; None if it is unknown."""
         metric = self.metric(name)
         return None if metric is None else metric.value
 
     @property
     def values(self) -> dict[str, float]:
-        """The values of all metrics that are known."""
-        known = {name: self.value(name) for name in self.metrics}
-        return {name: value for name, value in known.items() if value is not None}
+        """The values of the metrics that have one."""
+        values = {name: self.value(name) for name in self.metrics}
+        return {name: value for name, value in values.items() if value is not None}
 
     def is_pooled(self, name: str) -> bool:
-        """Return whether a metric is of all looks so far, with that of this look beside it."""
+        """Return whether a metric covers all looks so far; the line then has both values."""
         return f"{name}_of_this_look" in self.metrics
 
     def value_of_this_look(self, name: str) -> float | None:
-        """Return a metric's value at this look alone; None where it is unknown."""
+        """Return a metric's value at this look alone; None if it is unknown."""
         return self.value(f"{name}_of_this_look" if self.is_pooled(name) else name)
 
 
-# ---- run.jsonl: what all its lines hold ---------------------------------------------------------
+# ---- run.jsonl: the fields of all its lines -----------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLine(fields.Record):
-    """What every line of ``run.jsonl`` holds.
+    """The fields of every line of ``run.jsonl``.
 
     Attributes:
         schema: version of the line.
         run: id of the fit, as in ``leakage.jsonl``.
-        kind: which line it is.
-        time: when it was written, in UTC.
+        kind: the kind of line, by which its class is chosen.
+        time: time of writing, in UTC.
     """
 
     schema: int = fields.SCHEMA
@@ -115,20 +121,20 @@ class RunLine(fields.Record):
     time: str | None = None
 
 
-# ---- run.jsonl: after its first line ------------------------------------------------------------
+# ---- run.jsonl: the lines after the first -------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFacts(fields.Record):
-    """The reference model that scores were compared with; nothing of the rows that trained it.
+    """The reference model with which membership scores are compared, without its training rows.
 
     Attributes:
-        kind: what was given: ``"module"``, ``"folder"`` or ``"adapters"``; ``"auto"`` and
-            ``"function"`` were trained before the first step.
+        kind: the form in which the user gave it: ``"module"``, ``"folder"`` or ``"adapters"``;
+            models of kind ``"auto"`` and ``"function"`` were trained before the first step.
         model: class of the model, without adapters.
-        rows: how many it was trained on, as the user says; None where nobody said it.
+        rows: number of its training rows, as the user stated it; None if unstated.
         weights: SHA-256 of all its weights.
-        models: how many there are, each of which scores the rows that it was not trained on.
+        models: number of reference models; each scores the rows that it was not trained on.
     """
 
     kind: str
@@ -138,11 +144,12 @@ class ReferenceFacts(fields.Record):
     models: int = 1
 
     def in_words(self, strength: float | None = None, *, weak: bool = False) -> str:
-        """Return which reference it is, on one line.
+        """Return a description of the reference, on one line.
 
         Args:
-            strength: share of the model's gain on other texts that it has; None: not known.
-            weak: a low number beside it is unknown.
+            strength: its gain over the base model, on texts that neither model was trained on, as a
+                share of the trained model's gain; None if unknown.
+            weak: whether it is so weak that a low result counts as unknown.
         """
         rows = "an unstated number of rows" if self.rows is None else f"{self.rows:,} rows"
         how = f"{self.model} ({self.kind}), trained on {rows}"
@@ -161,18 +168,18 @@ class PoolLine(RunLine):
     """The candidate texts of attacks on the trained weights.
 
     Attributes:
-        way: where those come from that were not trained on: ``"not yet seen"`` in the first epoch,
-            ``"left out"`` by a draw, or ``"given"``.
-        train: how many are rows of the training data.
+        way: source of the held-out texts: ``"not yet seen"`` in the first epoch, ``"left out"`` of
+            the training data at random, or ``"given"`` by the user.
+        train: number of candidates that are rows of the training data.
         others: number of held-out texts.
-        repeated: texts of which another row repeats the whole or a part, so that they are not told
-            from others.
-        copied: texts among ``train`` that stand in several rows, which are asked for extraction
-            alone; 0 in older records, which had none.
-        short: texts that were left out because they have too few label tokens.
+        repeated: number of texts excluded from membership tests, since another row repeats them in
+            whole or in part.
+        copied: number of texts among ``train`` that are in several rows and are tested for
+            extraction alone; 0 in older records, which had none.
+        short: number of texts excluded because they have too few label tokens.
         searched: share of the data's rows that was searched for repeats.
-        base: SHA-256 of the texts and what the base model says of them; None: not known.
-        reference: the model that scores are compared with; None where none was given.
+        base: SHA-256 of the texts and of the base model's scores on them; None if unknown.
+        reference: the reference model; None without one.
     """
 
     kind: str = field(default="pool", init=False)
@@ -189,18 +196,18 @@ class PoolLine(RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class Spending(fields.Record):
-    """What a defence that accounts has spent so far.
+    """The privacy that a defence with an accountant has spent so far.
 
     Attributes:
-        defense: its name.
-        epsilon, delta: of all its releases; None where it is unknown.
-        noise_multiplier, sample_rate: of its last release.
-        releases: how many there were.
-        history: all of them, where they were recorded.
-        sampling: how they were drawn: ``"poisson"`` or ``"without_replacement"``; None where no
-            accountant composes them.
-        check: what gradients showed that the defence planted in the whole fit, in one line that
-            begins with the verdict's result; None before its end, and where there were none.
+        defense: name of the defence.
+        epsilon, delta: the guarantee for all its releases; None if unknown.
+        noise_multiplier, sample_rate: those of its last release.
+        releases: number of releases.
+        history: all releases; None if they were not recorded.
+        sampling: the sampling scheme: ``"poisson"`` or ``"without_replacement"``; None if no
+            accountant composes the releases.
+        check: verdict of the audit with planted gradients over the whole fit, on one line that
+            begins with its result; None before the end, and without such an audit.
     """
 
     defense: str
@@ -216,17 +223,17 @@ class Spending(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LookLine(RunLine):
-    """A look is over.
+    """The end of a look: the measurements of all attacks at one step.
 
     Attributes:
         step: optimizer step or round.
-        client: whose round it was; None outside of federations.
+        client: the client of the round; None outside of federations.
         utility: the user's own metrics.
-        privacy: what each defence has spent until then.
-        seconds: what the look took.
-        seconds_of: what each attack took of it, by name.
-        failures: results so far that are unknown, where the attack is made for what was shared.
-        next_look: step of the next look at a step, as planned now; None for one at the weights.
+        privacy: the privacy that each defence has spent so far.
+        seconds: duration of the look.
+        seconds_of: duration of each attack in it, by name.
+        failures: number of unknown results so far, of attacks that apply to what was shared.
+        next_look: planned step of the next look; None for a look at the trained weights.
     """
 
     kind: str = field(default="look", init=False)
@@ -242,11 +249,11 @@ class LookLine(RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLine(RunLine):
-    """The look that was planned next is at another step, or is not made.
+    """A change of plan: the next look moves to another step, or is cancelled.
 
     Attributes:
         step: optimizer steps so far.
-        next_look: step of the look that takes its place; None where the run ends without.
+        next_look: step of the look that replaces it; None if the run ends without one.
     """
 
     kind: str = field(default="plan", init=False)
@@ -256,12 +263,12 @@ class PlanLine(RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLine(RunLine):
-    """The state for a checkpoint was asked for.
+    """A checkpoint: the training loop requested the state for it.
 
     Attributes:
         step: optimizer steps so far.
         weights: hash of all trained tensors; None where they were not hashed.
-        trained: names of these tensors, without what wraps the model.
+        trained: names of these tensors, without the parts that wrappers of the model add.
     """
 
     kind: str = field(default="checkpoint", init=False)
@@ -272,13 +279,13 @@ class CheckpointLine(RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLine(RunLine):
-    """The user's metrics or an account have changed since the last look.
+    """A change of the user's metrics or of a privacy account since the last look.
 
     Attributes:
         step: optimizer step or round.
-        client: whose they are; None outside of federations.
-        utility: those of the user's own metrics that changed.
-        privacy: what each defence has spent until then; none where no epoch or run has ended.
+        client: the client; None outside of federations.
+        utility: the user's own metrics that changed.
+        privacy: the privacy that each defence has spent so far, at the end of an epoch or run.
     """
 
     kind: str = field(default="metrics", init=False)
@@ -290,19 +297,19 @@ class MetricsLine(RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class GateLine(RunLine):
-    """A gate has acted.
+    """An action of a gate.
 
     Attributes:
-        gate: its name; empty for an update that cannot be read, which leaves with no gate's leave.
-        did: what it did.
+        gate: name of the gate; empty for an update withheld because it cannot be read.
+        did: the action, such as ``"withheld"``.
         step: optimizer step or round.
-        client: whose update; None outside of federations.
-        metric: what it judged.
-        source: the metric of one attack whose value that was.
+        client: the client of the update; None outside of federations.
+        metric: the metric that the gate judges.
+        source: the metric of a single attack from which the judged value came.
         measured: the value; None is unknown.
         at_most: the limit.
-        reason: why the value is unknown, or why the gate acted.
-        hardened: what it turned up, each in words.
+        reason: the reason why the value is unknown, or why the gate acted.
+        hardened: the settings of defences that it strengthened, each in words.
     """
 
     kind: str = field(default="gate", init=False)
@@ -320,19 +327,19 @@ class GateLine(RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class EndLine(RunLine):
-    """A fit is over. No line of it comes later.
+    """The end of a fit, and its last line.
 
     Attributes:
-        step: optimizer steps or rounds in all.
-        outcome: ``"finished"``, or the class of what was raised.
-        privacy: what each defence has spent in all.
-        results: how many lines ``leakage.jsonl`` has by then, those of earlier fits too.
-        results_head: hash of the last of them.
-        weights: type and SHA-256 of each trained tensor by its name; None where they were not
-            hashed: sharded, of a federation, or of a fit that did not finish.
-        row_order: HMAC of the numbers of all rows of the training data as they were taken, with the
-            key in ``row_order.key``; None of a federation, with differential privacy, where rows
-            have no numbers, or the fit did not finish.
+        step: total number of optimizer steps or rounds.
+        outcome: ``"finished"``, or the class of the exception that ended it.
+        privacy: the privacy that each defence has spent in total.
+        results: number of lines that ``leakage.jsonl`` has, including those of earlier fits.
+        results_head: hash of the last of these lines.
+        weights: type and SHA-256 of each trained tensor by its name; None if they were not hashed:
+            sharded weights, a federation, or a fit that did not finish.
+        row_order: HMAC, under the key in ``row_order.key``, of the row numbers of the training data
+            in the order of training; None for a federation, with differential privacy, if rows have
+            no numbers, or if the fit did not finish.
     """
 
     kind: str = field(default="end", init=False)

@@ -1,4 +1,8 @@
-"""The first line of ``run.jsonl``: what a fit knows of its set-up before its first step."""
+"""The first line of ``run.jsonl``: the set-up of a fit, written before its first step.
+
+:class:`BeginLine` is that line. The other classes are its parts: model, monitor, attacks, defences
+and gates. A :class:`DefenseLine` adds a defence that was not known then.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from lightning_fedleak.report.records.lines import RunLine
 
 
 class _ReleasesBefore(TypedDict):
-    """The releases of a defence that were restored with a checkpoint."""
+    """The releases of a defence before a fit, restored from a checkpoint."""
 
     defense: str
     history: fields.History
 
 
 class _DefenseSettings(TypedDict):
-    """The settings of a defence that a report uses; others are anything."""
+    """The types of the settings of defences that a report uses; further settings are unchecked."""
 
     trust: str
     unit: str
@@ -35,13 +39,13 @@ class _DefenseSettings(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class DefenseFacts(fields.Record):
-    """What a defence is and promises.
+    """A defence, its guarantee and its settings.
 
     Attributes:
-        name: its name in the logs.
-        class_name: its class.
-        guarantee: what it promises, in a sentence; begins with "none" where it promises nothing.
-        settings: by name.
+        name: name of the defence in the logs.
+        class_name: name of its class.
+        guarantee: its privacy guarantee, in a sentence that begins with "none" if it has none.
+        settings: its settings by name.
     """
 
     name: str
@@ -52,13 +56,13 @@ class DefenseFacts(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DefenseLine(DefenseFacts, RunLine):
-    """A defence that the first line does not know, such as a client's own account."""
+    """A defence that is not in the first line, such as that of a client with its own account."""
 
     kind: str = field(default="defense", init=False)
 
 
 class _EndedFit(TypedDict):
-    """The fit whose checkpoint a fit goes on from: its id, and what its defences had released."""
+    """The fit that a fit resumes from a checkpoint: its id, and the releases of its defences."""
 
     run: str
     privacy: tuple[Annotated[fields.JsonObject, _ReleasesBefore], ...]
@@ -80,14 +84,15 @@ class ModelFacts(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorFacts(fields.Record):
-    """The settings of what watched the fit.
+    """The settings of the monitor of a fit.
 
     Attributes:
-        client: what a client is: ``"rank"``, ``"world"``, or one of a federation.
-        clients: how many there are.
-        adversary: what the adversary is taken to have; None where that was not recorded.
-        local_steps: optimizer steps of a round; None where single gradients are shared.
-        stages: where it measured; None where that was not recorded.
+        client: what counts as a client: ``"rank"`` for each process, ``"world"`` for all together,
+            or the name of a client of a federation.
+        clients: number of clients.
+        adversary: the capabilities that the adversary is assumed to have; None if not recorded.
+        local_steps: optimizer steps in a round; None if the gradient of each step is shared.
+        stages: the stages at which it measured; None if not recorded.
         more: its further settings.
     """
 
@@ -101,16 +106,16 @@ class MonitorFacts(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AttackFacts(fields.Record):
-    """An attack that is played.
+    """An attack that a fit runs.
 
     Attributes:
-        name: its name in the logs.
-        class_name: its class.
+        name: name of the attack in the logs.
+        class_name: name of its class.
         family: name of its family.
         adversary: its threat model, in a sentence.
-        needs: what the adversary must be able to do.
+        needs: the capabilities that its adversary must have.
         reads: names of the parameters that it reads.
-        exposed: whether they are shared.
+        exposed: whether these are shared.
         config: its settings.
     """
 
@@ -126,7 +131,7 @@ class AttackFacts(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class NotPlayed(fields.Record):
-    """An attack that is left out, and why."""
+    """An attack that a fit does not run, and the reason."""
 
     name: str
     family: str | None = None
@@ -135,11 +140,17 @@ class NotPlayed(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GateFacts(fields.Record):
-    """A gate: the metric that it watches, its limit, what it does above it, and how it judges.
+    """A gate, which acts if a metric exceeds a limit.
 
     Attributes:
+        name: name of the gate.
+        metric: the metric that it judges.
+        at_most: the limit.
+        action: what it does above the limit.
+        bound: whether it judges the ``"value"`` or the ``"lower"`` end of its interval.
+        alpha: error probability of this interval.
         strict: whether an unknown result counts as above the limit.
-        patience: how many such results in a row it lets pass.
+        patience: number of such results in a row that it lets pass.
     """
 
     name: str
@@ -154,26 +165,26 @@ class GateFacts(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class BeginLine(RunLine):
-    """What a fit knows of itself before its first step.
+    """The set-up of a fit, before its first step.
 
     Attributes:
-        fit: the same for all monitors of one fit.
-        resumed: the fit that it goes on from; None where it begins with no checkpoint.
-        versions: The versions of the packages that a number may depend on.
+        fit: name that all monitors of the fit share.
+        resumed: the fit whose checkpoint it resumes; None if it starts without a checkpoint.
+        versions: versions of the packages on which results may depend.
         machine: processor and device.
         model: the model.
-        training: how it is trained.
-        monitor: what watches it.
-        families: those of its attacks.
-        attacks: those that are played.
-        not_played: those that are left out; None where that was not recorded.
-        unread: names of the trained parameters that no attack reads; None: not recorded.
-        defenses: The defenses in their order.
-        gates: None where they were not recorded.
+        training: the strategy and the settings of training.
+        monitor: the settings of the monitor.
+        families: the families of its attacks.
+        attacks: the attacks that it runs.
+        not_played: the attacks that it does not run; None if not recorded.
+        unread: names of the trained parameters that no attack reads; None if not recorded.
+        defenses: the defences in their order.
+        gates: the gates; None if not recorded.
         settings_hash: SHA-256 of all settings.
-        next_look: step of the first look at a step; None where none is planned.
-        weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step,
-            but for a kind that is large; None where they are sharded or of a federation.
+        next_look: step of the first look; None if none is planned.
+        weights: one hash of all ``trained`` and one of all ``frozen`` tensors before the first
+            step; a group that is too large is left out. None for sharded weights and federations.
     """
 
     kind: str = field(default="begin", init=False)
@@ -196,11 +207,11 @@ class BeginLine(RunLine):
 
     @property
     def is_federation(self) -> bool:
-        """Whether it is of a federation: it counts rounds, and has several clients."""
+        """Whether the fit is a federation, which counts rounds instead of steps."""
         return (self.training or {}).get("strategy") == "federation"
 
     def family_of(self, attack: str) -> Family | None:
-        """Return the family of an attack by its name; None where it is not recorded."""
+        """Return the family of an attack by the attack's name; None if it is not recorded."""
         name = next((facts.family for facts in self.attacks if facts.name == attack), "")
         recorded = {family.name: family for family in self.families}
         return recorded.get(name) or standard_family(name) if name else None

@@ -1,4 +1,4 @@
-"""What the names of a user's metrics say: what they are of, and which way is better."""
+"""Guesses from the name of a user's metric on which data it is, and whether lower is better."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ def is_lower_better(metric: str) -> bool:
 
 
 def is_validation(metric: str) -> bool:
-    """Return whether a metric is of data that are not trained on, by its name."""
+    """Return whether a metric is of held-out data, by its name."""
     return bool(_HELD_OUT.search(metric))
 
 
 def is_training(metric: str) -> bool:
-    """Return whether a metric is of the batches that are trained on, by its name."""
+    """Return whether a metric is of training batches, by its name."""
     return bool(_TRAINING.search(metric)) and not is_validation(metric)
 
 
 def title_of(metric: str) -> str:
-    """Return a metric's name, and what it is of where that is a single batch or a few.
+    """Return a metric's name; for a training metric, with the number of batches it is of.
 
-    ``loss`` is transformers' name, ``train_loss_epoch`` Lightning's: both are means of batches.
+    ``loss`` in transformers and ``train_loss_epoch`` in Lightning are means of several batches.
     """
     if not is_training(metric):
         return metric
     name, comma, client = metric.partition(", ")  # the records of a federation name the client
     mean = name.lower() == "loss" or name.endswith("_epoch")
     what = "loss" if "loss" in name.lower() else "metric"
-    of = f"mean training {what}" if mean else f"training {what} of one batch"
-    return f"{name} ({of}){comma}{client}"
+    description = f"mean training {what}" if mean else f"training {what} of one batch"
+    return f"{name} ({description}){comma}{client}"
 
 
 def best_of(metric: str, values: Iterable[float]) -> float:
-    """Return the lowest of a loss, an error or a perplexity, and the highest of what else.
+    """Return the best value: the lowest if lower is better for the metric, else the highest.
 
     Args:
-        metric: its name.
-        values: at least one.
+        metric: The name of the metric.
+        values: Its values, at least one.
     """
     return (min if is_lower_better(metric) else max)(values)

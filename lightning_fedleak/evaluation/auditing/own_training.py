@@ -24,8 +24,7 @@ from lightning_fedleak.evaluation.auditing.training_checks import PrivacyClaim
 from lightning_fedleak.model.model_state import preserve_model
 
 FIRST = 1  # number of the first batch with a look: batch 0 shows which module makes the logits
-ReadGradients = Callable[[Optimizer], None]
-"""Records the gradients of an optimizer."""
+ReadGradients = Callable[[Optimizer], None]  # records the gradients of an optimizer
 Rehearsal = Callable[[Any, ReadGradients, ReadGradients], None]
 """Runs a batch up to its release, and calls functions right before and after it."""
 

@@ -75,8 +75,7 @@ SAME = 1e-2  # relative distance of two noises up to which they are the same dra
 MIN_COPIES = 8  # copies of an example in a probe; the effect of fewer is small beside the noise
 GOLDEN = 0.618034  # golden ratio: its multiples, modulo 1, spread evenly over the layers
 
-Gradients = dict[str, Tensor]
-"""Gradients by the names of their parameters."""
+Gradients = dict[str, Tensor]  # by the names of the parameters
 
 
 class PrivateTrainingCheck:

@@ -253,7 +253,7 @@ class Federation:
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """Return the log names that the gates watch; words by default only if they can be judged."""
+        """Return the log names that the gates watch, by default all that can be judged."""
         if self.watch is not None:
             return (self.watch,)
         return (MEMBERSHIP,) if self.words_hidden else (WORDS, MEMBERSHIP)

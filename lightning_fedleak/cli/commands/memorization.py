@@ -186,15 +186,8 @@ def _compare(
 ) -> list[Comparison]:
     """Compare members with non-members in each pool, and print the results.
 
-    Args:
-        console: The console to print on.
-        pools: The pools.
-        answers: The answers on each pool's texts.
-        references: The reference model's answers on each pool's texts; empty without one.
-        beyond: The gains beyond reference models, by the index of the pool.
-        alpha: The probability of error of an interval.
-        options: The options of the command.
-        trained: The number of rows of the training data.
+    ``references`` holds the answers of ``--reference`` for each pool, if there is one; ``beyond``
+    the gains beyond trained references, by the pool's index; ``trained`` the number of members.
     """
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
@@ -347,18 +340,10 @@ def _train_references(
     recipe: Recipe,
     seconds: float,
 ) -> dict[int, Tensor]:
-    """Train reference models, print their effect, and return the gains beyond them.
+    """Train reference models, and print their effect. Pools of prompts are skipped.
 
-    Args:
-        console: The console to print on.
-        pools: The pools; those of prompts are skipped.
-        answers: The answers on each pool's texts.
-        options: The options of the command.
-        recipe: The recipe of the reference models.
-        seconds: The seconds that the base and the trained model took for all texts.
-
-    Returns:
-        The scores of each pool's texts, by the index of the pool.
+    Return the gains beyond the references, by the pool's index. ``seconds`` is the time that the
+    base and the trained model took for all texts.
     """
     by_number = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
     texts = {text.content: text for pool in by_number.values() for text in pool.texts}

@@ -22,8 +22,8 @@ class _LeftOutRecord(Secret):
     """The draw of held-out rows of a data set. Secret: its repr shows nothing.
 
     Attributes:
-        key: 32 bytes that the draw follows from.
-        length: rows of the whole data set.
+        key: The key of 32 bytes, which determines the draw.
+        length: The number of rows of the whole data set.
         count: The number of held-out rows; with ``coins``, half the number of candidates.
         digest: SHA-256 of the held-out rows, which detects other data.
         coins: Whether each candidate is held out independently, with probability 1/2.
@@ -114,19 +114,19 @@ class TrainingRows(Dataset[Any]):
         return self.dataset[self._rows[index]]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several rows, as torch's DataLoader asks, at once where the data can."""
+        """Return several rows, for torch's DataLoader; at once if the data support it."""
         rows = [self._rows[index] for index in indices]
         at_once = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[row] for row in rows] if at_once is None else list(at_once(rows))
 
     def number_of(self, index: int) -> int:
-        """Return which row of the user's data a row of these is."""
+        """Return the index in the user's data of a row of this data set."""
         return self._rows[index]
 
     def sources(self) -> list[tuple[Any, int]]:
-        """Return where every row of the user's data is, in their order: a data set and its place.
+        """Return a data set and an index in it for every row of the user's data, in their order.
 
-        The data set is this one for rows that are trained on, and else that of the others.
+        The data set is this one for training rows, and :attr:`others` for held-out rows.
         """
         inside = {row: (self, place) for place, row in enumerate(self._rows)}
         outside = {row: (self.others, place) for place, row in enumerate(self.others.indices)}

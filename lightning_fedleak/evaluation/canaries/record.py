@@ -116,7 +116,7 @@ class Secret(ABC):
 
 @dataclass(frozen=True, repr=False)
 class InclusionRecord(Secret):
-    """The inclusion bits of a set of canaries. Secret: its repr shows nothing, and pickling is refused.
+    """The inclusion bits of a set of canaries. Secret, so it is not pickled.
 
     Attributes:
         key: The key of 32 bytes.

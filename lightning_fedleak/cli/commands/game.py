@@ -31,7 +31,7 @@ from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
-_PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
+_PUBLIC_SHARE = 0.25  # share of --text that the server gets; more: fewer sentences; not tuned
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
 _POOL = 1000  # texts that games are drawn from, at most; not tuned, more take longer
 _ADDS = (
@@ -56,11 +56,11 @@ _COLUMNS = {
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Play and print.
+    """Run the games, and print the results.
 
     Args:
         options: The options of the command.
-        console: where to print; stdout by default.
+        console: The console to print on; stdout by default.
 
     Returns:
         0.
@@ -114,13 +114,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
 def _make_adversaries(
     options: Namespace, layers: Sequence[int], public: PublicText | None, *, randomised: bool
 ) -> list[Adversary]:
-    """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
+    """Return the attacks: first the active ones, named ``name@layer``, then the passive ones.
 
     Args:
         options: The options of the command; its seed is that of the calibration.
-        layers: blocks whose output the active ones read.
-        public: the server's public text, for attacks that calibrate; None where none does.
-        randomised: whether the client's tokens are replaced before training. FCMembership then
+        layers: The blocks whose output the active attacks read.
+        public: The server's public text; None if no attack calibrates on it.
+        randomised: Whether the client's tokens are replaced before training. FCMembership then
             gets a longer ladder, ``RANDOMISED_LADDER``.
     """
     names, tokens, seed = options.attack, options.tokens, options.seed
@@ -145,7 +145,7 @@ def _make_adversaries(
 
 
 def _move_from_start(anatomy: Anatomy, seed: int) -> None:
-    """Give a new LoRA's B small values, in place. While B is zero, A has no gradient."""
+    """Set the B of a new LoRA to small values, in place, because A has no gradient while B is 0."""
     parameters = dict(anatomy.model.named_parameters())
     values = attacks.nonzero_starts(anatomy, torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -154,7 +154,7 @@ def _move_from_start(anatomy: Anatomy, seed: int) -> None:
 
 
 def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
-    """Return what randomises the client's tokens, in every game again unless ``memoize`` is set."""
+    """Return the defence of the client's tokens, which draws again in every game by default."""
     specs = parse_defenses(text)
     if [spec.kind for spec in specs] != [TokenLDP.name]:
         raise finetuning.SourceError(
@@ -162,7 +162,7 @@ def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
             "rappor, the or dbitflip, as grr:epsilon=5. Others are measured in a fit: fedleak "
             "sweep --defense"
         )
-    # The batch is ids alone, from which a client's loss reads its labels.
+    # The batch holds only ids, which are also the labels of the client's loss.
     arguments = {"memoize": False, **specs[0].arguments}
     form = replace(arguments.pop("form", BatchForm()), kind="causal")
     return TokenLDP(**arguments | {"special_ids": tokenizer, "form": form})
@@ -175,6 +175,8 @@ def _context(anatomy: Anatomy, seed: int) -> DefenseContext:
 
 
 def _defend(defense: TokenLDP, context: DefenseContext) -> Defend:
+    """Return the defence as a function of a batch's ids and mask."""
+
     def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
         batch = {"input_ids": ids, "attention_mask": mask}
         replaced: Tensor = defense.on_batch(batch, context)["input_ids"]
@@ -184,7 +186,7 @@ def _defend(defense: TokenLDP, context: DefenseContext) -> Defend:
 
 
 def _texts(options: Namespace, tokenizer: Any) -> tuple[list[str], PublicText | None]:
-    """Return the game's corpus, and the server's text, which is no part of it."""
+    """Return the texts of the games, and the server's public text, which is disjoint from them."""
     texts = finetuning.read_texts(options.text or finetuning.EMBEDDED_MESSAGES, options.column)
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.randperm(len(texts), generator=generator).tolist()
@@ -202,6 +204,7 @@ def _texts(options: Namespace, tokenizer: Any) -> tuple[list[str], PublicText | 
 
 
 def _introduction(options: Namespace, pool: SentencePool) -> str:
+    """Return what the client trains, and what the servers do, in sentences."""
     model = model_name(options.model)
     trained = f"a LoRA of rank {options.lora_r} on {model}" if options.lora_r else model
     servers = _ADDS if any(name not in PASSIVE for name in options.attack) else ""
@@ -215,11 +218,13 @@ def _introduction(options: Namespace, pool: SentencePool) -> str:
 
 
 def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
-    """Return each adversary's rates with their 95% intervals; once more without collisions, if any.
+    """Return a table of each adversary's rates with 95% intervals.
+
+    An adversary with collisions has a second row, of the games without.
 
     Args:
         results: The results of the same games.
-        fitted: accuracy and advantage of a threshold that is fitted on other games.
+        fitted: Whether accuracy and advantage use a threshold that is fitted on other games.
     """
     title = "the game of Fig. 2: fair bit, random target"
     if results[0].relation == "add_remove":
@@ -252,7 +257,12 @@ def _interval(rate: Rate) -> str:
 
 
 def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:
-    """Return what the table means, in sentences."""
+    """Return an explanation of the table.
+
+    Args:
+        results: The results of the same games.
+        fitted: see :func:`game_table`.
+    """
     lines = [
         "",
         "Guessing gives accuracy and AUC 0.5 and advantage 0; 1 is certainty. In brackets: 95% "

@@ -1,4 +1,10 @@
-"""``fedleak memorization``: what a trained model gives away, before it is released."""
+"""``fedleak memorization``: what a trained model leaks of its training texts, before its release.
+
+:func:`run` reads members and non-members, and sorts them into pools: long texts, short texts and
+prompts. It queries the base and the trained model once for each text, and compares the scores in
+each pool, with reference models if there are any. Then it lists rows, writes the results, and
+checks the limits of ``--at-most``.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +53,7 @@ from lightning_fedleak.model.taps import Text, label_places, token_log_probs
 from lightning_fedleak.report.records import STRENGTH, WEAK, WEAK_REFERENCE, ReferenceFacts, as_json
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
-"""The token log probabilities of a pool's texts by the base, and by the trained model."""
+"""The token log probabilities of a pool's texts: by the base model, and by the trained model."""
 
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
 USED_UP = (
@@ -57,27 +63,28 @@ USED_UP = (
 UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")
 HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
-"""The attacks whose AUC --at-most limits, of prompts where --metric prompts asks for it."""
+"""The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""
 _BEYOND = "beyond_references"
-_WORDS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
+_TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
 FAILED = "FAILED: above a limit, or unknown"
-BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
+BREACH = 3  # exit status if leakage exceeds --at-most or is unknown; an error has status 1
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Compare, print, and write JSON where ``--out`` asks for it.
+    """Compare members with non-members, print the results, and write the requested files.
 
     Args:
         options: The options of the command.
-        console: where to print; stdout by default.
+        console: The console to print on; stdout by default.
 
     Returns:
-        0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval, and
-        where nothing says which tokens the loss was computed on.
+        The exit status: 3 if a limited metric is unknown, or its interval reaches above
+        ``--at-most``; if nothing says which tokens the loss was computed on; or if ``--records``
+        gives no list and there is no limit. Else 0.
 
     Raises:
-        SourceError: a model or text cannot be used.
-        AnatomyError: a model's parts could not be found.
+        SourceError: A model or text cannot be used.
+        AnatomyError: A model's parts could not be found.
     """
     console = console or Console(highlight=False)
     limits = _limits(options)
@@ -100,13 +107,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
     whole_rows = [text.whole for text, _ in rows] if options.entities else []
     start = time.perf_counter()
     groups = [*(pool.texts for pool in pools), whole_rows]
-    answers, references, reference = _answers_of(groups, options)
+    answers, references, reference = _query(groups, options)
     beyond: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
-        beyond = _beyond(console, pools, answers, options, recipe, seconds)
+        beyond = _train_references(console, pools, answers, options, recipe, seconds)
     scores = 1 + bool(beyond) + bool(references)
-    alpha = 0.05 / scores  # of which the worst one counts
+    alpha = 0.05 / scores  # Bonferroni: the worst score counts
     results = _compare(console, pools, answers, references, beyond, alpha, options, len(members))
     pool = pools[0]
     shifts = _shifts(pools, results, options)
@@ -114,7 +121,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print(USED_UP)
     is_known = all(shift is None for part, shift in shifts.items() if part != "prompts")
     trained = torch.tensor([trains for _, trains in rows])
-    by_kind = _values_found(entities, answers[-1], trained, shifts)
+    by_kind = _compare_entities(entities, answers[-1], trained, shifts)
     entity_values = {name: rates for name, rates in by_kind.items() if not isinstance(rates, str)}
     tables = [table_of(result.values) for result in results]
     if entity_values:
@@ -129,8 +136,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         counts = _list_rows(console, pool, answers[0], beyond.get(0), alpha, options)
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
-                f"The list is of rows with {_WORDS[pool.is_short]} alone. {uncounted} members with "
-                f"{_WORDS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
+                f"The list is of rows with {_TEXTS[pool.is_short]} alone. {uncounted} members with "
+                f"{_TEXTS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
             )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -177,19 +184,23 @@ def _compare(
     options: Namespace,
     trained: int,
 ) -> list[Comparison]:
-    """Return what each pool shows, and print it; some have scores beyond references, by number."""
+    """Compare members with non-members in each pool, and print the results.
+
+    ``references`` holds the answers of ``--reference`` for each pool, if there is one; ``beyond``
+    the gains beyond trained references, by the pool's index; ``trained`` the number of members.
+    """
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         unread = f"--model '{options.model}' cannot be read"
         with refuse_errors(unread, UnusableObservation):
             reference = references[number] if references else None
             result = pool.compare(*answer, reference=reference, alpha=alpha)
-        alike = options.drawn or result.distribution_shift is None
-        if reference is not None and pool.part == "long" and alike:
-            once = pool.alone
-            sides = pool.compressed[once], pool.members[once]
+        is_exchangeable = options.drawn or result.distribution_shift is None
+        if reference is not None and pool.part == "long" and is_exchangeable:
+            unique = pool.alone
+            sides = pool.compressed[unique], pool.members[unique]
             with refuse_errors("--reference", ValueError):
-                check_unseen(reference.rows(once), answer[0].rows(once), *sides)
+                check_unseen(reference.rows(unique), answer[0].rows(unique), *sides)
         if reference is not None and CombinedReference.default_name in result.values:
             released = ReleasedModel(answer[1], answer[0], pool.compressed, None, reference)
             rows = options.reference_rows, trained
@@ -200,8 +211,8 @@ def _compare(
             if strength.weak:
                 console.print(f"The reference is weak: {strength.weak}.")
         if (scores := beyond.get(number)) is not None:
-            once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
-            sides = scores[once], pool.members[once]
+            unique, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
+            sides = scores[unique], pool.members[unique]
             beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
             result = replace(result, values={**result.values, name: beyond_references})
         results.append(result)
@@ -212,16 +223,16 @@ def _compare(
 def _shifts(
     pools: Sequence[ReleasedPool], results: Sequence[Comparison], options: Namespace
 ) -> dict[Part, str | None]:
-    """Return why the two sides of each pool may not be exchangeable; None if nothing says so."""
+    """Return why members and non-members of each pool may not be exchangeable, or None."""
     differences = [None if options.drawn else result.distribution_shift for result in results]
     shifts = dict(zip([pool.part for pool in pools], differences, strict=True))
     return dict.fromkeys(shifts, USED_UP) if used_up_mark(options.members).exists() else shifts
 
 
-def _values_found(
+def _compare_entities(
     entities: FoundEntities, answer: Answer, trained: Tensor, shifts: Mapping[Part, str | None]
 ) -> dict[str, Mapping[str, float] | str]:
-    """Return the values of each kind and place, or why they are unknown."""
+    """Return the results for each kind of personal data and place, or why they are unknown."""
     base, now = answer
     by_kind: dict[str, Mapping[str, float] | str] = dict(
         entities.compare(now, base, torch.arange(len(trained)), trained)
@@ -232,7 +243,7 @@ def _values_found(
 
 
 def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str]:
-    """Return a sentence for each reason why values are unknown."""
+    """Return a sentence for each reason why results are unknown, with their names."""
     reasons: dict[str, list[str]] = {}
     for name, reason in by_kind.items():
         if isinstance(reason, str):
@@ -248,7 +259,11 @@ def _list_rows(
     alpha: float,
     options: Namespace,
 ) -> Mapping[str, float]:
-    """Save the list of rows of a pool, print what it says, and return its counts."""
+    """Save the list of rows of a pool, print its counts, and return them.
+
+    With scores beyond references, the counts are those of the list with the higher lower bound: by
+    these scores or by the default score.
+    """
     records = pool.list_records(*answer, alpha, scores=beyond, references=options.references)
     records.save(options.records)
     text = (
@@ -260,14 +275,14 @@ def _list_rows(
     console.print(f"{text} {options.records} holds their numbers.")
     if beyond is None:
         return records.counts
-    first_counts = pool.list_records(*answer, alpha).counts
-    return max(records.counts, first_counts, key=lambda counts: counts["at_least"])
+    default_counts = pool.list_records(*answer, alpha).counts
+    return max(records.counts, default_counts, key=lambda counts: counts["at_least"])
 
 
 def summarize(
     path: Path | None, outcome: str, sentences: Sequence[str], tables: Sequence[Table]
 ) -> None:
-    """Append the printed results to a file of Markdown, and nothing else; None writes no file."""
+    """Append the results to a Markdown file, without texts or row numbers; None writes no file."""
     if path is None:
         return
     lines = [f"### What the trained weights give away: {outcome}", ""]
@@ -281,14 +296,16 @@ def summarize(
         file.write("\n".join(lines) + "\n")
 
 
-def _answers_of(
+def _query(
     groups: Sequence[Sequence[Text]], options: Namespace
 ) -> tuple[list[Answer], list[TokenSnapshot], ReferenceFacts | None]:
-    """Return the answers of the base and the trained model on texts, run once for each text.
+    """Query the base, the trained model and the reference model once for each text.
 
-    With them, those of the reference model and which it is, if there is one.
+    Returns:
+        For each group of texts the answers of base and trained model; for each group those of the
+        reference model, and facts about it. Without a reference these are empty and None.
     """
-    if options.reference is not None:  # before minutes of asking the others
+    if options.reference is not None:  # checked before the queries, which may take minutes
         if means_auto(options.reference):
             raise SourceError(
                 f"--reference '{options.reference}' is no folder, and trains nothing: give that of "
@@ -311,11 +328,11 @@ def _answers_of(
     reference = load_trained(options.reference, options.base, "--reference")
     facts = describe_reference(options.reference, options.reference_rows, reference)
     mask = mask_of(options.base, released_config(options.reference, options.base)[1])
-    its = token_log_probs(reference, [*texts.values()], mask)
-    return both, [select(its, group) for group in groups], facts
+    outputs = token_log_probs(reference, [*texts.values()], mask)
+    return both, [select(outputs, group) for group in groups], facts
 
 
-def _beyond(
+def _train_references(
     console: Console,
     pools: Sequence[ReleasedPool],
     answers: Sequence[Answer],
@@ -323,7 +340,11 @@ def _beyond(
     recipe: Recipe,
     seconds: float,
 ) -> dict[int, Tensor]:
-    """Return the scores beyond references of each pool by its number, and print what they bring."""
+    """Train reference models, and print their effect. Pools of prompts are skipped.
+
+    Return the gains beyond the references, by the pool's index. ``seconds`` is the time that the
+    base and the trained model took for all texts.
+    """
     by_number = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
     texts = {text.content: text for pool in by_number.values() for text in pool.texts}
     indices = {content: n for n, content in enumerate(texts)}
@@ -336,7 +357,7 @@ def _beyond(
         scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MAX_GAIN)
         before, after = (pool.list_records(*answers[n], scores=s) for s in (None, scores[n]))
         text = (
-            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
+            f"Of {after.head['members']} rows with {_TEXTS[pool.is_short]} {_tpr(after)} pass "
             f"the bar of 1% FPR beyond {options.references} references and {_tpr(before)} "
             f"without; {after.head['listed']} are listed and {before.head['listed']} without."
         )
@@ -345,7 +366,7 @@ def _beyond(
 
 
 def _tpr(records: RecordList) -> str:
-    """Return in words the TPR at 1% FPR of the score that orders the list."""
+    """Return the TPR at 1% FPR, in words, of the score that orders the list."""
     p_values = [line.p for line in records.lines if line.p is not None]
     n_others = int(records.head["others"])
     if n_others * FPR < 1:
@@ -357,12 +378,15 @@ def _tpr(records: RecordList) -> str:
 def pools_of(
     members: Mapping[int, Text], others: Mapping[int, Text], decode: Callable[[list[int]], str]
 ) -> tuple[list[ReleasedPool], dict[str, str]]:
-    """Return the pool of long texts, if there are enough, and that of short ones.
+    """Return the pools of long texts, short texts and prompts that have enough texts.
 
-    With it, by the attack that the gate reads, why members of such a length are not compared.
+    Also return why another pool's members are not compared, by the attack whose AUC is limited.
+
+    Raises:
+        ValueError: There is no pool of texts.
     """
     pools, failures, absent = [], [], dict[str, str]()
-    for part, attack, n, words in zip(_PARTS, HEADLINES, _sizes(members), _WORDS, strict=True):
+    for part, attack, n, words in zip(_PARTS, HEADLINES, _sizes(members), _TEXTS, strict=True):
         sides = [*members.values()], [*others.values()]
         try:
             pools.append(ReleasedPool(*sides, decode, [*members], part=part))
@@ -376,7 +400,7 @@ def pools_of(
 
 
 def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
-    """Return how many texts are long, have 1 to 7 label tokens, and have a prompt."""
+    """Return the numbers of long texts, of short texts, and of texts with a prompt."""
     n_labels = [text.n_labels for text in texts.values()]
     n_short = sum(0 < n < MIN_LABELS for n in n_labels)
     n_prompts = sum(text.prompt.n_labels >= MIN_LABELS for text in texts.values())
@@ -384,18 +408,18 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
 
 
 def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
-    """Print the results of a pool, and why some are unknown."""
+    """Print the results of a pool, and the reasons for unknown ones."""
     print_table(console, table_of(result.values))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
-    apart = {
+    remark = {
         "short": "all with 1 to 7 label tokens",
         "prompts": "by their prompts alone, which the loss is not computed on",
         "long": f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
         f"ones were left out{of_copies * (copies > 0)}",
     }[pool.part]
     console.print(
-        f"{result.n_members} members and {result.n_others} others were compared; {apart}. "
+        f"{result.n_members} members and {result.n_others} others were compared; {remark}. "
         f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
         f"same texts only: pool {pool.digest}."
     )
@@ -417,7 +441,11 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
 
 
 def _limits(options: Namespace) -> list[tuple[str, float]]:
-    """Return each metric that is limited, and its limit."""
+    """Return each limited metric with its limit.
+
+    Raises:
+        SourceError: A limit does not fit the other options.
+    """
     limits = [(metric or options.metric, limit) for metric, limit in options.at_most or ()]
     if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
@@ -432,7 +460,11 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
 
 
 def _reader(options: Namespace) -> RowReader:
-    """Return the reader of rows, with the chat template of the trained model where it has one."""
+    """Return the reader of rows, with the trained model's chat template if it has one.
+
+    Raises:
+        SourceError: The options do not fit the task of the model.
+    """
     tokenizer = load_tokenizer(options.base)
     config, head = released_config(options.model, options.base)
     template = None
@@ -462,12 +494,12 @@ def _reader(options: Namespace) -> RowReader:
 def breaches_of(
     values: Mapping[str, Mapping[str, float]], metric: str, at_most: float
 ) -> list[str]:
-    """Return a sentence for each result that is above a threshold, or may be.
+    """Return a sentence for each result that is above a limit, or may be.
 
     Args:
         values: The values of each attack, and of ``records``; empty if they are unknown.
-        metric: one that ``--metric`` takes.
-        at_most: the threshold.
+        metric: A metric, as ``--metric`` takes it.
+        at_most: The limit.
     """
     attacks = [name for name in HEADLINES[:2] if name in values] or [HEADLINES[0]]
     attacks += [n for n in values if n.startswith(_BEYOND) or n == CombinedReference.default_name]
@@ -484,7 +516,7 @@ def breaches_of(
 
 
 def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
-    """Return why a result is above a threshold, or may be; None where it is not."""
+    """Return why a result is above a limit, or may be; None if it is not."""
     if values.get("at_least_provable", math.inf) <= at_most:
         return f"is unknown: so few others show no more than --at-most {at_most:g}. Leave out more."
     low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
@@ -504,7 +536,7 @@ def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str |
 
 
 def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
-    """Return the result for JSON."""
+    """Return the results of a pool for JSON."""
     return {
         "kind": "memorization",
         "version": version("lightning-fedleak"),
@@ -522,18 +554,18 @@ def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
 def reference_in_words(
     reference: ReferenceFacts | None, values: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
-    """Return which reference the texts were compared with, in words; nothing without one."""
+    """Return a sentence about the reference model; an empty list without one."""
     if reference is None:
         return []
-    beside = values.get(CombinedReference.default_name, {})
-    strength = beside.get(STRENGTH, math.nan)
-    weak = bool(beside.get(WEAK))
+    rates = values.get(CombinedReference.default_name, {})
+    strength = rates.get(STRENGTH, math.nan)
+    weak = bool(rates.get(WEAK))
     words = reference.in_words(None if math.isnan(strength) else strength, weak=weak)
     return [f"Reference of {CombinedReference.default_name}: {words}"]
 
 
 def tpr_in_words(values: Mapping[str, float], name: str) -> str:
-    """Return a TPR with its interval; unknown with too few others, empty where none is computed."""
+    """Return a TPR with its interval; "unknown" with too few non-members, empty without one."""
     if math.isnan(value := values.get(name, math.nan)):
         return "unknown" if name in values else ""
     low, high = values[f"{name}_low"], values[f"{name}_high"]
@@ -541,7 +573,7 @@ def tpr_in_words(values: Mapping[str, float], name: str) -> str:
 
 
 def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a table with a row for each attack, or kind and place of values."""
+    """Return a table with a row for each attack, or for each kind and place of personal data."""
     rows = Table("attack", "AUC", "95%", "p", *(f"TPR at {fpr:.1%} FPR" for fpr in FPRS))
     for name, values in results.items():
         if "auc" in values:

@@ -1,6 +1,7 @@
-"""The options of ``fedleak``'s subcommands. Imports nothing that a subcommand needs.
+"""The options of ``fedleak``'s subcommands.
 
-Each function adds the options of one command. Its docstring is the command's help.
+Each function adds the options of one command, and its docstring is the command's help. This module
+imports nothing that a subcommand needs, so that help is printed quickly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PHRASES = {
     "targets": "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by "
     "default PEFT's for this model",
 }
-"""What stands in braces in the docstrings below, because several options need it."""
+"""Help that several options share; docstrings refer to it by a name in braces."""
 
 Add = Callable[..., None]
 """Adds an option, whose help is in the docstring; arguments as ``add_argument`` takes them."""
@@ -29,6 +30,8 @@ Add = Callable[..., None]
 def _converter(
     kind: Callable[[str], float], holds: Callable[[float], bool], description: str
 ) -> Callable[[str], float]:
+    """Return a function that parses an option's value, and refuses one that does not hold."""
+
     def convert(text: str) -> float:
         try:
             value = kind(text)
@@ -51,6 +54,7 @@ _UINT32 = _converter(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 42
 def _number(
     metavar: str, kind: Callable[[str], float], default: float | Sequence[float] | None = None
 ) -> dict[str, Any]:
+    """Return the settings of an option that is a number."""
     return {"default": default, "metavar": metavar, "type": kind}
 
 
@@ -60,7 +64,7 @@ _METRICS = ("auc", *_TPRS, "extracted", "greedy", "at_least", "prompts")
 
 
 def _limit(text: str) -> tuple[str | None, float]:
-    """Return the metric that a limit is on, None where it is not named, and the limit."""
+    """Return the metric of a limit, None if it is not named, and the limit."""
     name, is_named, number = text.rpartition("=")
     if is_named and name not in _METRICS and not name.startswith("entity/"):
         raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(_METRICS)}")
@@ -149,7 +153,7 @@ def game(add: Add) -> None:
         model: language model: a folder or a name on the hub.
         text: the client's text: {sources}; a quarter of it, at most 200, is the server's.
         column: the column of --text that holds the text.
-        attack: adversaries; all play the same games. 'gradient' and 'subspace' add no layers and
+        attack: adversaries; all run on the same games. 'gradient' and 'subspace' add no layers and
             read what the client trains.
         lora_r: the client trains a LoRA of this rank; 0: the whole model.
         targets: {targets}.
@@ -276,6 +280,7 @@ def plan(add: Add) -> None:
 
 
 def _batch(text: str) -> tuple[int, int]:
+    """Return the numbers of texts and of tokens of each, from a text such as ``4x512``."""
     texts, x, length = text.partition("x")
     if not (x and texts.isdecimal() and length.isdecimal() and int(texts) * int(length)):
         raise argparse.ArgumentTypeError(f"{text!r} is not texts x tokens, such as 4x512")
@@ -283,9 +288,9 @@ def _batch(text: str) -> tuple[int, int]:
 
 
 def memorization(add: Add) -> None:
-    """What a trained model gives away of its training texts, before it is released.
+    """What a trained model leaks of its training texts, before it is released.
 
-    Asks the trained model and its base about texts that were trained on and texts that were not,
+    Queries the trained model and its base with texts that were trained on and texts that were not,
     and shows how far they can be distinguished and which of them the model would write. Each
     text costs two forwards, and 14 of a masked model; nothing is generated. Classifiers of texts
     and of tokens, and masked models, are found by the architectures of --model.
@@ -306,25 +311,25 @@ def memorization(add: Add) -> None:
         length: tokens of a text, at most, as in training.
         drawn: the others were drawn at random from the same rows (leave_out), so that both
             sides are exchangeable.
-        records: private file of the members by what the model gives away of them: row numbers,
-            p-values and a list, and no text. See fedleak records.
+        records: private file that lists the members by how much the model leaks of them: row
+            numbers, p-values and a list, and no text. See fedleak records.
         entities: kinds of personal data to find in the texts, separated by commas: phone, email,
             iban, card, date, code, or a file with a value in each line. Values of members are
             compared with those of the others, by kind and place.
-        reference: a model that was trained like --model on other texts of the same kind, and has
-            seen no text that is asked about: a folder, or one with adapters of PEFT. Texts are
+        reference: a model that was trained like --model on other texts of the same kind, and on no
+            text of --members and --others: a folder, or one with adapters of PEFT. Texts are
             scored beside it as well (combined_reference).
         reference_rows: how many rows --reference was trained on. With fewer than --members a low
             number beside it is unknown.
-        references: train so many models without the rows that are asked about, each on a half of
-            members and others, and score beyond what a row gains in those. It takes as many fits.
-            Needs --drawn. Prompts are scored without. What they said is kept beside --records, in
-            private files.
+        references: train this number of models, each on half of members and others, and compare
+            the gain of a row with its gain in the models that were not trained on it. It takes as
+            many fits. Needs --drawn. Prompts are scored without. Their answers are kept beside
+            --records, in private files.
         run: folder of the run's run.jsonl, for learning rate, epochs, optimizer and whether it was
             one with differential privacy, beside which references are refused.
-        epochs: of a reference, where the record does not say it.
+        epochs: epochs of a reference, if the record does not say it.
         batch_size: rows of an optimizer step in the training.
-        lr: learning rate of a reference, which is held.
+        lr: learning rate of a reference, which is constant.
         no_account: the rows were trained on without differential privacy.
         metric: what --at-most limits: the AUC, the TPR at 1% or 0.1% FPR, the former as far as it
             is shown, the excess of members that are extracted in samples or greedily, with
@@ -357,11 +362,11 @@ def memorization(add: Add) -> None:
 
 
 def synthetic(add: Add) -> None:
-    """What texts that a fine-tuned model wrote give away of its training rows, before a release.
+    """What texts that a fine-tuned model wrote leak of its training rows, before a release.
 
-    Fits a small auxiliary model on the generated texts, and asks it and its base about rows that
-    were trained on and rows that were left out. Beside it counts what stands in the generated texts
-    word for word. No access to the model that wrote them is needed.
+    Fits a small auxiliary model on the generated texts, and queries it and its base with rows that
+    were trained on and rows that were held out. It also counts passages of rows that the generated
+    texts contain word for word. No access to the model that wrote them is needed.
 
     Options:
         rows: rows that the model was trained on: {sources}.
@@ -380,7 +385,7 @@ def synthetic(add: Add) -> None:
             sides are exchangeable.
         epochs: passes of the auxiliary model over the generated texts.
         batch_size: texts of an optimizer step.
-        lr: learning rate of AdamW, which is held.
+        lr: learning rate of AdamW, which is constant.
         lora_r: fit a LoRA of this rank; 0: the whole model.
         targets: {targets}.
         seed: seed of order, dropout and adapters.
@@ -406,7 +411,7 @@ def synthetic(add: Add) -> None:
 
 
 def records(add: Add) -> None:
-    """Which training rows a trained model gives away: show them, or drop them.
+    """Which training rows a trained model leaks: show them, or drop them.
 
     Reads a list of row numbers that a monitor (Memorization(records=True)) or fedleak memorization
     --records wrote. Dropping rows protects those rows alone, and uses up the rows that were left

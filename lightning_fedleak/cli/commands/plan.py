@@ -1,4 +1,9 @@
-"""``fedleak plan``: what an update of a set-up can reveal, and what the attacks on it cost."""
+"""``fedleak plan``: what an update can reveal, and what the attacks on it cost.
+
+With weights, :func:`run` measures how many tokens an update reveals, estimates the costs, and
+calibrates the attacks that a run would choose. With a configuration alone, it builds small models
+with random weights, measures the attacks on them, and extrapolates to the whole model.
+"""
 
 from __future__ import annotations
 
@@ -31,35 +36,35 @@ from lightning_fedleak.trainers import Watch
 from lightning_fedleak.trainers.loop import LoopRun
 
 RANKS = 8
-"""Processes over which a sharded model is planned."""
+"""Number of processes of the sharded trainings in the table."""
 DICTIONARY = 4
-"""Products of the vocabulary with the width squared that a calibration takes.
+"""Operations of a calibration, in units of the vocabulary size times the squared width.
 
 Fitted to 32,000 tokens of width 1,024 and 2,048, and 128,000 of 512, on one core (November 2026).
 """
 SECONDS = 30.0
-"""After which no other set of tokens is planted; not tuned."""
+"""Seconds after which no further set of tokens is planted; not tuned."""
 MAX_MEASURED = 250_000_000
-"""Parameters of a block up to which one is run; not tuned. More: ``plan`` takes minutes."""
+"""Parameters of the largest block that is run; not tuned. More: ``plan`` takes minutes."""
 PROBE_TOKENS, PROBE_BLOCKS = 1 << 14, 3
-"""Largest vocabulary and blocks that are run. More: slower, and what is extended is less noisy."""
+"""Largest vocabulary and number of blocks that are run. More: slower, with better estimates."""
 LINK = 1e10
-"""Bytes a second that a gathering brings to a process: an assumption, below PCIe 4's 2.5e10."""
+"""Assumed bytes a second of an all-gather to a process, below the 2.5e10 of PCIe 4."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Measure and print.
+    """Measure and print the capacity of an update and the costs of attacks.
 
     Args:
         options: The options of the command.
-        console: where to print; stdout by default.
+        console: The console to print on; stdout by default.
 
     Returns:
         0.
 
     Raises:
-        SourceError: model or settings cannot be used.
-        AnatomyError: the model's parts could not be found.
+        SourceError: The model or the settings cannot be used.
+        AnatomyError: The model's parts could not be found.
     """
     console = console or Console(highlight=False)
     rank, option = options.lora_r, f"--batch {options.batch[0]} x"
@@ -86,16 +91,16 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 
 def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[int, int]) -> None:
-    """Print what ``SubspaceWords`` and its control take of time and memory, by arithmetic.
+    """Print estimates of the time and memory of ``SubspaceWords`` and its control.
 
-    Sharded processes are one client, whose gradient holds the tokens of all. All experts of a
-    mixture are counted as run on each token.
+    All processes of a sharded training are one client, whose gradient holds the tokens of all. All
+    experts of a mixture are counted as if they ran on each token.
 
     Args:
-        console: where to print.
-        anatomy: The anatomy of the model, which may be without numbers.
-        runs: the same, or a block of it that can be run.
-        batch: texts, and tokens of each.
+        console: The console to print on.
+        anatomy: The anatomy of the model, which may be on the meta device.
+        runs: The same model, or a small one of its kind that can be run.
+        batch: The number of texts, and of tokens of each.
     """
     parameters = list(anatomy.model.parameters())
     weights = sum(p.nbytes for p in parameters)
@@ -110,7 +115,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     words, n_tokens = tokens * width * table_of_words.itemsize, batch[0] * batch[1]
     rows = min(width, sum(anatomy.root.get_parameter(m.name).shape[1 - m.axis] for m in readers))
     capacity = row_space.predict_capacity(width, tokens, rows)
-    # A dictionary; whitening in float64 and float32; and while it is made four matrices more.
+    # Memory of the dictionary and the whitening matrix in float64 and float32; while the latter is
+    # computed, of four more matrices.
     basis, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
     # Three matrices of logits in float32.
     control = 12 * min(n_tokens * anatomy.vocab_size, LOGITS_AT_ONCE)
@@ -125,8 +131,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     printed = Table("per process", "one device", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
     training = [(weights + 3 * trained) / n / 1e9 for n in processes]
     printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
-    by_rows = 2 * words  # a ring brings each row of a sum twice
-    by_layers = (2 + (trained == weights)) * weights  # as a training step does
+    by_rows = 2 * words  # a ring all-reduce sends each row twice
+    by_layers = (2 + (trained == weights)) * weights  # as in a training step
     for name, memory, sent, seconds in (
         ("calibration adds", basis + making, by_rows, [DICTIONARY * tokens * width**2 / rate] * 3),
         ("a look adds", basis + products, by_rows, looks),
@@ -153,8 +159,8 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
 
     Args:
         anatomy: The anatomy of the model, with its adapters.
-        length: tokens of a text.
-        seed: The seed of the planted sets.
+        length: The number of tokens of a text.
+        seed: The seed of the planted sets of tokens.
     """
     known_inputs = row_space.find_known_inputs(anatomy, row_space.find_linear_maps(anatomy))
     for known_input in known_inputs:
@@ -188,15 +194,15 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
 
 
 def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, str], float]:
-    """Return what the attacks that choose themselves take on a model: each is set up and asked.
+    """Measure the costs of the attacks that ``auto`` chooses for a model, by running them.
 
     Args:
-        probe: the model, whose trained weights change.
-        batch: texts, and tokens of each, drawn at random.
+        probe: The model, whose trained weights change.
+        batch: The number of texts, and of tokens of each, which are drawn at random.
 
     Returns:
-        Seconds of computation of ``"set-up"`` and ``"look"`` by the attack's name, and under the
-        name ``""`` of the gradients of a ``"control"``, and the bytes of ``"memory"`` that all add.
+        The seconds of ``"set-up"`` and ``"look"`` by the name of the attack. Under the name ``""``
+        the seconds of the gradients of a ``"control"``, and the bytes of ``"memory"`` of all.
     """
     device, used = probe.device, peak_bytes(probe.device, begin=True)
     generator = torch.Generator(device).manual_seed(0)
@@ -207,16 +213,16 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
     def backward() -> None:
         probe.model(input_ids=ids, labels=ids).loss.backward()
 
-    with _line_up(probe, lambda _: False) as lineup:
+    with _attack_plan(probe, lambda _: False) as lineup:
         for step in range(3):  # LoRA's A has a gradient after a step, and is calibrated then
             optimizer.zero_grad()
             prices["", "control"] = 2 * measure_seconds(backward, device)
             query = Query(ids.repeat(-(-lineup.texts // len(ids)), 1)[: lineup.texts])
             with share_work(), torch.no_grad():
-                view = _view(probe, lineup.exposed, step)
+                view = _gradients(probe, lineup.exposed, step)
                 for plan in lineup.exposed:
                     name, before = plan.attack.name, prices.get((plan.attack.name, "look"), 0.0)
-                    run = partial(_play, plan.attack, probe, view, query)
+                    run = partial(_run_attack, plan.attack, probe, view, query)
                     prices[name, "look"] = measure_seconds(run, device)
                     calibration = max(0.0, before - prices[name, "look"]) if step == 2 else 0.0
                     set_up = lineup.set_up_seconds.get(name, 0.0)
@@ -225,30 +231,30 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
     return prices | {("", "memory"): peak_bytes(device) - used}
 
 
-def _view(probe: Anatomy, plans: Sequence[Plan], step: int) -> GradientSnapshot:
-    """Return the gradients that attacks read, as they are in a model."""
+def _gradients(probe: Anatomy, plans: Sequence[Plan], step: int) -> GradientSnapshot:
+    """Return the gradients that the attacks read, from the parameters' ``.grad``."""
     parameters = {role: probe.parameter(role) for plan in plans for role in plan.roles}
     tensors = {r: p.grad for r, p in parameters.items() if p is not None and p.grad is not None}
     return GradientSnapshot(step, Stage.SHARED, tensors, tied=probe.tied)
 
 
-def _play(attack: Attack, probe: Anatomy, view: GradientSnapshot, query: Query) -> None:
-    """Let an attack follow the model and read a gradient, as at a look."""
+def _run_attack(attack: Attack, probe: Anatomy, view: GradientSnapshot, query: Query) -> None:
+    """Run an attack on gradients, as in a look."""
     attack.refresh(probe, view.step)
-    with suppress(UnusableObservation):  # such as more words than the rows hold
+    with suppress(UnusableObservation):  # such as too many words for the rows
         attack.run(Observation((view,)), query)
 
 
 def print_prices(
     console: Console, shapes: Anatomy, build: Callable[..., Anatomy], batch: tuple[int, int]
 ) -> None:
-    """Print what every attack that ``auto`` plays takes, from runs of a few blocks and tokens.
+    """Print the costs of every attack that ``auto`` runs, extrapolated from small models.
 
     Args:
-        console: where to print.
-        shapes: the model, without numbers.
-        build: returns a copy of so many blocks and tokens.
-        batch: texts, and tokens of each.
+        console: The console to print on.
+        shapes: The model on the meta device.
+        build: A function that returns a model with the given numbers of blocks and tokens.
+        batch: The number of texts, and of tokens of each.
     """
     blocks, tokens = len(shapes.blocks), shapes.vocab_size
     block = sum(p.numel() for p in shapes.blocks[0].parameters())
@@ -263,19 +269,19 @@ def print_prices(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def measure(blocks: int, tokens: int) -> dict[tuple[str, str], float]:
-        with device:  # of the weights alone: attacks draw on the CPU
+        with device:  # for weights only: attacks draw random numbers on the CPU
             probe = build(blocks=blocks, tokens=tokens)
         return measure_prices(probe, batch)
 
     measured = measure(n_blocks, n_tokens)
     prices = dict(measured)
-    # Every price grows by the block and by the token.
-    for times, other in (
+    # Every cost is taken to be linear in the numbers of blocks and of tokens.
+    for times, sizes in (
         ((blocks - n_blocks) / max(1, n_blocks - 1), (1, n_tokens)),
         ((tokens - n_tokens) / (n_tokens - n_tokens // 4), (n_blocks, n_tokens // 4)),
     ):
         if times > 0:
-            smaller = measure(*other)
+            smaller = measure(*sizes)
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
     names = list(dict.fromkeys(name for name, _ in prices if name))
@@ -300,22 +306,30 @@ def print_prices(
 
 
 class _PlannedRun(LoopRun):
+    """A run whose log lines name the monitor, as in a training."""
+
     watcher: ClassVar[str] = "LeakageMonitor"
 
 
-def _is_line_up(record: logging.LogRecord) -> bool:
-    return "plays these attacks" in record.getMessage()  # other lines are of steps and data
+def _is_plan(record: logging.LogRecord) -> bool:
+    """Return whether a log record lists the attacks; all other lines are hidden."""
+    return "plays these attacks" in record.getMessage()
 
 
 def show_attacks(anatomy: Anatomy) -> None:
-    """Calibrate the attacks that a run on this model would choose, and log what each takes."""
-    with _line_up(anatomy, _is_line_up):  # the plan of a run is logged before its first step
+    """Calibrate the attacks that a run on this model would choose, and log their costs."""
+    with _attack_plan(anatomy, _is_plan):  # the plan of a run is logged before its first step
         pass
 
 
 @contextmanager
-def _line_up(anatomy: Anatomy, logged: Callable[[logging.LogRecord], bool]) -> Iterator[Lineup]:
-    """Yield the calibrated attacks that a run on this model would choose."""
+def _attack_plan(anatomy: Anatomy, logged: Callable[[logging.LogRecord], bool]) -> Iterator[Lineup]:
+    """Yield the calibrated attacks that a run on this model would choose.
+
+    Args:
+        anatomy: The anatomy of the model.
+        logged: A filter of log records, which is in force until the end.
+    """
     optimizer = torch.optim.SGD([p for p in anatomy.model.parameters() if p.requires_grad], lr=0.0)
     settings = WatchSettings(tensorboard=False, report=False)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -1,6 +1,9 @@
-"""A whole federation on one machine: clients, server, attacks, gates and the account.
+"""A whole federation on one machine: clients, server, attacks, gates and the privacy account.
 
-Everything follows from the settings, so that each process (of Flower, say) builds equal objects.
+:class:`Federation` holds the settings, and builds model, batches, attacks and gates from them. So
+every process (for example of Flower) builds equal objects. :func:`train_in_process` trains all
+rounds in one process. In each round, clients train one after the other, their updates are attacked
+and may be withheld, and the server averages the updates that were sent.
 """
 
 from __future__ import annotations
@@ -29,42 +32,42 @@ OPTIMIZERS = {
     "momentum": (torch.optim.SGD, 0.1, {"momentum": 0.9}),
     "adamw": (torch.optim.AdamW, 3e-4, {}),
 }
-"""Class, default learning rate, and further settings."""
+"""Class, default learning rate and further settings of each optimizer."""
 
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
-_HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is in no batch; not tuned
+_HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is held out of training; not tuned
 _MAX_PUBLIC_TEXTS = 200  # texts that the attacks calibrate on; not tuned, more take longer
 _MAX_VALIDATION_TEXTS = 64  # texts of the validation loss; not tuned, more take longer
-_MIN_TEXTS = 10  # texts; a fifth of fewer is one text
-_ANY_PRICE = 1e9  # seconds of a look, more than any takes: no attack is dropped for it
+_MIN_TEXTS = 10  # texts; a fifth of fewer is a single text
+_ANY_PRICE = 1e9  # seconds of a measurement; more than any takes, so that no attack is dropped
 
 
 @dataclass(frozen=True)
 class Federation:
-    """Holds the settings of a federation; its model, its texts and each round's batches follow.
+    """The settings of a federation, which determine its model, texts and batches.
 
     Attributes:
-        clients: how many there are.
-        rounds: how many are trained.
-        local_steps: optimizer steps of a client in a round.
+        clients: The number of clients.
+        rounds: The number of rounds.
+        local_steps: The number of optimizer steps of a client in a round.
         model: causal language model, a folder or a name on the hub; None for the embedded one.
         text: the clients' texts as :func:`~lightning_fedleak.cli.finetuning.texts.read_texts` takes
             them; None for the embedded messages.
-        column: the field that holds the text; None as ``read_texts`` finds it.
-        lora_r: rank of the LoRA that is trained; 0 for the whole model.
+        column: The column that holds the text; None: ``read_texts`` chooses it.
+        lora_r: The rank of the LoRA that is trained; 0 to train the whole model.
         targets: modules with adapters, see :func:`~lightning_fedleak.cli.studies.models.with_lora`.
         optimizer: The optimizer of the clients, a key of ``OPTIMIZERS``.
-        lr: its learning rate; None for the default in ``OPTIMIZERS``.
-        batch_size: texts a batch.
-        length: tokens a text, at most.
-        members: texts of a round in its membership games.
-        gate: the highest watched value at which an update leaves; None for no gate.
-        watch: what the gate watches; None for the worst of the families that can be known.
-        epsilon: what all rounds together may cost; None for no budget.
-        clip: largest norm of a client's update.
+        lr: The learning rate; None for the default in ``OPTIMIZERS``.
+        batch_size: The number of texts in a batch.
+        length: The maximum number of tokens of a text.
+        members: The number of texts of a round whose membership is tested.
+        gate: The threshold of the watched metric above which an update is withheld; None: no gate.
+        watch: The log name of the metric that the gate watches; None: see :attr:`watched`.
+        epsilon: The privacy budget of all rounds together; None: no differential privacy.
+        clip: The clip norm of a client's update.
         delta: The delta of the guarantee.
-        trust: who adds the noise.
+        trust: Who adds the noise, see :class:`~lightning_fedleak.federation.ClientDP`.
         seed: The seed of split, order, adapters and calibration.
     """
 
@@ -113,7 +116,7 @@ class Federation:
 
     @cached_property
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
-        """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
+        """Return the indices of each client's training texts; training, public, held-out texts."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
         texts = finetuning.read_texts(source, self.column)
         if len(texts) < _MIN_TEXTS:
@@ -123,15 +126,16 @@ class Federation:
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         fifth = len(texts) // _HELD_OUT
-        public, outside, training = order[:fifth], order[fifth : 2 * fifth], order[2 * fifth :]
+        public, held_out, training = order[:fifth], order[fifth : 2 * fifth], order[2 * fifth :]
         return (
             alike(len(training), self.clients, self.seed),
             [texts[i] for i in training],
             [texts[i] for i in public[:_MAX_PUBLIC_TEXTS]],
-            [texts[i] for i in outside],
+            [texts[i] for i in held_out],
         )
 
     def _rows(self, texts: Sequence[str]) -> list[Tensor]:
+        """Return the token ids of each text."""
         return finetuning.tokenize_rows(texts, self.tokenizer, self.length)
 
     @cached_property
@@ -139,7 +143,7 @@ class Federation:
         """Return the rows of token ids that each client trains on.
 
         Raises:
-            SourceError: a client has none, or a row is longer than the model reads.
+            SourceError: A client has no rows, or a row is longer than the model's context.
         """
         hint, limit = "tokens that this model can read", self.tokenizer.model_max_length
         finetuning.check_option("--length", self.length, at_most=limit, hint=hint)
@@ -155,15 +159,16 @@ class Federation:
 
     @cached_property
     def outside(self) -> list[Tensor]:
-        """Return the rows that are in no client's batch."""
+        """Return the held-out rows, which no client trains on."""
         return self._rows(self._texts[3])
 
     def _padded(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return rows as a batch, padded on the right."""
         pad = self.tokenizer.pad_token_id
         return finetuning.PadRight(0 if pad is None else int(pad))(rows)
 
     def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
-        """Return a client's batches of a round: its rows in an order drawn for each round."""
+        """Return a client's batches of a round: its rows in a random order of this round."""
         rows = self.rows[client]
         generator = torch.Generator().manual_seed(_round_seed(self.seed, client, round_))
         size = min(self.batch_size, len(rows))
@@ -183,15 +188,15 @@ class Federation:
         """Train a client's round; return its state and the mean loss of its steps.
 
         Args:
-            model: from :meth:`make_model`; its weights are those that are sent, and then trained.
-            sent: the state of what is trained.
-            client: its number.
-            round_: number of the round.
+            model: A model of :meth:`make_model`. Its weights are replaced by ``sent``, and trained.
+            sent: The state that the server sent.
+            client: The number of the client.
+            round_: The number of the round.
         """
         model.load_state_dict(dict(sent), strict=False)
         optimizer = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
         losses = []
-        with torch.random.fork_rng(devices=[]):  # of dropout
+        with torch.random.fork_rng(devices=[]):  # dropout draws from the global generator
             torch.manual_seed(_round_seed(self.seed, client, round_))
             for batch in self.batches(client, round_):
                 fed.trained_on(batch)
@@ -204,7 +209,7 @@ class Federation:
 
     @torch.no_grad()
     def validation_loss(self, model: nn.Module, state: State) -> float:
-        """Return the mean loss per token on text that is in no client's batch."""
+        """Return the mean loss per token on held-out texts."""
         model.load_state_dict(dict(state), strict=False)
         model.eval()
         rows = self.outside[:_MAX_VALIDATION_TEXTS]
@@ -217,13 +222,13 @@ class Federation:
         model.train()
         return total / tokens
 
-    # ---- who looks, and who adds noise ------------------------------------------------------
+    # ---- attacks, gates and privacy ---------------------------------------------------------
 
     def observer(self, folder: Path) -> fed.RoundObserver:
         """Return an observer that attacks the updates of this federation.
 
         Args:
-            folder: The folder of its files.
+            folder: The folder of the logs.
         """
         return fed.RoundObserver(
             self.make_model(),
@@ -240,21 +245,24 @@ class Federation:
 
     @cached_property
     def words_hidden(self) -> str | None:
-        """Return why words are never known here, so that no gate watches them by default."""
+        """Return why a gate on words could judge no update here; None if it could.
+
+        If there is a reason, gates do not watch words by default.
+        """
         return self.observer(Path()).never_judged(WORDS)
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """Return what the gates watch: the columns of the table that can be known here."""
+        """Return the log names that the gates watch, by default all that can be judged."""
         if self.watch is not None:
             return (self.watch,)
         return (MEMBERSHIP,) if self.words_hidden else (WORDS, MEMBERSHIP)
 
     def gates(self) -> list[fed.RoundGate]:
-        """Return a gate for each value that is watched, or none.
+        """Return a gate for each watched metric; none if ``gate`` is None.
 
         Raises:
-            SourceError: what is watched has no such threshold.
+            SourceError: The threshold is out of the range of a watched metric.
         """
         if self.gate is None:
             return []
@@ -266,14 +274,14 @@ class Federation:
         return gates
 
     def account(self, ledger: Path | None) -> fed.ClientDP | None:
-        """Return client-level differential privacy; None where the options set none.
+        """Return client-level differential privacy; None without ``epsilon``.
 
         Args:
-            ledger: The ledger of the server, or of one client where each adds noise of its own;
-                None where nothing is released by it.
+            ledger: The file that records the releases of the server, or of one client if each
+                client adds its own noise; None if this object releases nothing.
 
         Raises:
-            DefenseError: settings that hold no guarantee.
+            DefenseError: The settings give no guarantee.
         """
         if self.epsilon is None:
             return None
@@ -288,27 +296,27 @@ class Federation:
         )
 
     def epsilon_spent(self, folder: Path) -> float:
-        """Return the epsilon of the client that has released most, by its ledger below a folder."""
+        """Return the largest epsilon of any client, by the ledgers in a folder."""
         ledgers = {path.read_bytes(): path for path in folder.glob("client_*.ledger")}
         accounts = [self.account(path) for path in ledgers.values()]
         return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
 
 
 def _round_seed(seed: int, client: int, round_: int) -> int:
-    """Return the seed of a client's round."""
+    """Return the seed of a client in a round."""
     return ((seed * 1_000_003 + client) * 1_000_003 + round_) % 2**63
 
 
 def alike(n: int, clients: int, seed: int) -> list[list[int]]:
-    """Return ``n`` texts in a random order, dealt one after the other to each client in turn.
+    """Split ``n`` texts into random shares of equal size (up to one text), one for each client.
 
     Args:
-        n: texts.
-        clients: The clients to deal them to.
+        n: The number of texts.
+        clients: The number of clients.
         seed: The seed of the order.
 
     Returns:
-        The numbers of each client's texts.
+        The indices of each client's texts.
     """
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[client::clients] for client in range(clients)]
@@ -317,25 +325,25 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
 State = Mapping[str, Tensor]
 """Tensors of a model by their names."""
 Values = Mapping[str | int, float]
-"""The highest headline of any attack of one family, by client (``"sum"``: of all together).
+"""The headline of one family of attacks, by client; ``"sum"`` is the sum of all updates.
 
-NaN where all are unknown.
+It is the highest value of any attack of the family; NaN if all are unknown.
 """
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round showed; round 0 is the model that the first one begins with.
+    """The results of a round; round 0 is the initial model.
 
     Attributes:
-        number: of the round.
-        loss: validation loss of the model after it.
-        leakage: what was recovered, by family and headline.
-        withheld: clients whose update a gate held back.
-        absent: why clients sent nothing that counts, by client.
-        epsilon: what was spent so far; None without differential privacy.
-        noise: its norm over the largest norm that the mean of clipped updates can have; None
-            without differential privacy.
+        number: The number of the round.
+        loss: The validation loss of the model after the round.
+        leakage: The leakage by family and headline, see :func:`leakage_of`.
+        withheld: The clients whose update a gate withheld.
+        absent: The reason why a client's update does not count, by client.
+        epsilon: The epsilon spent so far; None without differential privacy.
+        noise: The norm of the noise over the largest possible norm of the mean of clipped updates;
+            None without differential privacy.
     """
 
     number: int
@@ -348,13 +356,13 @@ class Round:
 
 
 def leakage_of(looks: Iterable[fed.RoundLook]) -> dict[str, Values]:
-    """Return what was recovered in a round, by family and headline.
+    """Return the leakage in a round, by the titles of family and headline metric.
 
     Args:
-        looks: at each client's update, and at their sum.
+        looks: The measurements of each client's update, and of their sum.
     """
     values: dict[str, dict[str | int, float]] = {}
-    families = {family.name: family for family in STANDARD_FAMILIES}  # whose order is a table's
+    families = {family.name: family for family in STANDARD_FAMILIES}  # in the table's order
     for look in looks:
         for series, channel in look.engine.series.items():
             families[channel.leak.name] = channel.leak
@@ -370,16 +378,16 @@ def leakage_of(looks: Iterable[fed.RoundLook]) -> dict[str, Values]:
 
 
 class _Server:
-    """Holds the model, closes rounds, and looks at the sum of what came back.
+    """The server: it draws clients, averages their updates, and attacks the sum.
 
     Args:
-        federation: what is trained.
-        folder: of the ledgers.
+        federation: The settings.
+        folder: The folder of the ledgers.
 
     Attributes:
-        state: of what is trained, as it is sent in the next round.
-        loss: the validation loss of ``state``.
-        dp: its account where it adds the noise; None elsewhere.
+        state: The trained tensors of the current model, which the next round starts from.
+        loss: The validation loss of ``state``.
+        dp: The differential privacy of the server's noise; None if the server adds none.
     """
 
     def __init__(self, federation: Federation, folder: Path) -> None:
@@ -389,12 +397,12 @@ class _Server:
         self.loss = federation.validation_loss(self._model, self.state)
         central = federation.trust == "central"
         self.dp = federation.account(folder / "server.ledger") if central else None
-        # The draw and the divisor of the sum do not depend on who adds the noise.
+        # These settings draw clients and divide the sum, even if clients add the noise.
         self._terms = self.dp or federation.account(None)
 
     @property
     def epsilon(self) -> float | None:
-        """Return epsilon so far; where clients add the noise, of the one that has released most."""
+        """Return the epsilon spent so far; if clients add the noise, the largest of any client."""
         if self._terms is None:
             return None
         if self.dp is not None:
@@ -405,14 +413,14 @@ class _Server:
     def noise(self) -> float | None:
         """Return the norm of the noise over the largest norm of the mean of clipped updates.
 
-        It depends on no data. None without differential privacy.
+        It does not depend on the data. It is None without differential privacy.
         """
         if self._terms is None:
             return None
         return self._terms.relative_noise(sum(tensor.numel() for tensor in self.state.values()))
 
     def draw_clients(self) -> list[int]:
-        """Return the clients of a round."""
+        """Return the clients that take part in a round."""
         everyone = list(range(self._federation.clients))
         if self.dp is not None:
             self.dp.check_affords_another()
@@ -421,24 +429,27 @@ class _Server:
     def close(
         self, round_: int, returned: Mapping[int, State | None], observer: fed.RoundObserver
     ) -> tuple[dict[int, str], fed.RoundLook]:
-        """Compute the next model; return why clients count for nothing, and a look at the sum.
+        """Compute the next model, and attack the sum of the updates.
 
         Args:
-            round_: number of the round.
-            returned: state by client that was drawn; None for one that sent nothing.
-            observer: looks at the sum.
+            round_: The number of the round.
+            returned: The state of each drawn client; None if it sent nothing.
+            observer: The observer that attacks the sum.
+
+        Returns:
+            The reason why an update does not count, by client; and the measurement of the sum.
         """
         sent = self.state
         updates: dict[int, State] = {}
-        silent: dict[int, str] = {}
+        absent: dict[int, str] = {}
         for client, state in returned.items():
             if state is None:
-                silent[client] = "sent nothing"
+                absent[client] = "sent nothing"
                 continue
             try:
                 updates[client] = fed.difference(sent, state)
             except fed.UpdateError as error:
-                silent[client] = str(error)
+                absent[client] = str(error)
         if self.dp is not None:
             mean = self.dp.mean(dict.fromkeys(returned) | updates, sent).update
         else:
@@ -449,12 +460,12 @@ class _Server:
                     tensor.add_(update[name].double(), alpha=1 / expected)
         self.state = fed.moved(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
-        return silent, self._look(round_, sent, list(updates), observer)
+        return absent, self._look(round_, sent, list(updates), observer)
 
     def _look(
         self, round_: int, sent: State, clients: list[int], observer: fed.RoundObserver
     ) -> fed.RoundLook:
-        """Attack the sum: all that a server sees behind a secure aggregation."""
+        """Attack the sum of the updates: all that a server sees under secure aggregation."""
         batches = [b for client in clients for b in self._federation.batches(client, round_)]
         utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
         observer.begin(round_, sent)
@@ -476,13 +487,13 @@ def train_in_process(
     """Train all rounds, the clients of a round one after the other.
 
     Args:
-        federation: what is trained.
-        folder: of logs and ledgers.
-        closed: called with each round, and with round 0 at first.
+        federation: The settings.
+        folder: The folder of logs and ledgers.
+        closed: A function that is called with the results of each round, from round 0 on.
 
     Raises:
-        ValueError: a gate that watches what is not logged.
-        BudgetSpent: the account allows no more.
+        ValueError: A gate watches a metric that is not logged.
+        BudgetSpent: The privacy budget allows no further round.
     """
     server = _Server(federation, folder)
     closed(Round(0, server.loss))

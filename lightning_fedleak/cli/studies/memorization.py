@@ -1,4 +1,8 @@
-"""What a trained model gives away of its training texts, beside its base: after the fact."""
+"""Compare members with non-members by a trained model and its base, after the training.
+
+:class:`ReleasedPool` selects the texts that can be compared. Its :meth:`~ReleasedPool.compare` runs
+the attacks on the models' outputs, and returns a :class:`Comparison`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ from lightning_fedleak.evaluation.metrics.record_list import RecordList, list_re
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 
-MIN_TEXTS = 10  # texts on either side, two for each fold of the blind word scores
+MIN_TEXTS = 10  # members, and non-members; two for each fold of the blind word scores
 
 
 def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
-    """Return every attack on a released model, the headline first; the last asks what it writes."""
+    """Return every attack on a released model: first the headline, last the extraction."""
     return (
         memorization.Combined(),
         memorization.LossRatio(),
@@ -58,37 +62,38 @@ class Comparison:
 
     @property
     def distribution_shift(self) -> str | None:
-        """Why members and non-members may be from different distributions; None if they are not."""
+        """Why members and non-members may be from different distributions, or None."""
         return released.distribution_shift(self.blind)
 
 
 class ReleasedPool:
-    """Members and others that a model and its base are asked about.
+    """Members and non-members that a model and its base are queried with.
 
     Texts with fewer than 8 label tokens, and texts that share 13 label tokens in a row with another
-    text of the pool, are left out on both sides. Members that are copies of each other are one
-    text, which is asked whether it can be extracted, and not told from others.
+    text of the pool, are excluded on both sides. Members that are copies of each other count as one
+    text, which is tested for extraction but not for membership.
 
     Args:
-        members: texts that were trained on.
-        others: texts that were not.
-        decode: returns the words of token ids, for zlib.
-        numbers: The numbers of the members' rows, for a list of records; None counts them.
-        part: ``"short"``: the pool is of the texts with 1 to 7 label tokens, which
-            :class:`ShortAnswers` reads; ``"prompts"``: of the tokens that the loss is not computed
-            on, as labels, which :class:`PromptRatio` reads.
+        members: The texts that were trained on.
+        others: The texts that were not trained on.
+        decode: A function from token ids to their text, for zlib.
+        numbers: The numbers of the members' rows, for a list of records; None: 0, 1, and so on.
+        part: ``"long"``: a pool as above. ``"short"``: the pool holds the texts with 1 to 7 label
+            tokens, for :class:`ShortAnswers`. ``"prompts"``: it holds the prompts of the texts,
+            whose tokens are labels here, for :class:`PromptRatio`.
 
     Attributes:
-        texts: those that are scored.
-        members: (N,) bool.
-        times: (N,) int64, members that are copies of each text; 1 for all that occur once.
-        short: texts that were left out because they are short.
-        repeated: texts of which another one repeats the whole or a part.
-        digest: names the pool, as the monitor's records do; results compare on the same pool only.
-        rows: which rows the texts are.
+        texts: The N texts that are scored.
+        members: (N,) bool, whether each text was trained on.
+        times: (N,) int64, number of members that are copies of each text; 1 for unique texts.
+        short: The number of excluded short texts.
+        repeated: The number of texts of which another one repeats the whole or a part.
+        digest: A digest of the pool, as in the monitor's records. Only results of the same pool can
+            be compared.
+        rows: The rows of the training data that the texts stand for.
 
     Raises:
-        ValueError: fewer than 10 texts are left on either side.
+        ValueError: Fewer than 10 texts are left on either side.
     """
 
     def __init__(
@@ -105,21 +110,21 @@ class ReleasedPool:
         scored = scored_texts(everyone, sides)
         self.short, self.repeated, self.part = scored.short, scored.repeated, part
         self.is_short = short = part == "short"
-        chosen = scored.short_rows if short else scored.rows
+        pool = scored.short_rows if short else scored.rows
         if part == "prompts":
-            alone = {*scored.short_rows, *scored.rows[: int((scored.times == 1).sum())]}
-            chosen = [row for row in scored.prompt_rows if row in alone]
-        self.texts = [everyone[row] for row in chosen]
-        self.members = torch.tensor([sides[row] for row in chosen], dtype=torch.bool)
-        counted = [*(range(len(members)) if numbers is None else numbers), *[-1] * len(others)]
-        rows = PoolRows.of(everyone, scored, counted, short=short)
+            unique = {*scored.short_rows, *scored.rows[: int((scored.times == 1).sum())]}
+            pool = [row for row in scored.prompt_rows if row in unique]
+        self.texts = [everyone[row] for row in pool]
+        self.members = torch.tensor([sides[row] for row in pool], dtype=torch.bool)
+        indices = [*(range(len(members)) if numbers is None else numbers), *[-1] * len(others)]
+        rows = PoolRows.of(everyone, scored, indices, short=short)
         places = slice(len(scored.rows) if short else 0, None)
         self.rows = replace(rows, copies=rows.copies[places], times=rows.times[places])
         self.times = self.rows.times
         self.digest = pool_digest(self.texts, self.members)
         if part == "prompts":
             self.texts = [text.prompt for text in self.texts]
-            self.times = torch.ones(len(chosen), dtype=torch.long)
+            self.times = torch.ones(len(pool), dtype=torch.long)
         n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
         if min(n, n_others) < MIN_TEXTS:
             excluded = {
@@ -136,7 +141,7 @@ class ReleasedPool:
 
     @property
     def alone(self) -> Tensor:
-        """Return (N,) bool, the texts that occur once; they alone are told from others."""
+        """Return (N,) bool, whether a text is unique; only such texts are tested for membership."""
         return self.times == 1
 
     def compare(
@@ -149,13 +154,14 @@ class ReleasedPool:
         look: int = 1,
         alpha: float = 0.05,
     ) -> Comparison:
-        """Return what the scores of both sides show.
+        """Run the attacks, and return how well they distinguish members from non-members.
 
         Args:
-            base: what the base said of the texts.
-            now: what the trained model says of them.
-            attacks: those that are played; none plays :func:`all_attacks`, or those of the part.
-            reference: what a reference model said of the texts, which is compared with as well.
+            base: The outputs of the base on the texts.
+            now: The outputs of the trained model.
+            attacks: The attacks to run. By default :func:`all_attacks` without extraction for
+                models whose predictions stand at their own tokens, or the attack of the part.
+            reference: The outputs of a reference model, for an additional score; None: no score.
             look: The number of the look at these texts, counted from 1.
             alpha: The probability of error over all looks together.
         """
@@ -206,14 +212,14 @@ class ReleasedPool:
         scores: Tensor | None = None,
         references: int = 0,
     ) -> RecordList:
-        """Return the members by what the model gives away of them.
+        """Return the list of the members, by how much the model leaks of them.
 
         Args:
-            base: what the base said of the texts.
-            now: what the trained model says of them.
-            alpha: probability that the number of rows that are given away at least is too high.
-            scores: (N,) to list by, of the references; None: the pool's own.
-            references: how many models without each record those are beyond.
+            base: The outputs of the base on the texts.
+            now: The outputs of the trained model.
+            alpha: The probability that the lower bound on the number of leaked rows is too high.
+            scores: (N,) gains beyond reference models; None: the default score of the pool.
+            references: The number of these reference models.
         """
         released = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
         # Nothing says whether the model was trained under differential privacy.
@@ -225,5 +231,8 @@ class ReleasedPool:
 
 
 def used_up_mark(rows: str | Path) -> Path:
-    """Return the file beside rows that says that others are dropped from them by a list."""
+    """Return the path of the file that marks the held-out rows beside ``rows`` as used up.
+
+    It exists if a list of leaked rows was used to drop rows.
+    """
     return Path(f"{rows}.used_up.json")

@@ -1,9 +1,9 @@
-"""Reference models: trained as a released model was, without the record that is asked about.
+"""Reference models: trained like a released model, but without the text that is scored.
 
-What a record's own text gains in models that never saw it is subtracted from its gain in the
-released one (Carlini et al. 2022, arXiv 2112.03570, offline; Zarifzadeh et al. 2024, arXiv
-2312.03262). Each reference is trained on a half of the pool that a draw chose without looking at
-membership, two in turn on halves that complement each other, so that members and others stay
+The score of a text is its gain in the released model, minus its mean gain in references that were
+not trained on it (Carlini et al. 2022, arXiv 2112.03570, offline; Zarifzadeh et al. 2024, arXiv
+2312.03262). Each reference is trained on a random half of the pool, drawn independently of
+membership; every two references have complementary halves. So members and non-members stay
 exchangeable.
 """
 
@@ -64,14 +64,13 @@ class Recipe:
 
     @classmethod
     def of(cls, options: Namespace) -> Recipe | None:
-        """Return what a run's record and the options say; None where no references are asked for.
+        """Return the recipe from the options and a run's record; None without ``--references``.
 
-        Options come first.
+        Options take precedence over the record.
 
         Raises:
-            SourceError: something is in neither of both; the run was one with differential privacy,
-                or nobody says that it was not; no draw says who was trained on; or options have no
-                effect.
+            SourceError: A setting is in neither; the run had differential privacy, or nothing says
+                that it had none; members were not drawn at random; or options have no effect.
         """
         if not options.references:
             names = ("run", "epochs", "batch_size", "lr")
@@ -86,7 +85,7 @@ class Recipe:
             )
         settings: dict[str, Any] = {}
         if options.run is not None:
-            settings = _recorded(options.run)
+            settings = _settings_of_runs(options.run)
         elif not options.no_account:
             raise SourceError(
                 "references train again on private rows, which is outside of epsilon: give the "
@@ -105,8 +104,8 @@ class Recipe:
         return cls(**settings)
 
 
-def _recorded(folder: Path) -> dict[str, Any]:
-    """Return what the records of the runs in a folder, and below it, say of their training."""
+def _settings_of_runs(folder: Path) -> dict[str, Any]:
+    """Return the training settings from the records of all runs in a folder and below it."""
     paths = sorted(folder.rglob(records.RECORD))
     logs = {path: records.read_lines(path) for path in paths}
     guaranteed = [path for path, log in logs.items() if any(map(_gives_guarantee, log.lines))]
@@ -127,18 +126,19 @@ def _recorded(folder: Path) -> dict[str, Any]:
 
 
 def _gives_guarantee(line: records.RunLine | records.ResultLine) -> bool:
-    """Return whether a line says of a run that its defences guarantee something."""
+    """Return whether a line of a record says that a defence of the run gives a guarantee."""
     facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
-    promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
+    promises = [fact.guarantee or "" for fact in facts if fact.class_name != "Freeze"]
     resumed = getattr(line, "resumed", None) or {}
     spent = getattr(line, "privacy", None) or resumed.get("privacy")
     return bool(spent) or not all(promise.startswith("none") for promise in promises)
 
 
 def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[str, Any] | None:
-    """Return what a record says of the training of its newest run; None where nothing begins.
+    """Return the training settings of a record's newest run; None if it records no run.
 
-    Epochs are known where the steps that were planned for them were taken. Lightning plans none.
+    Epochs are known only if the run finished all steps that were planned for them. Lightning plans
+    no steps.
     """
     begins = [line for line in lines if isinstance(line, records.BeginLine)]
     if not begins:
@@ -166,7 +166,7 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
 
 
 class References:
-    """References of a released model.
+    """The reference models of a released model. Call :meth:`ask`, then :meth:`scores`.
 
     Args:
         texts: N texts of the pool, members and non-members.
@@ -174,11 +174,11 @@ class References:
         recipe: The recipe of their training.
 
     Attributes:
-        inside: (K, N) bool, the texts of the pool that each is trained on.
-        answers: (N, L) log probabilities that each gives the texts' tokens.
+        inside: (K, N) bool, the texts of the pool that each reference is trained on.
+        answers: The log probabilities (N, L) of the texts' tokens by each reference.
 
     Raises:
-        SourceError: rows are too few.
+        SourceError: There are too few rows for one batch.
     """
 
     def __init__(self, texts: Sequence[Text], options: Namespace, recipe: Recipe) -> None:
@@ -191,7 +191,7 @@ class References:
         self._folder = options.records and options.records.parent
 
     def describe(self, seconds: float) -> str:
-        """Return in words what is trained, and what it takes.
+        """Return a sentence about the number of references, their steps and their time.
 
         Args:
             seconds: The seconds of one forward of all texts.
@@ -206,13 +206,13 @@ class References:
         )
 
     def ask(self, base: Tensor) -> None:
-        """Train each reference and ask it about all texts, unless its answers are kept.
+        """Train each reference and query it with all texts, unless its answers are in a file.
 
         Args:
-            base: what the base said, by which its answers are recognised.
+            base: The log probabilities by the base; the name of the file depends on them.
 
         Raises:
-            SourceError: a training diverged.
+            SourceError: A training diverged.
         """
         options = self.options
         config, head = released_config(options.model, options.base)
@@ -230,10 +230,10 @@ class References:
                 path = self._folder and self._folder / f"reference_{digest[:16]}.safetensors"
                 log_probs = None
                 if path is not None and path.is_file():
-                    with suppress(OSError, ValueError):  # no private file: it is made again
+                    with suppress(OSError, ValueError):  # an unreadable file is computed again
                         log_probs = load_private(path).get(digest)
                 if log_probs is None:
-                    torch.manual_seed(number)  # of a new head, adapters, the order and dropout
+                    torch.manual_seed(number)  # for a new head, adapters, order and dropout
                     anatomy = load_released(str(options.base), config, head, "--references")
                     trained = self._train(anatomy.model, rows, head, tokenizer)
                     log_probs = token_log_probs(
@@ -247,7 +247,7 @@ class References:
                 self.answers.append(log_probs)
 
     def _train(self, model: nn.Module, rows: Sequence[Text], head: Head, tokenizer: Any) -> Anatomy:
-        """Return a reference, trained on some texts."""
+        """Return a reference that is trained on the texts."""
         if self.recipe.adapters is not None:
             from peft import PeftConfig, get_peft_model
 
@@ -259,7 +259,7 @@ class References:
     def scores(
         self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, max_gain: float | None
     ) -> Tensor:
-        """Return (n,) mean gains of a label token beyond those in references without the text.
+        """Return (n,) mean gains of a label token, minus those in references without the text.
 
         Args:
             rows: The indices of the texts to score.
@@ -288,13 +288,13 @@ def fit_texts(
 ) -> Anatomy:
     """Train a model in place by a recipe, and return it in eval mode.
 
-    Order and dropout are drawn by the global generator of torch. A GPU is used where there is one.
+    Order and dropout use the global generator of torch. It trains on a GPU if there is one.
 
     Args:
-        model: what is trained: the parameters that require a gradient.
-        texts: those to train on, at least one.
-        recipe: how; its adapters are on the model already.
-        head: what the model predicts.
+        model: The model, whose parameters with ``requires_grad`` are trained.
+        texts: The texts to train on, at least one.
+        recipe: The recipe; its adapters are already on the model.
+        head: The kind of prediction of the model.
         tokenizer: The tokenizer of the model, which masks the tokens of a masked one.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,8 @@
-"""Rows of a table as training reads them: token ids, and where the loss was computed."""
+"""Rows of a table as the training read them: token ids, and labels where it computed the loss.
+
+:class:`RowReader` chooses an encoder by the columns of the table and the options, and encodes each
+row. It raises :class:`UnknownLabels` if nothing says where the loss was computed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.taps import Text
 
 PROMPTS = ("prompt", "question", "instruction", "input", "query")
-"""Usual names of the column that the loss is not computed on; more: more rows are asked about."""
+"""Usual names of a column of prompts. With more names, users must set --loss more often."""
 
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 """Usual names of the column that the loss is computed on."""
@@ -32,8 +36,8 @@ class UnknownLabels(ValueError):
     """Nothing says which tokens of the rows the loss was computed on."""
 
 
-class _Uneven(ValueError):
-    """A row has another number of words than of classes; the message holds no word."""
+class _LengthMismatch(ValueError):
+    """A row has different numbers of words and classes; the message contains no word."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,15 @@ class RowReader:
     """Read rows as training read them, cut to the same length.
 
     - Text: every token is a label.
-    - A prompt and an answer: the answer is the label, with an end-of-text token behind it, as TRL
-      has it. Where both are chats, the model's template joins them.
+    - A prompt and an answer: the answer is the label, followed by an end-of-text token, as in TRL.
+      If both are chats, the model's template joins them.
     - A chat (``messages``): by the model's template, with ``tools`` and ``chat_template_kwargs`` of
-      the row. Labels are the turns of the assistant, as the template marks them by
-      ``{% generation %}``, and else all tokens that such a turn adds.
+      the row. Labels are the turns of the assistant: the tokens that the template marks by
+      ``{% generation %}``, or without marks all tokens that such a turn adds.
     - ``input_ids`` and ``labels``: as they are.
     - For a classifier of rows: text and a class. For one of tokens: a list of words and a list of
-      their classes, of which each stands at the first token of its word, as in the examples of
-      transformers. For a masked model: text, of which all but special tokens are labels.
+      their classes; the label of a word is at its first token, as in the examples of transformers.
+      For a masked model: text, of which all but special tokens are labels.
 
     Attributes:
         tokenizer: The tokenizer of the model.
@@ -97,8 +101,8 @@ class RowReader:
                 torch.tensor([ids, labels])  # of one length
             except (UnknownLabels, SourceError):
                 raise
-            except Exception as error:  # of the template or the row; its words may be private
-                why = str(error) if isinstance(error, _Uneven) else type(error).__name__
+            except Exception as error:  # its message may contain private text
+                why = str(error) if isinstance(error, _LengthMismatch) else type(error).__name__
                 raise SourceError(
                     f"row {number} of '{source}' cannot be read as the others are ({why})"
                 ) from None
@@ -111,9 +115,9 @@ class RowReader:
     def _encoder(
         self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
     ) -> Callable[[Row], tuple[list[int], list[int]]]:
-        """Return what turns a row into ids and labels."""
+        """Return a function from a row to its ids and labels."""
         if self.head != "causal":
-            return self._headed(rows, names, column, source)
+            return self._head_encoder(rows, names, column, source)
         if any(name.startswith("rejected") for name in names):
             raise UnknownLabels(
                 f"'{source}' holds preferences ('rejected'): a loss that prefers chosen texts "
@@ -146,7 +150,7 @@ class RowReader:
     def _text_encoder(
         self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
     ) -> Callable[[Row], tuple[list[int], list[int]]]:
-        """Return what turns a row with one column of text or of chats into ids and labels."""
+        """Return a function from a row with one column of text or chats to its ids and labels."""
         name = column_of(list(rows), names, column, source)
         if not any(is_chat(row.get(name)) for row in rows):
             if self.loss == "answers":
@@ -161,10 +165,10 @@ class RowReader:
             )
         return lambda row: self._chat(row.get(name), row)
 
-    def _headed(
+    def _head_encoder(
         self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
     ) -> Callable[[Row], tuple[list[int], list[int]]]:
-        """Return what turns a row into ids and labels, for a model that is not causal."""
+        """Return a function from a row to its ids and labels, for a model that is not causal."""
         if self.prompt_column or self.loss:
             raise SourceError("--prompt-column and --loss are of causal models: leave them out")
         label = self.label_column or ("labels" if "labels" in names else "label")
@@ -180,11 +184,11 @@ class RowReader:
             name = column_of(list(rows), [name for name in names if name != label], column, source)
         name = "input_ids" if is_read else name
         if self.head == "token":
-            return lambda row: self._worded(row[name], row[label], is_read)
+            return lambda row: self._word_labels(row[name], row[label], is_read)
         return lambda row: self._whole(row, name, label, is_read)
 
     def _whole(self, row: Row, name: str, label: str, is_read: bool) -> tuple[list[int], list[int]]:
-        """Return the ids of a text, and its class at its end or, of a masked model, its tokens."""
+        """Return the ids of a text; labels are its class at the end, or a masked model's tokens."""
         if is_read:
             ids = list(row[name])[: self.length]
         else:
@@ -196,13 +200,13 @@ class RowReader:
         special = {*self.tokenizer.all_special_ids}
         return ids, [IGNORE_INDEX if token in special else token for token in ids]
 
-    def _worded(
+    def _word_labels(
         self, words: Sequence[Any], classes: Sequence[Any], is_read: bool
     ) -> tuple[list[int], list[int]]:
-        """Return the ids of words, or of tokens where they are read, and the labels by classes."""
+        """Return the ids of words, which may already be token ids, and their classes as labels."""
         numbers = [self._class(value) for value in classes]
         if len(words) != len(numbers):
-            raise _Uneven(f"{len(words)} words and {len(numbers)} classes")
+            raise _LengthMismatch(f"{len(words)} words and {len(numbers)} classes")
         if is_read:
             return list(words)[: self.length], numbers[: self.length]
         settings = {"truncation": True, "max_length": self.length, "is_split_into_words": True}
@@ -225,6 +229,7 @@ class RowReader:
         )
 
     def _plain(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a text, all of which are labels."""
         if not text:
             return [], []
         settings = {"truncation": True, "max_length": self.length, "verbose": False}
@@ -232,7 +237,7 @@ class RowReader:
         return ids, ids
 
     def _answered(self, prompt: Any, answer: Any, row: Row) -> tuple[list[int], list[int]]:
-        """Return the ids of prompt and answer; what both have in common at the begin is masked."""
+        """Return the ids of prompt and answer; their common prefix with the prompt is masked."""
         if not answer:
             return [], []
         if is_chat(prompt):

@@ -1,18 +1,18 @@
-"""Lower bounds on epsilon from independent games, under one of two neighbouring relations.
+"""Lower bounds on epsilon from independent membership games, and the rates that a claim allows.
 
-In an ``"add_remove"`` game the target is in the batch or absent, as the accountants of DP-SGD
-assume. In Fig. 2's game (Vu et al. 2024) another sample is in its place: ``"replace_one"``. A bound
-is for the relation of the game, and for no other.
+:func:`audit_scores` bounds epsilon from the scores of independent games, under one of two
+neighbouring relations. In an ``"add_remove"`` game the target is in the batch or absent, as the
+accountants of DP-SGD assume. In a ``"replace_one"`` game (Vu et al. 2024, Fig. 2) another sample
+replaces it. A bound holds only for the relation of the game.
 
-What is known in closed form: the attacker's best against a Gaussian mechanism and any DP.
+The functions before it give the rates of the best attack in closed form: against a Gaussian
+mechanism, and against any mechanism with (epsilon, delta)-DP. The mechanism runs on one of two
+inputs, and a test of its output guesses which one. FPR and TPR are the probabilities that the test
+says "member" on the input without the target and on the input with it.
 
-A mechanism is run on one of two inputs, and a test that sees its output guesses on which. FPR and
-TPR are the test's chances of saying "member" under the one and under the other. All rates below are
-those of the best test.
-
-*sigma* is the noise multiplier: noise of standard deviation ``sigma * sensitivity``, where the
-sensitivity is how far the two inputs' results lie apart, the clip norm if one record is added or
-removed, twice that if one is replaced (then halve sigma).
+*sigma* is the noise multiplier: noise of standard deviation ``sigma * sensitivity``. The
+sensitivity is the distance of the results on both inputs: the clip norm if one record is added or
+removed, twice the clip norm if one is replaced (then halve sigma).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lightning_fedleak.defenses.noise import gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import columns
 from lightning_fedleak.validate import check_choice, check_number
 
-FPRS = 300  # of the area under a curve, in each half; fewer: an error above 1e-4. Not tuned
-MIN_FPR = 1e-7  # smallest FPR above 0; not tuned; the area below it is as small
+FPRS = 300  # points of an area under a curve, in each half; fewer: error above 1e-4. Not tuned
+MIN_FPR = 1e-7  # smallest FPR above 0 of these points; the area below is no larger. Not tuned
 
 
 def gaussian_tpr(fpr: float, sigma: float) -> float:
@@ -42,7 +42,7 @@ def gaussian_tpr(fpr: float, sigma: float) -> float:
 
 
 def gaussian_auc(sigma: float) -> float:
-    """Return the AUC, ``Phi(1 / (sigma sqrt 2))``."""
+    """Return the AUC of the best test of a Gaussian mechanism, ``Phi(1 / (sigma sqrt 2))``."""
     check_number("sigma", sigma, above=0)
     return float(ndtr(1 / (sigma * math.sqrt(2))))
 
@@ -88,7 +88,7 @@ Claim = Literal["dp", "gaussian"]
 
 RELATION_NAMES = {"add_remove": "add/remove", "replace_one": "replace-one"}
 
-RATIO = 2.0  # of successive ranks; not tuned; smaller: more ranks share the error
+RATIO = 2.0  # ratio of successive ranks; smaller: more ranks share the error; not tuned
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class EpsilonBound:
 
 @dataclass(frozen=True)
 class AuditedClaim:
-    """The claim that an audit refutes: an epsilon of some mechanisms, under a relation.
+    """The kind of claim that an audit refutes, with the settings of its bound.
 
     Attributes:
         delta: delta of the bound.
@@ -185,7 +185,7 @@ class AuditedClaim:
         return gaussian_epsilon(sigma=1 / mu, delta=self.delta) if mu > 0 else 0.0
 
     def bound(self, epsilon: float, limit: float, games: int, method: str) -> EpsilonBound:
-        """Return a bound together with its assumptions."""
+        """Return the bound with the settings and assumptions of this claim."""
         method += ", as a Gaussian mechanism" if self.gaussian else ""
         stated = epsilon, self.delta, self.confidence, self.relation
         return EpsilonBound(*stated, games, limit, method)

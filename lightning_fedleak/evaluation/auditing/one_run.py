@@ -1,15 +1,20 @@
 """Lower bounds on epsilon from one run with many canaries.
 
-From (epsilon, delta) alone: Steinke, Nasr & Jagielski 2023, arXiv 2305.08846. From the whole
-trade-off curve of the claim: Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235. The derivation
-of what :func:`exceeds` computes:
+There are two kinds of bounds. Those of :func:`audit_one_run` count how many inclusion bits an
+auditor guesses correctly. That of :func:`audit_gaussian_scores` is tighter, and assumes that the
+scores are Gaussian.
 
-Let F(x) be the largest chance that the claim allows, with a canary, to an event that has chance x
-without it, and with the two exchanged; F is concave. The auditor guesses r of m canaries, W of them
-correctly, and p_j is the chance of W = j. Fix a canary i, all other bits, and a set J. "The guess
-for i is b, and the number of correct guesses of the *other* canaries is in J" is an event of what
-was released. So its chance where i's bit is b is at most F of its chance where the bit is the
-other. The mean over both b, all other bits and all i goes into F by Jensen's inequality:
+**Counts.** From (epsilon, delta) alone: Steinke, Nasr & Jagielski 2023, arXiv 2305.08846. From the
+whole trade-off curve of the claim: Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235. This is
+the derivation of what :func:`exceeds` computes:
+
+Consider an event that has probability x without a canary. Let F(x) be the largest probability that
+the claim allows it with the canary, and the same with both exchanged; F is concave. The auditor
+guesses the bits of r of m canaries, W of them correctly, and p_j is the probability of W = j. Fix a
+canary i, all other bits, and a set J. "The guess for i is b, and the number of correct guesses of
+the *other* canaries is in J" is an event of the released output. So its probability if i's bit is b
+is at most F of its probability if the bit is 1 - b. The mean over both b, all other bits and all i
+goes into F by Jensen's inequality:
 
     sum_(j in J) (j + 1) p_(j + 1) / m  <=  F(sum_(j in J) (r - j) p_j / m).
 
@@ -20,15 +25,14 @@ to H at j is (r - j) / j of what is added to R. So by Abel's summation R_j is at
 function of all R above it, and the smallest R_j follow one from the other. Because ``R_j + H_j`` is
 at most ``r / m``, tau is refuted where the smallest ones add up to more.
 
-A lower bound on epsilon from scores that are Gaussian themselves, of one run or of many.
+**Gaussian scores**, of one run or of several. A guess of each inclusion bit ignores the size of a
+score. Suppose that each canary is a planted gradient in a direction of its own, and that its score
+is the component of a Gaussian mechanism's release in this direction. Then the sums of the scores of
+included and of held-out canaries are Gaussian and sufficient (Agrawal et al. 2026, arXiv
+2606.12733, of which only the abstract was read; the derivation below is classical).
 
-A guess of each inclusion bit ignores how large or small a score is. Where scores are the canaries'
-own shares of what a Gaussian mechanism released (planted gradients, each along its own direction),
-their sums over the canaries that are in and out are Gaussian and sufficient (Agrawal et al. 2026,
-arXiv 2606.12733, of which only the abstract was read; the derivation below is classical).
-
-**Model.** Given the bits, scores are independent and normal with one variance s^2. Their mean is a
-where the canary is out and ``a + mu s`` where it is in. Noise of ``1 / mu`` times the sensitivity
+Given the bits, scores are independent and normal with the same variance s^2. Their mean is a for
+held-out canaries and ``a + mu s`` for included ones. Noise of ``1 / mu`` times the sensitivity
 gives such scores, and no test of one canary does better than mu-Gaussian DP allows. With n1
 canaries in, n0 out, and the pooled standard deviation S
 
@@ -36,10 +40,10 @@ canaries in, n0 out, and the pooled standard deviation S
 
 has the noncentral t distribution of ``n1 + n0 - 2`` degrees of freedom and noncentrality
 ``mu / sqrt(1 / n1 + 1 / n0)``, whatever a and s are. It grows with mu, so the mu at which T is
-exceeded with chance ``1 - confidence`` is a lower bound with exactly that confidence.
+exceeded with probability ``1 - confidence`` is a lower bound with exactly that confidence.
 
-The model is assumed, so a bound is evidence against the claim of a Gaussian mechanism alone. Scores
-that are plainly of another form are refused.
+The Gaussian model is an assumption, so a bound is evidence only against the claim of a Gaussian
+mechanism. Scores that clearly do not fit the model are refused.
 """
 
 from __future__ import annotations
@@ -66,25 +70,25 @@ if TYPE_CHECKING:
     from lightning_fedleak.evaluation.canaries import CanarySet, InclusionRecord
 
 
-BISECTIONS = 36  # of an interval of 0.5: epsilon to 1e-11; more: slower
-MIN_GUESSES = 16  # guesses of the default's smallest choice; not tuned; all can show epsilon 1.6
+BISECTIONS = 36  # halvings of an interval of 0.5, which give epsilon to 1e-11; more: slower
+MIN_GUESSES = 16  # smallest default number of guesses; all correct show epsilon 1.6; not tuned
 MIN_FAIR_CHANCE = 1e-9  # probability of bits as uneven; below it an audit refuses them; not tuned
 
 
 def one_run_p_value(
     canaries: int, guesses: int, right: int, epsilon: float, delta: float = 0.0
 ) -> float:
-    """Return a bound on the chance of so many right guesses under (epsilon, delta)-DP.
+    """Return a bound on the probability of that many correct guesses under (epsilon, delta)-DP.
 
-    arXiv 2305.08846v1, Corollary 5.4 and Appendix D: with r guesses and the rest abstentions, and W
-    binomial, of r trials with chance ``sigmoid(epsilon)``, it is
-    ``P[W >= v] + 2 m delta max_i P[v - i <= W < v] / i``.
+    The auditor guesses r bits, and abstains on all others. Let W be binomial, of r trials with
+    probability ``sigmoid(epsilon)``. By arXiv 2305.08846v1, Corollary 5.4 and Appendix D, the bound
+    is ``P[W >= v] + 2 m delta max_i P[v - i <= W < v] / i``.
 
     Args:
-        canaries: m, each with a fair inclusion bit.
-        guesses: r, canaries on which the auditor did not abstain. Which they are, and how many,
-            may depend on the scores, but not on the inclusion bits.
-        right: v of them.
+        canaries: m, the number of canaries; each has a fair inclusion bit.
+        guesses: r, the number of canaries on which the auditor did not abstain. Their choice and
+            number may depend on the scores, but not on the inclusion bits.
+        right: v, the number of correct guesses.
         epsilon: The epsilon of the claim, for adding or removing one canary.
         delta: The delta of the claim.
 
@@ -110,15 +114,15 @@ def one_run_p_value(
 def exceeds(
     canaries: int, guesses: int, right: int, least: Callable[[float], float], error: float
 ) -> bool:
-    """Return whether so many right guesses have a chance below ``error`` under a claim of f-DP.
+    """Return whether that many correct guesses have a probability below ``error`` under f-DP.
 
     Args:
-        canaries: m.
+        canaries: m, the number of canaries.
         guesses: r, as for :func:`one_run_p_value`.
-        right: v.
-        least: F^-1 of the claim: the smallest chance without a canary that the claim allows to an
-            event that has the chance passed with it, and with the two exchanged.
-        error: tau.
+        right: v, the number of correct guesses.
+        least: F^-1 of the claim. Given an event's probability with a canary, it returns the
+            smallest probability without the canary that the claim allows, and with both exchanged.
+        error: tau, the probability of an error.
     """
     guessed_share = guesses / canaries
     member_share = error * right / canaries
@@ -147,13 +151,13 @@ def least_of_dp(epsilon: float, delta: float, chance: float) -> float:
 
 
 def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.AuditedClaim) -> float:
-    """Return a lower bound on epsilon from one run, for canaries, guesses and right ones.
+    """Return a lower bound on epsilon from the numbers of canaries, guesses and correct guesses.
 
     The number of guesses must not depend on the inclusion bits.
 
-    For (epsilon, delta)-DP it is the larger of two: that of :func:`one_run_p_value`, and that of
-    the trade-off curve (:func:`exceeds`). Both bound the chance of the same event, so no error is
-    split between them.
+    For (epsilon, delta)-DP it is the larger of two bounds: from :func:`one_run_p_value`, and from
+    the trade-off curve (:func:`exceeds`). Both bound the probability of the same event, so they
+    need not share the error.
     """
     one_run_p_value(*counts, 0.0)  # refuses impossible counts
     if audited.gaussian:
@@ -174,7 +178,7 @@ def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.Audit
 
 
 def _refuted_up_to(is_refuted: Callable[[float], bool]) -> float:
-    """Return where a claim ceases to be refuted; 0 where even the strongest is not."""
+    """Return the largest parameter that is refuted, by bisection; 0 if not even 0 is refuted."""
     if not is_refuted(0.0):
         return 0.0
     low, high = 0.0, 0.5
@@ -198,19 +202,20 @@ def audit_one_run(
 ) -> lower_bounds.EpsilonBound:
     """Return a lower bound on epsilon from the scores of m canaries after a single run.
 
-    The canaries with the largest scores are guessed to be in, those with the smallest to be out,
-    and the auditor abstains on those between. For mechanisms other than randomised response a gap
-    to the true epsilon remains that more canaries do not close. It is narrower where the claim is
-    of a Gaussian mechanism; where scores are Gaussian themselves
-    :func:`~lightning_fedleak.evaluation.auditing.audit_gaussian_scores` shows most.
+    The auditor guesses that the canaries with the largest scores are in and those with the smallest
+    are out, and abstains on the others. For mechanisms other than randomised response the bound
+    stays below the true epsilon, even with more canaries. The gap is narrower if the claim is of a
+    Gaussian mechanism. If the scores themselves are Gaussian,
+    :func:`~lightning_fedleak.evaluation.auditing.audit_gaussian_scores` gives the highest bound.
 
     Args:
         scores: (m,) higher is more likely included.
         members: (m,) bool, the inclusion bits.
         delta: The delta of the bound.
         confidence: The confidence of the bound.
-        guesses: how many, half of them at either end. Default: all canaries, a fourth of them, a
-            sixteenth, and so on down to 16, which share the error (Bonferroni).
+        guesses: the number of guesses, half of them at either end. By default several numbers are
+            tried, which share the error (Bonferroni): all canaries, a fourth of them, a sixteenth,
+            and so on down to 16.
         claim: as for :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
         seed: The seed of the order of equal scores.
 
@@ -220,11 +225,11 @@ def audit_one_run(
     """
     audited = lower_bounds.AuditedClaim(delta, confidence, claim=claim)
     counts, m = _count_right(scores, members, guesses, seed), scores.numel()
-    each = replace(audited, confidence=1 - audited.error / len(counts))
+    strict = replace(audited, confidence=1 - audited.error / len(counts))
     unknown = bool(scores.isnan().any())
     return audited.bound(
-        math.nan if unknown else max(_epsilon_of_counts((m, *count), each) for count in counts),
-        max(_epsilon_of_counts((m, n, n), each) for n, _ in counts),
+        math.nan if unknown else max(_epsilon_of_counts((m, *count), strict) for count in counts),
+        max(_epsilon_of_counts((m, n, n), strict) for n, _ in counts),
         m,
         f"one run, {len(counts)} choice{'s' * (len(counts) > 1)} of how many to guess",
     )
@@ -233,8 +238,8 @@ def audit_one_run(
 def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float = 0.95) -> bool:
     """Return whether the scores of m canaries after a single run refute a whole trade-off curve.
 
-    A curve that holds is refuted with probability at most ``1 - confidence``. What is not refuted
-    is not confirmed.
+    A curve that holds is refuted with probability at most ``1 - confidence``. A curve that is not
+    refuted is not thereby confirmed.
 
     Args:
         scores: (m,) higher is more likely included, as for :func:`audit_one_run`.
@@ -266,7 +271,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
 def _count_right(
     scores: Tensor, members: Tensor, guesses: int | None, seed: int
 ) -> list[tuple[int, int]]:
-    """Return how many guesses each choice makes, and how many of them are right."""
+    """Return the number of guesses and of correct guesses, for each number that is tried."""
     score, member = columns(scores, members)
     m, inside = score.size, int(member.sum())
     if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < MIN_FAIR_CHANCE:
@@ -303,14 +308,13 @@ def audit_canaries(
         print(audit_canaries(train.canaries, scorer.scores(), delta=1e-5))
 
     arXiv 2305.08846 holds for scores that depend on the inclusion bits only through what the run
-    released. So every canary needs a score, also a held-out one, and all by one rule: at the same
-    steps, reduced over steps alike (``scores.amax(0)``, say), as
-    :class:`~lightning_fedleak.callbacks.CanaryScorer` does. Do not pass scores of the steps at
-    which a canary was in the batch against other canaries' scores at other steps: the steps
-    reveal the bits.
+    released. So every canary needs a score, even a held-out one. All scores must be computed by one
+    rule: at the same steps, and reduced over steps in the same way (for example
+    ``scores.amax(0)``), as :class:`~lightning_fedleak.callbacks.CanaryScorer` does. Do not score
+    each canary only at the steps that had it in the batch: these steps reveal the bits.
 
-    A canary that is repeated is no single neighbour. Of ``with_canaries(times=(1, 4, 16))`` those
-    that occur in the data once are counted, in or out.
+    Epsilon is of a single record, so repeated canaries do not count. Of
+    ``with_canaries(times=(1, 4, 16))`` only the canaries with one repetition count, in or out.
 
     Examples:
         >>> import torch
@@ -357,15 +361,17 @@ def audit_canaries(
     )
 
 
-MIN_SCORES = 20  # scores of either kind; not tuned; with fewer their form's test has little power
-MAX_SCORES = 5000  # scores of either kind in that test; Shapiro-Wilk's p-values hold up to here
-REFUSAL_RATE = 1e-5  # chance that one of the three tests refuses Gaussian scores; not tuned
+MIN_SCORES = 20  # scores of each side; with fewer, the test of normality is weak; not tuned
+MAX_SCORES = 5000  # scores of each side in that test; Shapiro-Wilk's p-values hold up to here
+REFUSAL_RATE = 1e-5  # p-value below which a test of the Gaussian model refuses scores; not tuned
 
 
 def audit_gaussian_scores(
     scores: Tensor, members: Tensor, *, delta: float, confidence: float = 0.95
 ) -> lower_bounds.EpsilonBound:
-    """Return a lower bound on epsilon from Gaussian scores; the module states the model.
+    """Return a lower bound on epsilon from Gaussian scores.
+
+    The docstring of the module states the model of the scores.
 
     Args:
         scores: (n,) higher is more likely a member. Linear in what was released: for instance its
@@ -397,8 +403,9 @@ def audit_gaussian_scores(
 def _least_mu(
     member_scores: lower_bounds.Floats, other_scores: lower_bounds.Floats, error: float
 ) -> float:
+    """Return the lower bound on mu from the noncentral t distribution."""
     freedom = member_scores.size + other_scores.size - 2
-    spread = math.sqrt((_squares(member_scores) + _squares(other_scores)) / freedom)
+    spread = math.sqrt((_sum_of_squares(member_scores) + _sum_of_squares(other_scores)) / freedom)
     width = math.sqrt(1 / member_scores.size + 1 / other_scores.size)
     statistic = float(member_scores.mean() - other_scores.mean()) / (spread * width)
 
@@ -410,12 +417,13 @@ def _least_mu(
     return width * float(brentq(excess, 0.0, statistic, xtol=1e-9))
 
 
-def _squares(values: lower_bounds.Floats) -> float:
+def _sum_of_squares(values: lower_bounds.Floats) -> float:
+    """Return the sum of squares about the mean."""
     return float(np.square(values - values.mean()).sum())
 
 
 def _check_form(member_scores: lower_bounds.Floats, other_scores: lower_bounds.Floats) -> None:
-    """Raise an error for scores that are not normal, or whose spread differs with the canary."""
+    """Raise an error if scores are not normal, or if their variance depends on inclusion."""
     if np.ptp(member_scores) == 0 or np.ptp(other_scores) == 0:
         raise ValueError(
             "all scores of the members, or all of the non-members, are equal: no noise was added "
@@ -425,7 +433,7 @@ def _check_form(member_scores: lower_bounds.Floats, other_scores: lower_bounds.F
         float(shapiro(values[:MAX_SCORES]).pvalue) for values in (member_scores, other_scores)
     ]
     sizes = member_scores.size - 1, other_scores.size - 1
-    ratio = _squares(member_scores) / sizes[0] / (_squares(other_scores) / sizes[1])
+    ratio = _sum_of_squares(member_scores) / sizes[0] / (_sum_of_squares(other_scores) / sizes[1])
     tail = float(f.sf(max(ratio, 1 / ratio), *(sizes if ratio >= 1 else sizes[::-1])))
     missing = (
         "normal" if min(p_values) < REFUSAL_RATE else "spread alike with and without the canary"

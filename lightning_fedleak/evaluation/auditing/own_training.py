@@ -1,9 +1,9 @@
 """The planted gradients of :mod:`.private_training` in a training under the package's own DPSGD.
 
 The probes run in the training's own loop, right before a batch: through its forward pass, backward
-and :class:`~lightning_fedleak.DPSGD`, up to the gradient that would be released. It is not: no
-optimizer steps with it, and neither account nor ledger counts it. So what an optimizer does with a
-release is not seen. The noise is that of the release which follows, equal in all probes of a look.
+and :class:`~lightning_fedleak.DPSGD`, up to the gradient that would be released. This gradient is
+discarded. No optimizer steps with it, and neither account nor ledger counts it. So these probes do
+not test the optimizers. All probes of a look use the noise of the release that follows it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_fedleak.evaluation.auditing.private_training import Gradients, Pr
 from lightning_fedleak.evaluation.auditing.training_checks import PrivacyClaim
 from lightning_fedleak.model.model_state import preserve_model
 
-FIRST = 1  # number of the first batch with a look: the one before shows where the logits are
-Read = Callable[[Optimizer], None]
-Rehearsal = Callable[[Any, Read, Read], None]
+FIRST = 1  # number of the first batch with a look: batch 0 shows which module makes the logits
+ReadGradients = Callable[[Optimizer], None]  # records the gradients of an optimizer
+Rehearsal = Callable[[Any, ReadGradients, ReadGradients], None]
 """Runs a batch up to its release, and calls functions right before and after it."""
 
 
@@ -35,10 +35,10 @@ class OwnTrainingCheck(PrivateTrainingCheck):
     Args:
         root: the module that is trained.
         host: the trainer or loop.
-        sampler: draws the batches.
-        claim: what DPSGD claims.
-        save: returns a function that restores what a rehearsal changes in DPSGD.
-        every_n_steps: from one look to the next.
+        sampler: the sampler of the batches; its ``rows`` is wrapped until :meth:`close`.
+        claim: the privacy that DPSGD claims.
+        save: saves the state of DPSGD, and returns a function that restores it after a rehearsal.
+        every_n_steps: the number of steps from one look to the next.
     """
 
     def __init__(
@@ -52,57 +52,57 @@ class OwnTrainingCheck(PrivateTrainingCheck):
     ) -> None:
         super().__init__(self._rehearse, root, host.optimizers, claim, every_n_steps=every_n_steps)
         self._host, self._save, self._sampler = host, save, sampler
-        self._waiting: deque[Sequence[int]] = deque()
+        self._pending_draws: deque[Sequence[int]] = deque()
         self._rehearsal: Rehearsal | None = None
-        self._before: dict[str, Tensor] = {}
-        self._called: nn.Module | None = None
-        self._discovery = ExitStack()
+        self._state_before: dict[str, Tensor] = {}
+        self._logits_module: nn.Module | None = None
+        self._discovery_hooks = ExitStack()
         self._observations.examples = len(sampler.shard)
-        self._observations.evaluations = 1  # none is counted, so none is ruled out
+        self._observations.evaluations = 1  # they are not counted, so there may be some
         draw = sampler.rows
 
         def rows(step: int) -> list[int]:
-            self._waiting.append(drawn := draw(step))
+            self._pending_draws.append(drawn := draw(step))
             return drawn  # type: ignore[no-any-return]
 
         sampler.rows = rows
 
     @property
     def is_probing(self) -> bool:
-        """Return whether the step at work is a probe."""
+        """Return whether the current step is a probe."""
         return self._scales is not None
 
     def before_step(self, batch: Any, rows: int, rehearsal: Rehearsal) -> None:
         """Run the probes before a batch, if they are due.
 
         Args:
-            batch: as ``training_step`` gets it.
-            rows: The rows that count in it.
-            rehearsal: runs such a batch.
+            batch: The batch, as ``training_step`` gets it.
+            rows: The number of rows in it that count.
+            rehearsal: A function that runs such a batch up to its release.
         """
-        self._discovery.close()
+        self._discovery_hooks.close()
         self._rehearsal, self._draws = rehearsal, []
-        while self._waiting and not self._draws:  # those of an epoch that ended early never come
-            drawn = self._waiting.popleft()
+        while self._pending_draws and not self._draws:  # some of an early end never ran
+            drawn = self._pending_draws.popleft()
             self._draws = [drawn] if len(drawn) == rows else []
-        if self._called is None:
+        if self._logits_module is None:
             self._find_logits()
         self._look(batch, FIRST % self._every)
         self._rows = rows
 
     def _run_probes(self, batch: Any) -> None:
-        """Run the probes of a look, and restore what the module and the host note of them."""
+        """Run the probes of a look, and restore the state that they change in module and host."""
         with ExitStack() as stack:
-            if self._called is not None:
-                # Before the hooks of DPSGD, which are to see gradients that are scaled.
-                hook = self._called.register_forward_hook(self._scale_rows, prepend=True)
+            if self._logits_module is not None:
+                # Before the hooks of DPSGD, so that these get the scaled gradients.
+                hook = self._logits_module.register_forward_hook(self._scale_rows, prepend=True)
                 stack.callback(hook.remove)
             stack.enter_context(self._host.without_logs())
             stack.enter_context(preserve_model(self._model))
             super()._run_probes(batch)
 
     def give_up(self, reason: str) -> None:
-        """Run no probe; the verdict says why."""
+        """Run no more probes; the verdict gives the reason."""
         self._observations.obstacle = reason
 
     def released(self) -> None:
@@ -110,22 +110,22 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         self._count_step()
 
     def close(self) -> None:
-        """Remove what was put on the model and the sampler."""
-        self._discovery.close()
+        """Remove the hooks of the model and the wrapper of the sampler."""
+        self._discovery_hooks.close()
         with suppress(KeyError):
             del vars(self._sampler)["rows"]
 
     def _find_logits(self) -> None:
-        """Let the next forward pass show which module makes the logits.
+        """Find the module that makes the logits, by hooks on the next forward pass.
 
-        They are what the outermost module returns as ``.logits``, else the last tensor of two
-        dimensions or more that one returns.
+        The logits are the ``.logits`` of the outermost module's output. If there are none, they are
+        the last output tensor of a module with two dimensions or more.
         """
         makers: dict[int, nn.Module] = {}
         tensors: list[Tensor] = []  # alive, so that no two have the same id
         has_attribute = False
 
-        def returned(module: nn.Module, _: object, output: Any) -> None:
+        def record_output(module: nn.Module, _: object, output: Any) -> None:
             nonlocal has_attribute
             logits = getattr(output, "logits", None)
             has_attribute |= isinstance(logits, Tensor)
@@ -134,28 +134,29 @@ class OwnTrainingCheck(PrivateTrainingCheck):
                 tensors.append(value)
                 maker = makers.setdefault(id(value), module)
                 if logits is not None or not has_attribute:
-                    self._called = maker
+                    self._logits_module = maker
 
         for module in self._model.modules():
-            self._discovery.callback(module.register_forward_hook(returned).remove)
-        self._discovery.callback(tensors.clear)
+            self._discovery_hooks.callback(module.register_forward_hook(record_output).remove)
+        self._discovery_hooks.callback(tensors.clear)
 
     def _rehearse(self, copies: Any) -> None:
+        """Run the training's step on copies, up to the release."""
         assert self._rehearsal is not None
         self._rehearsal(copies, self._read_raw, self._record_step)
 
     def _read_raw(self, optimizer: Optimizer) -> None:
-        """Read the gradients of the mean loss, which hooks see in other units."""
+        """Record the raw gradients in the units of the mean loss; those of hooks are scaled."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and parameter in self._names:
                 self._raw[self._names[parameter]] = parameter.grad.float().clone()
 
     def _save_state(self) -> Callable[[], None]:
-        """Return a function that restores gradients and DPSGD; nothing else changes."""
+        """Return a function that restores gradients and DPSGD; a rehearsal changes nothing else."""
         gradients = [(parameter, parameter.grad) for parameter in self._names]
         for parameter, _ in gradients:
             parameter.grad = None
-        self._before = side_effects.read_tensors(self._model, ())
+        self._state_before = side_effects.read_tensors(self._model, ())
         restore_defense = self._save()
 
         def restore() -> None:
@@ -168,7 +169,7 @@ class OwnTrainingCheck(PrivateTrainingCheck):
     def _side_effects(
         self, gradients: Gradients, restore: Callable[[], None]
     ) -> side_effects.SideEffects:
-        """Return what changed without a step."""
+        """Return all changes of the model: no optimizer has stepped, so none is explained."""
         after = side_effects.read_tensors(self._model, ())
         with torch.no_grad():
-            return side_effects.side_effects(after, self._before)
+            return side_effects.side_effects(after, self._state_before)

@@ -1,41 +1,41 @@
 """Gradients planted in a training that claims differential privacy, to refute the claim.
 
 In each step DP-SGD releases ``(sum of clipped gradients + noise) / divisor``, which is the gradient
-that an optimizer steps with. A probe runs the training's own step on copies of one example. It
-scales the gradient of each copy where it enters the model, at the logits. So it is known what the
-step may release:
+that an optimizer steps with. A *look* interrupts the training before a step and runs the probes
+below. A *probe* runs the training's own step on copies of one example. It scales the gradient of
+each copy where it enters the model, at the logits. The claim then says what the step may release:
 
 ======== ============================================= =========================================
 probe    gradients of the copies                       what the step may release
 ======== ============================================= =========================================
-silent   all scaled by 1e-8                            only noise: of the claimed deviation, and
-                                                       fresh
-again    the same on copies of another row, in the     the same noise, or independent noise
-         same random state
-planted  all much longer than the clip norm            at most one clip norm for each copy, and the
-                                                       same noise as without them
+silent   all scaled by 1e-8                            only noise, of the claimed deviation and
+                                                       independent of earlier noise
+again    silent, with copies of another row and the    the same noise as silent, or independent
+         same random state                             noise
+planted  all much longer than the clip norm            at most one clip norm for each copy, and
+                                                       noise of the claimed deviation
 near     one to two clip norms                         at most one clip norm for each copy
-opposed  some of the near copies scaled by a large     compared with a step in which these copies
-         negative factor                               have no gradient: a change of at most one
-                                                       clip norm for each of them
+opposed  as near, but some copies scaled by a large    compared with near, in which these copies
+         negative factor                               are scaled by 0: a change of at most one clip
+                                                       norm for each of them
 ======== ============================================= =========================================
 
-From the second look on, planted probes also enlarge the gradients of all layers before one a
-thousand times, a different one in each look. That shows layers whose gradients the norm omits.
+From the second look on, the planted probe also multiplies the gradient at the input of one layer by
+1000, and with it the gradients of all layers before. Each look picks a different layer. That
+reveals layers whose gradients the clipped norm omits.
 
-What a step changes beside its release is compared between probes. The weights, buffers and states
-that a probe leaves, less those that the optimizers make of the recorded gradients, may depend on
-no row: neither on which one is copied, nor on how long its gradient is.
+Side effects of a step (:mod:`lightning_fedleak.evaluation.auditing.side_effects`) are compared
+between probes. They must not depend on which row is copied, nor on the length of its gradient.
 
 After a probe the weights, buffers, optimizers and random states are restored, so that the training
-goes on unchanged. In all other steps only the drawn examples and the learning rates are read. A
-training in which no probe can run goes on, and the verdict says why.
+continues unchanged. In all other steps only the drawn examples and the learning rates are recorded.
+If no probe can run, the training continues, and the verdict gives the reason.
 
-Every planted gradient is the worst case that differential privacy allows for. The tests are in
-:mod:`lightning_fedleak.evaluation.auditing.training_checks`. They do not see what happens outside
-of ``step`` (but for schedulers on a metric), gradients that bypass the logits, faults that need a
-condition which no look meets, what is sent or logged, noise that is not normal, and a leak that is
-smaller than the verdict's *visible*.
+Every planted gradient is a worst case that differential privacy must cover. The tests are in
+:mod:`lightning_fedleak.evaluation.auditing.training_checks`. They cannot detect faults outside of
+``step`` (except schedulers on a metric), gradients that bypass the logits, faults under a condition
+that no look meets, data that is sent or logged, noise that is not normal, and leaks smaller than
+the verdict's *visible*.
 """
 
 from __future__ import annotations
@@ -69,17 +69,19 @@ from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import check_integer
 
 SILENT = 1e-8  # factor on silent gradients: far below the noise, and its square fits into float32
-LOUD = 0.1  # length of silent gradients, over the noise's deviation, from which they are not silent
-BOOST = 1e3  # factor on the gradients of early layers; a norm without these is too small by as much
-SAME = 1e-2  # distance of two noises, over their size, below which they are the same draw
-MIN_COPIES = 8  # copies of an example in a probe; fewer stand out too little from the noise
+LOUD = 0.1  # length of silent gradients, in deviations of the noise, that is no longer negligible
+BOOST = 1e3  # factor on the gradients of early layers; a norm that omits them is too small by it
+SAME = 1e-2  # relative distance of two noises up to which they are the same draw
+MIN_COPIES = 8  # copies of an example in a probe; the effect of fewer is small beside the noise
 GOLDEN = 0.618034  # golden ratio: its multiples, modulo 1, spread evenly over the layers
 
-Gradients = dict[str, Tensor]
+Gradients = dict[str, Tensor]  # by the names of the parameters
 
 
 class PrivateTrainingCheck:
     """Run probes in a training that claims differential privacy, and try to refute the claim.
+
+    Iterate over :meth:`watch` in place of the loader, and call :meth:`verdict` at the end.
 
     Examples:
         >>> import torch
@@ -138,7 +140,7 @@ class PrivateTrainingCheck:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._observations = checks.Observations()
         self._batches = self._rows = 0
-        self._draws: list[Sequence[int]] = []  # since the last step
+        self._draws: list[Sequence[int]] = []  # the examples of each batch since the last step
         self._is_due = False
         self._scales: Tensor | None = None
         self._released: list[Gradients] = []
@@ -164,7 +166,7 @@ class PrivateTrainingCheck:
                 stack.callback(before_real_step(optimizer, partial(self._record_step, optimizer)))
             if sampler is not None and not is_shared:
                 self._observations.examples = len(loader.dataset)
-                vars(loader)["batch_sampler"] = _Recorder(sampler, draws)  # it refuses to set one
+                vars(loader)["batch_sampler"] = _RecordingSampler(sampler, draws)  # has no setter
                 stack.callback(vars(loader).update, batch_sampler=sampler)
             for batch in loader:
                 if draws:
@@ -172,12 +174,13 @@ class PrivateTrainingCheck:
                 self._look(batch, self._every // 2, is_shared)
                 yield batch
 
-    def _look(self, batch: Any, first: int, is_shared: bool = False) -> None:
+    def _look(self, batch: Any, offset: int, is_shared: bool = False) -> None:
         """Run the probes before a batch if a look is due.
 
-        One is due at batch ``first`` and each n batches later, and waits for a batch that suits.
+        A look is due at batch ``offset`` and every n batches later. It waits for a batch that can
+        be probed.
         """
-        self._is_due |= self._batches % self._every == first
+        self._is_due |= self._batches % self._every == offset
         self._batches += 1
         if self._is_due and self._can_look(batch, is_shared):
             self._is_due = False
@@ -186,7 +189,7 @@ class PrivateTrainingCheck:
                     self._run_probes(batch)
             except Exception as error:  # the training goes on without looks
                 self._scales = None
-                self._observations.obstacle = f"a look raised {_named(error)}"
+                self._observations.obstacle = f"a look raised {_class_and_line(error)}"
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return the results of all tests. With ``client="rank"`` every process must call it."""
@@ -196,7 +199,7 @@ class PrivateTrainingCheck:
             parts = [part[2] for look in observations.noise for part in look.values()]
             noises = [torch.cat([torch.empty(0), *parts])] * dist.get_world_size()
             dist.all_gather_object(noises, noises[0])
-            length = min(map(len, noises))  # of the looks that all processes have
+            length = min(map(len, noises))  # the noise of the looks that all processes had
             obstacle = observations.obstacle or ("" if length else "a process had no look")
             vectors = [noise[:length] for noise in noises if length]
             observations = replace(observations, noise_of_ranks=vectors, obstacle=obstacle)
@@ -213,7 +216,10 @@ class PrivateTrainingCheck:
         return bool(can_look)
 
     def _scale_rows(self, _: nn.Module, inputs: object, output: Any) -> None:
-        """Count the rows of a call of the model, and in a probe scale the gradient of each row."""
+        """Count the rows of a forward, and in a probe scale the gradient of each row's logits.
+
+        It is a forward hook of the model.
+        """
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or not logits.dim():
             self._observations.obstacle = (
@@ -226,12 +232,12 @@ class PrivateTrainingCheck:
             return
         start, self._rows = self._rows, self._rows + len(logits)
         if self._scales is not None:
-            places = torch.arange(start, self._rows) % len(self._scales)
-            scales = self._scales[places].to(logits).view(-1, *[1] * (logits.dim() - 1))
+            copies = torch.arange(start, self._rows) % len(self._scales)
+            scales = self._scales[copies].to(logits).view(-1, *[1] * (logits.dim() - 1))
             logits.register_hook(lambda gradient: gradient * scales)  # type: ignore[no-untyped-call]
 
     def _record_step(self, optimizer: Optimizer) -> None:
-        """Record the gradients that an optimizer steps with; outside of probes count the step."""
+        """Record the gradients of an optimizer's step in a probe; elsewhere count the step."""
         if self._scales is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             gradients = {self._names.get(p, "another"): p.grad for p in parameters}
@@ -241,32 +247,32 @@ class PrivateTrainingCheck:
             self._count_step()
 
     def _count_step(self) -> None:
-        """Count a step of the training, with what was drawn for it."""
+        """Count a step of the training, with its drawn examples and learning rates."""
         examples = [int(number) for draw in self._draws for number in draw]  # some are tensors
         rates = [float(g["lr"]) for o in self._optimizers for g in o.param_groups if "lr" in g]
         self._observations.add_step(self._rows, examples if self._draws else None, rates)
         self._rows, self._draws = 0, []
 
     def _run_probes(self, batch: Any) -> None:
-        """Run the probes of a look, on copies of a row of the batch and of another one."""
+        """Run the probes of a look on copies of one row, and one probe on copies of another."""
         observations, clip = self._observations, self._claim.max_grad_norm
         look, rows = len(observations.noise), number_of_rows(batch)
         row = random.Random(look).randrange(rows)
-        copies, others = (
+        copies, other_copies = (
             copies_of(batch, number % rows, rows) for number in (row, row + rows // 2)
         )
         plants = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
         ones = torch.ones(rows) * plants  # of processes that release one sum, only the first plants
         with preserve_process():  # so that the next probe begins in the same random state
             silent = self._probe(copies, SILENT * ones, explain=True)
-        again = self._probe(others, SILENT * ones, explain=True)
+        again = self._probe(other_copies, SILENT * ones, explain=True)
         if silent.released:
             observations.add_noise(silent.released, self._claim)
             deviation = self._claim.noise_multiplier * clip
             observations.is_silent &= bool(silent.raw) and rows * _norm(silent.raw) < (
                 LOUD * deviation
             )
-            changed_weights = [n for n in silent.beside if n.startswith("the weight")]
+            changed_weights = [n for n in silent.effects if n.startswith("the weight")]
             observations.is_explained &= not changed_weights
         length = _norm(silent.raw) / SILENT or 1.0
         # A row scaled by this outweighs the sum of all rows that are near the clip norm.
@@ -277,21 +283,21 @@ class PrivateTrainingCheck:
         if _norm(planted.raw) > 10 * clip:
             observations.planted.append((self._project(planted.released, planted.raw), rows))
             self._compare(silent, again, planted, rows)
-        if observations.runs == 1:  # else it is not known which row of an example a scale meets
+        if observations.runs == 1:  # else a scale could meet only some of an example's rows
             divisor = (rows, 8, 4, 2)[look % 4]  # one row, an eighth, a quarter and a half in turn
             self._run_opposed(copies, ones, length, far, max(1, rows // divisor))
 
     def _run_opposed(
         self, copies: Any, ones: Tensor, length: float, far: float, n_opposed: int
     ) -> None:
-        """Run two probes near the clip norm, in one of which some rows oppose the others.
+        """Run two probes near the clip norm: some rows have no gradient, then an opposed one.
 
         Args:
             copies: the batch.
             ones: (rows,) ones; zeros if another process plants.
-            length: The length of a gradient that is not scaled.
-            far: The factor on gradients that outweigh all rows near the clip norm.
-            n_opposed: The number of rows that oppose.
+            length: The norm of the unscaled gradient.
+            far: The factor that makes a gradient outweigh all rows near the clip norm.
+            n_opposed: The number of rows with opposed gradients.
         """
         observations, clip, rows = self._observations, self._claim.max_grad_norm, len(ones)
         opposed = torch.arange(n_opposed) * rows // n_opposed
@@ -303,44 +309,44 @@ class PrivateTrainingCheck:
             shift = self._project(without.released, without.raw) / (rows - n_opposed)
             is_one_sum = dist.is_initialized() and self._claim.client == "world"
             if not without.released or shift > 0.5 or self._sums_rows or is_one_sum:
-                break  # processes that release one sum must run equally many probes
-            self._sums_rows = True  # the loss is a sum, or backward ran again on one
+                break  # processes that release one sum must all run the same number of probes
+            self._sums_rows = True  # of a summed loss, of which a row has 1 / rows of ``length``
         flipped = self._probe(copies, near.index_fill(0, opposed, -far * float(ones[0])))
         if flipped.released and _norm(without.raw) > clip / 4:
-            if shift > 0.5:  # else their norms were not near the clip norm
+            if shift > 0.5:  # else the gradients' norms were not near the clip norm
                 observations.near.append((shift * (rows - n_opposed), rows - n_opposed))
             change = {name: without.released[name] - flipped.released[name] for name in without.raw}
             observations.opposed.append((self._project(change, without.raw), n_opposed))
 
     def _compare(self, silent: _Probe, again: _Probe, planted: _Probe, rows: int) -> None:
-        """Compare noise and side effects of a look's probes, if all of them ran."""
+        """Compare noise and side effects of a look's first three probes, if all of them ran."""
         if not (silent.released and again.released and planted.released):
             return
         observations, share = self._observations, rows / self._claim.divisor
         observations.add_repeated("again", again.released, self._claim)
         observations.add_repeated("planted", planted.released, self._claim, planted.raw)
-        apart, worst = [], 0.0
+        unequal, worst = [], 0.0
         for name, first in silent.released.items():
             second, size = again.released[name], float(first.norm())
             raw = [float(probe.raw[name].norm()) for probe in (silent, again) if name in probe.raw]
             distance = float((first - second).norm())
             worst = max(worst, distance / size if size else 0.0)
-            # The silent gradients differ too: each release holds ``share`` times its own.
+            # Each release also contains ``share`` times its own silent gradient, and these differ.
             if not distance <= SAME * size + 4 * share * sum(raw):
-                apart.append(name)
-        if apart:
+                unequal.append(name)
+        if unequal:
             observations.add_pair(
-                *({name: probe.released[name] for name in apart} for probe in (silent, again))
+                *({name: probe.released[name] for name in unequal} for probe in (silent, again))
             )
         tolerance = 10 * math.sqrt(worst) + SAME / 10
-        rows_differ = side_effects.far_apart(silent.beside, again.beside, tolerance)
-        observations.unrepeated |= bool(apart and rows_differ)
-        if not apart and observations.is_silent:
+        rows_differ = side_effects.far_apart(silent.effects, again.effects, tolerance)
+        observations.unrepeated |= bool(unequal and rows_differ)
+        if not unequal and observations.is_silent:
             observations.leaks.update(dict.fromkeys(rows_differ, "follows which row is copied"))
         # Side effects may be multiples of the release, which is noise in one probe. In the other it
         # also has clipped gradients, of up to rows / noise_multiplier deviations of the noise.
         shares = (c * (1 + rows / self._claim.noise_multiplier) for c in side_effects.CHANCE)
-        lengthened = side_effects.far_apart(silent.beside, planted.beside, *shares)
+        lengthened = side_effects.far_apart(silent.effects, planted.effects, *shares)
         observations.leaks.update(dict.fromkeys(lengthened, "follows the length of gradients"))
         weights = math.sqrt(sum(float(p.detach().norm()) ** 2 for p in self._names))
         visible = side_effects.ROUNDING * torch.finfo(torch.float32).eps * weights
@@ -349,26 +355,32 @@ class PrivateTrainingCheck:
     def _probe(
         self, copies: Any, scales: Tensor, layer: nn.Module | None = None, *, explain: bool = False
     ) -> _Probe:
-        """Return the gradients that a step on copies releases, and those that it computed.
+        """Return the gradients that a step on copies releases, and its raw gradients.
 
-        Both are empty if the step cannot be probed. The step runs on every process all the same,
+        Both are empty if the step cannot be probed. The step runs on every process even then,
         because its collectives need all of them.
+
+        Args:
+            copies: The batch.
+            scales: (rows,) The factor on the gradient of each row's logits.
+            layer: The layer whose input's gradient is multiplied by :data:`BOOST`; None: no layer.
+            explain: Whether to compute the side effects as well.
         """
         raw: Gradients = {}
         self._raw = raw
 
-        def add(name: str, gradient: Tensor) -> None:
+        def add_gradient(name: str, gradient: Tensor) -> None:
             raw.setdefault(name, torch.zeros_like(gradient, dtype=torch.float32)).add_(gradient)
 
-        def entered(module: nn.Module, inputs: tuple[object, ...]) -> object:
+        def enter_layer(module: nn.Module, inputs: tuple[object, ...]) -> object:
             tensors = [v for v in inputs if isinstance(v, Tensor) and v.requires_grad]
             if tensors and explain and module not in self._layers:
                 self._layers.append(module)
             is_boosted = tensors and module is layer
-            return tuple(map(_boosted, inputs)) if is_boosted else None
+            return tuple(map(_enlarge_gradient, inputs)) if is_boosted else None
 
         self._scales, self._released, rows, self._rows = scales, [], self._rows, 0
-        restore, beside = self._save_state(), side_effects.SideEffects()
+        restore, effects = self._save_state(), side_effects.SideEffects()
         for splitter in self._splitters:  # the probe is a whole batch
             splitter._step_skip_queue, splitter._is_last_step_skipped = [], False
             splitter.zero_grad()
@@ -376,10 +388,10 @@ class PrivateTrainingCheck:
             stack.callback(restore)
             for parameter, name in self._names.items():
                 if parameter.requires_grad:
-                    handle = parameter.register_hook(partial(add, name))  # type: ignore[no-untyped-call]
+                    handle = parameter.register_hook(partial(add_gradient, name))  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
             for module in self._model.modules():
-                stack.callback(module.register_forward_pre_hook(entered).remove)
+                stack.callback(module.register_forward_pre_hook(enter_layer).remove)
             error = self._run_step(copies)
             rows_run, released = self._rows, self._released
             gradients = {name: g for part in released for name, g in part.items()}
@@ -388,17 +400,17 @@ class PrivateTrainingCheck:
                 self._observations.obstacle, gradients = reason, {}
             elif explain:
                 self._observations.runs = max(1, rows_run // len(scales))
-                beside = self._side_effects(gradients, restore)
+                effects = self._side_effects(gradients, restore)
         self._rows, self._scales = rows, None
-        return _Probe(gradients, {n: value for n, value in raw.items() if n in gradients}, beside)
+        return _Probe(gradients, {n: value for n, value in raw.items() if n in gradients}, effects)
 
     def _why_no_probe(self, rows_run: int, copies: int, steps: int) -> str:
-        """Return why a step on copies is no probe; empty if it is one.
+        """Return why a step on copies cannot serve as a probe; empty if it can.
 
         Args:
             rows_run: The number of rows that the model ran.
             copies: The number of rows of the batch.
-            steps: The number of steps that optimizers took.
+            steps: The number of optimizer steps in the probe.
         """
         if rows_run and steps == len(self._optimizers):
             fits = rows_run <= copies or rows_run % copies == 0
@@ -413,13 +425,18 @@ class PrivateTrainingCheck:
         try:
             self._step(copies)
         except Exception as error:  # the training goes on without looks, and the verdict says why
-            return f"in a look step() raised {_named(error)}"
+            return f"in a look step() raised {_class_and_line(error)}"
         return ""
 
     def _side_effects(
         self, gradients: Gradients, restore: Callable[[], None]
     ) -> side_effects.SideEffects:
-        """Return what the step changed beside what optimizers make of the recorded gradients."""
+        """Return the changes of the step that the optimizers do not make from ``gradients``.
+
+        Args:
+            gradients: The recorded gradients.
+            restore: A function that restores the state before the step.
+        """
         after = side_effects.read_tensors(self._model, self._restored)
         restore()
         for parameter, name in self._names.items():
@@ -430,7 +447,10 @@ class PrivateTrainingCheck:
         return side_effects.side_effects(after, explained)
 
     def _schedulers(self) -> dict[str, bool]:
-        """Return whether each scheduler of the optimizers takes a metric, by its class."""
+        """Return whether each scheduler of the optimizers takes a metric, by its class's name.
+
+        The training does not pass its schedulers, so they are searched for in memory.
+        """
         ours = {id(optimizer) for optimizer in (*self._outer, *self._optimizers)}
         kinds = {}
         for scheduler in [s for s in gc.get_objects() if issubclass(type(s), LRScheduler)]:
@@ -443,10 +463,10 @@ class PrivateTrainingCheck:
         return kinds
 
     def _save_state(self) -> Callable[[], None]:
-        """Return a function that restores all that a step changes."""
+        """Return a function that restores the weights, buffers, gradients and states of now."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         values = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
-        for tensor in tensors:  # a step that adds to .grad in place leaves the training's as it is
+        for tensor in tensors:  # so that a probe's step cannot add to the training's gradients
             tensor.grad = None
         states = [(stateful, copy.deepcopy(stateful.state_dict())) for stateful in self._restored]
         attributes = [(vars(splitter), {**vars(splitter)}) for splitter in self._splitters]
@@ -465,27 +485,27 @@ class PrivateTrainingCheck:
         return restore
 
     def _project(self, released: Gradients, raw: Gradients) -> float:
-        """Return the length, in clip norms, of a release along the planted gradient."""
+        """Return the length of a release along the planted gradient, in clip norms."""
         dot = sum(float((released[n] * v).sum(dtype=torch.float64)) for n, v in raw.items())
         return dot * self._claim.divisor / (_norm(raw) or 1.0) / self._claim.max_grad_norm
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """What a probe shows.
+    """The recorded results of a probe.
 
     Attributes:
-        released: the gradients that the optimizers stepped with, by parameter.
-        raw: the gradients that backward computed.
-        beside: what the step changed beside the release.
+        released: the gradients that the optimizers stepped with.
+        raw: the gradients that backward computed, before clipping.
+        effects: the side effects of the step.
     """
 
     released: Gradients
     raw: Gradients
-    beside: side_effects.SideEffects
+    effects: side_effects.SideEffects
 
 
-class _Recorder:
+class _RecordingSampler:
     """A batch sampler that records the examples that it draws."""
 
     def __init__(self, sampler: Any, draws: deque[Sequence[int]]) -> None:
@@ -500,14 +520,14 @@ class _Recorder:
         return len(self._sampler)
 
 
-def _named(error: Exception) -> str:
-    """Return an error's class and place; its message may hold text of the training data."""
+def _class_and_line(error: Exception) -> str:
+    """Return an error's class and line of code; its message may contain training data."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
 
 
-def _boosted(value: object) -> object:
-    """Return the value; the gradient of a tensor is enlarged where it leaves a module's input."""
+def _enlarge_gradient(value: object) -> object:
+    """Return the value; a hook enlarges a tensor's gradient, and so those of earlier layers."""
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
     view = value.view_as(value)  # so that hooks on the value itself get the enlarged gradient
@@ -516,4 +536,5 @@ def _boosted(value: object) -> object:
 
 
 def _norm(gradients: Gradients) -> float:
+    """Return the norm of all gradients together."""
     return math.sqrt(sum(float(v.square().sum(dtype=torch.float64)) for v in gradients.values()))

@@ -1,30 +1,34 @@
-"""The tests of a claim of DP-SGD, and what size of fault each could have observations.
+"""Tests of a claim of DP-SGD, and the smallest fault that each test detects.
 
-Each of the eight tests below refutes a sound training with a chance of at most ``ERROR / 8``
-(Bonferroni), and within a test its comparisons share that chance. So all together raise an alarm in
-at most ``ERROR`` of sound trainings. The account, side effects, repeated examples and what decides
-learning rates are compared without chance.
+The probes of :mod:`lightning_fedleak.evaluation.auditing.private_training` fill
+:class:`Observations`. At the end :func:`judge` tests them against a :class:`PrivacyClaim`, and
+returns a :class:`PrivacyVerdict`.
+
+Each of the eight tests below refutes a sound training with a probability of at most ``ERROR / 8``
+(Bonferroni). The comparisons within a test share that probability. All tests together therefore
+raise a false alarm in at most ``ERROR`` of sound trainings. The checks of the account, side
+effects, repeated examples and learning rates are not statistical.
 
 =================== =============================================================================
-test                of what, for a sound training
+test                statistic, and its distribution in a sound training
 =================== =============================================================================
-noise               sums of squares of the silent probes, and of the planted ones across the planted
-                    gradient, over parameters and over looks: chi-squared. Only less noise than
-                    claimed refutes
-fresh noise         cosines of noises of two looks, two parameters, two processes, and of two steps
-                    in a row unless these are equal: below the tail of a normal distribution of
-                    variance one over the dimension, times the pairs
-clipping            what was released along the planted gradient: normal, with a mean of at most
-                    one clip norm for each row. Each look, and their sum
-near the norm       the same of gradients of one to two clip norms
-opposed rows        the same of the difference between two probes, whose variances add up
-rate                total of examples: binomial, both tails
-sizes               sum of squares of the batches' sizes about their mean, both tails; and
-inclusion           of the number of steps that each example is in. For binomial numbers: a gamma
-                    distribution with the mean and the variance of the sum
+noise               sum of squares of the noise, for each look and for each parameter:
+                    chi-squared. In planted probes only the noise orthogonal to the planted gradient
+                    counts. Only less noise than claimed refutes
+fresh noise         cosine between the noises of two looks, two parameters, two processes, or two
+                    steps in a row that are not equal: normal, with variance 1 / dimension. The
+                    p-value of the largest cosine is multiplied by the number of pairs
+clipping            length of the release along the planted gradient, for each look and summed over
+                    looks: normal, with a mean of at most one clip norm for each row
+near the norm       the same for gradients of one to two clip norms
+opposed rows        the same for the difference between two probes, whose variances add up
+rate                total number of examples: binomial, both tails
+sizes               variance of the batch sizes, both tails: a gamma distribution with the mean and
+                    variance that binomial numbers give
+inclusion           the same for the number of steps that each example is in
 =================== =============================================================================
 
-*Visible* is the smallest fault that a test refutes with a chance of 95%, by the same distributions.
+*Visible* is the smallest fault that a test refutes with probability 95%, by the same distributions.
 """
 
 from __future__ import annotations
@@ -43,19 +47,19 @@ from torch import Tensor
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.validate import check_number
 
-ERROR = 0.01  # chance of an alarm in a sound training; half of the 2% that is promised
-TESTS = 8  # tests that share ERROR, by Bonferroni; those without chance are none of them
-SLACK = 0.02  # of epsilon; accountants differ by less, rounding upwards
-POWER = float(norm.ppf(0.95))
-KINDS = 4  # of pairs of noises: of looks, parameters, processes, and steps in a row
-MIN_NUMBERS = 16  # numbers of a parameter; a smaller one is not compared with another
-PREFIX = 4096  # numbers of each parameter's noise that are compared; a cosine of .07 is visible
+ERROR = 0.01  # probability of a false alarm in a sound training; half of the promised 2%
+TESTS = 8  # statistical tests, which share ERROR (Bonferroni)
+SLACK = 0.02  # share by which a shown epsilon may be too low; accountants differ by less
+POWER = float(norm.ppf(0.95))  # deviations of a fault above a threshold that detect it in 95%
+KINDS = 4  # kinds of pairs of noises: of looks, parameters, processes, and steps in a row
+MIN_NUMBERS = 16  # numbers of a noise; the cosine of a smaller one would vary too much
+PREFIX = 4096  # first numbers of a parameter's noise, which are kept; a cosine of .07 is visible
 Result = Literal["refuted", "not refuted", "unknown"]
 
 
 @dataclass(frozen=True)
 class PrivacyClaim:
-    """What a training says of its differential privacy.
+    """The differential privacy that a training claims.
 
     Examples:
         >>> from lightning_fedleak import PrivacyClaim
@@ -68,13 +72,15 @@ class PrivacyClaim:
     Args:
         noise_multiplier: standard deviation of the noise over the clip norm.
         max_grad_norm: clip norm of an example's whole gradient.
-        sample_rate: chance of an example to be in a batch, by Poisson sampling.
-        divisor: what the noisy sum is divided by before the optimizer's step: the expected batch
-            size where the loss is a mean (Opacus' ``expected_batch_size``), 1 where it is a sum.
+        sample_rate: probability that an example is in a batch, by Poisson sampling.
+        divisor: the number by which the noisy sum is divided before the optimizer's step: the
+            expected batch size if the loss is a mean (Opacus' ``expected_batch_size``), 1 if it is
+            a sum.
         delta: The delta of epsilon.
-        epsilon: returns what the training's account shows at the end; None: not checked.
-        client: ``"rank"``: what each process releases has a noise of its own; ``"world"``: the
-            processes release one sum.
+        epsilon: a function that returns the epsilon of the training's accountant at the end; None:
+            the account is not checked.
+        client: ``"rank"``: each process adds its own noise to what it releases; ``"world"``: all
+            processes together release one sum.
 
     Raises:
         ValueError: a number out of range.
@@ -97,13 +103,13 @@ class PrivacyClaim:
 
 @dataclass(frozen=True)
 class _Check:
-    """What one test shows.
+    """The result of one test.
 
     Attributes:
         name: The name of the test.
         result: *refuted*, *not refuted* or *unknown*.
-        evidence: what was measured, or why nothing was.
-        visible: the smallest fault that would have been refuted with a chance of 95%.
+        evidence: the measured value, or the reason why there is none.
+        visible: the smallest fault that the test would have refuted with probability 95%.
     """
 
     name: str
@@ -114,12 +120,12 @@ class _Check:
 
 @dataclass(frozen=True)
 class PrivacyVerdict:
-    """What all tests show; ``print(verdict)`` is a table.
+    """The results of all tests; ``print(verdict)`` prints them as a table.
 
     Attributes:
-        checks: one for each test.
-        steps: of the training.
-        looks: steps with probes.
+        checks: the result of each test.
+        steps: the number of steps of the training.
+        looks: the number of times that the probes ran.
     """
 
     checks: tuple[_Check, ...]
@@ -135,15 +141,15 @@ class PrivacyVerdict:
 
     @property
     def in_short(self) -> str:
-        """Return the result in one line: what refutes, why it is unknown, or what was visible."""
-        result, of_result = self.result, [c for c in self.checks if c.result == self.result]
+        """Return one line: the result, and its evidence or the smallest visible faults."""
+        result, decisive = self.result, [c for c in self.checks if c.result == self.result]
         if result == "not refuted":
-            visible = [f"{c.name}: {c.visible}" for c in of_result if c.visible]
+            visible = [f"{c.name}: {c.visible}" for c in decisive if c.visible]
             return f"{result}; smallest fault that could have been seen: {'; '.join(visible)}"
-        # An obstacle stands in each check that it concerns.
+        # Checks with the same evidence, such as one obstacle, are named together.
         names = {
-            c.evidence: ", ".join(o.name for o in of_result if o.evidence == c.evidence)
-            for c in of_result
+            c.evidence: ", ".join(o.name for o in decisive if o.evidence == c.evidence)
+            for c in decisive
         }
         return f"{result}: {'; '.join(f'{name}: {why}' for why, name in names.items())}"
 
@@ -157,33 +163,35 @@ class PrivacyVerdict:
 
 @dataclass
 class Observations:
-    """What was observed of a training.
+    """The measurements of a training that the tests need.
 
     Attributes:
-        noise: for each look by parameter, in claimed deviations: the sum of squares, how many
-            numbers, and the first of them.
-        noise_of_ranks: of each process, these first numbers in one vector.
-        is_explained: whether weights changed only by what was read.
-        is_silent: whether the rows of silent probes were negligible beside the noise.
-        repeated: by kind of probe and look, sums of squares and numbers of noise, by parameter.
+        noise: noise of the silent probe of each look, by parameter, in claimed deviations: the sum
+            of squares, the count of numbers, and the first :data:`PREFIX` numbers.
+        noise_of_ranks: these first numbers in one vector for each process.
+        is_explained: whether the recorded gradients explain all changes of weights.
+        is_silent: whether the gradients of silent probes were negligible beside the noise.
+        repeated: noise of the other probes, by kind of probe, look and parameter: the sum of
+            squares and the count of numbers.
         pairs: cosine and dimension of the noises of two steps in a row that are not equal.
-        leaks: how tensors that a step changes beside its release follow the rows.
-        unrepeated: whether such a tensor differed between probes whose noise differed too.
-        smallest_leak: share of a raw gradient that would be visible in the weights, in each look.
+        leaks: how the side effect of a step depends on the rows, by the name of the tensor.
+        unrepeated: whether a side effect differed between two probes whose noise differed too.
+        smallest_leak: smallest visible share of a raw gradient in the weights, the largest over
+            looks.
         runs: rows that the model runs for each example in a probe.
-        obstacle: why no more probes can be run; empty where they can.
-        planted: for each look how many clip norms were released, and by how many rows.
-        near: likewise, of gradients near the clip norm.
-        opposed: likewise, of the rows that were turned.
-        sizes: examples that each step ran.
-        twice: steps that drew an example more than once.
-        rates: learning rates of the last step; None before the first.
-        rate_changes: steps before which they changed.
-        schedulers: kinds of the optimizers' schedulers, and whether their steps take a metric.
-        evaluations: how often the model ran without gradients.
+        obstacle: the reason why no more probes can run; empty if they can.
+        planted: for each look the length of the release in clip norms, and its number of rows.
+        near: the same for gradients near the clip norm.
+        opposed: the same for the change by rows with opposed gradients.
+        sizes: the number of examples in each step.
+        twice: the number of steps that drew an example more than once.
+        rates: the learning rates of the latest step; None before the first step.
+        rate_changes: the number of steps at which learning rates changed.
+        schedulers: whether the schedulers of each class take a metric in ``step``.
+        evaluations: the number of forwards of the model without gradients.
         examples: The number of examples of the data set; None: unknown.
-        draws: steps whose examples are known.
-        inclusions: in how many of them each example is.
+        draws: the number of steps that ran the examples that were drawn.
+        inclusions: the number of draws of each example.
     """
 
     noise: list[dict[str, tuple[float, int, Tensor]]] = field(default_factory=list)
@@ -211,7 +219,7 @@ class Observations:
     inclusions: Counter[int] = field(default_factory=Counter)
 
     def add_noise(self, released: Mapping[str, Tensor], claim: PrivacyClaim) -> None:
-        """Count what a silent probe has released."""
+        """Add the noise that a silent probe of a new look released."""
         unit = claim.divisor / claim.noise_multiplier / claim.max_grad_norm
         levels = {name: (value * unit).flatten() for name, value in released.items()}
         self.noise.append(
@@ -228,37 +236,37 @@ class Observations:
         claim: PrivacyClaim,
         raw: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Count the noise of another probe, across the gradients ``raw`` that it planted."""
+        """Add the noise of another probe, orthogonal to the planted gradients ``raw``."""
         unit, sums = claim.divisor / claim.noise_multiplier / claim.max_grad_norm, {}
         for name, value in released.items():
             square, count = float(value.square().sum(dtype=torch.float64)), value.numel()
-            along = None if raw is None else raw.get(name)
-            if along is not None and (size := float(along.norm())):
-                direction = along / size
-                rest = value - direction * (direction * value).sum()
-                square, count = float(rest.square().sum(dtype=torch.float64)), count - 1
+            gradient = None if raw is None else raw.get(name)
+            if gradient is not None and (size := float(gradient.norm())):
+                direction = gradient / size
+                orthogonal = value - direction * (direction * value).sum()
+                square, count = float(orthogonal.square().sum(dtype=torch.float64)), count - 1
             if count:
                 sums[name] = square * unit**2, count
         self.repeated.setdefault(kind, []).append(sums)
 
     def add_pair(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-        """Compare the noises, by parameter, of two steps in a row."""
+        """Add the cosine between the noises of two steps in a row, given by parameter."""
         vectors = [
             torch.cat([value.flatten()[:PREFIX].double() for value in noise.values()])
             for noise in (first, second)
         ]
         if len(vectors[0]) >= MIN_NUMBERS:
-            one, other = (torch.nn.functional.normalize(v, dim=0) for v in vectors)
-            cosine = float(one @ other)
+            units = [torch.nn.functional.normalize(v, dim=0) for v in vectors]
+            cosine = float(units[0] @ units[1])
             self.pairs.append((cosine, len(vectors[0])))
 
     def add_step(self, rows: int, examples: Sequence[int] | None, rates: list[float]) -> None:
-        """Count a step of the training.
+        """Add a step of the training.
 
         Args:
-            rows: The rows that the model ran.
-            examples: The examples that were drawn for it; None: not known.
-            rates: learning rates of the optimizers.
+            rows: The number of rows that the model ran.
+            examples: The numbers of the drawn examples; None: unknown.
+            rates: The learning rates of the optimizers.
         """
         drawn = 0 if examples is None else len(examples)
         ran_all = examples is not None and (rows == drawn or (drawn > 0 and rows % drawn == 0))
@@ -271,7 +279,11 @@ class Observations:
 
 
 def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
-    """Return the verdict on a claim from what was observed."""
+    """Return the verdict on a claim.
+
+    If gradients were not silent, or no more probes can run, a test of the probes is unknown unless
+    it refutes anyway.
+    """
     noise, silent = claim.noise_multiplier, observations.is_silent
     probes = [
         _noise(observations),
@@ -281,18 +293,20 @@ def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
         _clipping("opposed rows", observations, observations.opposed, noise * math.sqrt(2)),
         _side_effects(observations),
     ]
-    # What is not silenced adds to noise, and moves a release by one clip norm a row at most.
-    of_any = ("noise", "clipping", "side effects")
-    sound = [c for c in probes if c.result == "refuted" and (silent or c.name in of_any)]
+    # Gradients that are not silent only add to the noise, and move a release by at most one clip
+    # norm for each row. So these tests refute in spite of them.
+    robust = ("noise", "clipping", "side effects")
+    sound = [c for c in probes if c.result == "refuted" and (silent or c.name in robust)]
     loud = "rows were not silent: a scaled loss, or gradients that bypass the logits or the hooks"
     if obstacle := observations.obstacle or ("" if silent else loud):
         probes = [c if c in sound else _Check(c.name, "unknown", obstacle) for c in probes]
-    rest = (*_check_draws(claim, observations), _rates(observations))
-    checks = (*probes, *rest, _account(claim, len(observations.sizes)))
+    steps = (*_check_draws(claim, observations), _rates(observations))
+    checks = (*probes, *steps, _account(claim, len(observations.sizes)))
     return PrivacyVerdict(checks, len(observations.sizes), len(observations.noise))
 
 
 def _tested(name: str, p_value: float, evidence: str, visible: str) -> _Check:
+    """Return the result of a statistical test by its p-value; unknown if that is NaN."""
     if math.isnan(p_value):
         return _Check(name, "unknown", "what was released in a probe is not finite")
     result: Result = "refuted" if p_value < ERROR / TESTS else "not refuted"
@@ -300,7 +314,7 @@ def _tested(name: str, p_value: float, evidence: str, visible: str) -> _Check:
 
 
 def _noise(observations: Observations) -> _Check:
-    """Compare the noise of each parameter, and of each look, with the claimed deviation."""
+    """Test whether any parameter or any look has less noise than claimed."""
     if not observations.noise or not observations.is_explained:
         hidden = "noise inside of step(), or an optimizer that was not passed"
         reason = f"weights changed by more than the optimizers were given: {hidden}"
@@ -328,7 +342,7 @@ def _noise(observations: Observations) -> _Check:
 
 
 def _fresh_noise(observations: Observations) -> _Check:
-    """Compare noises between looks, between parameters and between processes."""
+    """Test whether noises of different looks, parameters, processes or steps are independent."""
     names = (
         [n for n in observations.noise[0] if all(n in look for look in observations.noise)]
         if observations.noise
@@ -364,7 +378,14 @@ def _fresh_noise(observations: Observations) -> _Check:
 def _clipping(
     name: str, observations: Observations, moves: Sequence[tuple[float, int]], noise: float
 ) -> _Check:
-    """Compare what rows move a release by, in clip norms, with their number."""
+    """Test whether rows move a release by more than one clip norm each.
+
+    Args:
+        name: The name of the test.
+        observations: The measurements.
+        moves: The length of each release in clip norms, and its number of rows.
+        noise: The claimed deviation of the noise in clip norms.
+    """
     if not moves:
         reason = "no planted gradient reached the parameters where hooks read it"
         if name == "near the norm" and observations.opposed:
@@ -390,7 +411,7 @@ def _clipping(
 
 
 def _side_effects(observations: Observations) -> _Check:
-    """Judge what steps changed beside their release."""
+    """Report side effects of steps that depend on the rows."""
     visible = f"{observations.smallest_leak:.1g} of a raw gradient in the weights"
     if leaks := observations.leaks:
         names = "; ".join(f"{name} {how}" for name, how in [*leaks.items()][:3])
@@ -406,7 +427,7 @@ def _side_effects(observations: Observations) -> _Check:
 
 
 def _rates(observations: Observations) -> _Check:
-    """Judge what decides the learning rates."""
+    """Check that learning rates do not depend on private data, by the kinds of schedulers."""
     changes, kinds = observations.rate_changes, observations.schedulers
     by_metric = [kind for kind, takes_metric in kinds.items() if takes_metric]
     visible = "one change of a rate"
@@ -430,7 +451,7 @@ def _rates(observations: Observations) -> _Check:
 
 
 def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[_Check]:
-    """Compare the examples of steps with Poisson samples at the claimed rate."""
+    """Test whether the examples of steps are Poisson samples at the claimed rate."""
     rate, examples, steps = claim.sample_rate, observations.examples, len(observations.sizes)
     if examples is None or steps < 4:
         reason = "too few steps" if examples else "no batch sampler, or one of each process"
@@ -465,7 +486,15 @@ def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[_Check
 
 
 def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: float) -> _Check:
-    """Compare the variance of values with that of binomial numbers."""
+    """Test whether values have the variance of binomial numbers.
+
+    Args:
+        name: The name of the test.
+        subject: The name of the values in the evidence.
+        values: The values.
+        trials: The number of trials of the binomial distribution.
+        rate: The probability of its successes.
+    """
     variance, count = trials * rate * (1 - rate), len(values) - 1
     ratio = float(np.var(values, ddof=1)) / variance
     tail = 2 + 1 / variance - 6 / trials  # variance of a squared standardised binomial number
@@ -480,7 +509,7 @@ def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: f
 
 
 def _account(claim: PrivacyClaim, steps: int) -> _Check:
-    """Compare the epsilon that is shown with that of the steps that were counted."""
+    """Compare the epsilon that the training shows with the epsilon of the counted steps."""
     if claim.epsilon is None or not steps:
         return _Check("account", "unknown", "no epsilon was given")
     history = [(claim.noise_multiplier, claim.sample_rate, steps)]

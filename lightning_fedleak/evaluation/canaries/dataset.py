@@ -1,8 +1,8 @@
-"""A data set in which each canary is included by a coin of its own.
+"""A data set in which each canary is included at random, independently of the others.
 
-A one-run audit (Steinke, Nasr and Jagielski, arXiv 2305.08846) trains once, on data that hold each
-of m canaries independently with probability 1/2, lets an attack guess which, and turns the number
-of right guesses into a lower bound on epsilon.
+A one-run audit (Steinke, Nasr and Jagielski, arXiv 2305.08846) trains once, on data that contain
+each of m canaries independently with probability 1/2. An attack guesses which canaries are
+included, and the number of correct guesses gives a lower bound on epsilon.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class CanarySet:
 
     Args:
         token_ids: The token ids of each canary, (L_i,).
-        record: their coins.
+        record: The record of the inclusion bits.
 
     Attributes:
         token_ids: The token ids of each canary, included or not.
-        record: the secret.
+        record: The secret record of the inclusion bits.
     """
 
     def __init__(self, token_ids: Sequence[Tensor], record: InclusionRecord) -> None:
@@ -66,14 +66,14 @@ class CanarySet:
         return Query(input_ids=ids, attention_mask=mask.to(torch.int64))
 
     def state_dict(self) -> dict[str, str]:
-        """Return what a checkpoint may hold: the commitment, nothing that shows a coin."""
+        """Return the commitment, which reveals no inclusion bit, for a checkpoint."""
         return {"commitment": self.commitment}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Compare with the checkpoint of the run that is resumed.
+        """Check that the canaries are those of the checkpoint that is resumed.
 
         Raises:
-            ValueError: other canaries, another seed, probability or times.
+            ValueError: The checkpoint has other canaries, or another seed, probability or times.
         """
         if state.get("commitment") != self.commitment:
             raise ValueError(
@@ -87,7 +87,7 @@ class CanaryDataset(Dataset[Any]):
 
     Attributes:
         dataset: the user's data, untouched.
-        canaries: tokens of all canaries, and which are included.
+        canaries: The tokens of all canaries, and which are included.
     """
 
     def __init__(self, dataset: Any, examples: Sequence[Any], canaries: CanarySet) -> None:
@@ -100,7 +100,10 @@ class CanaryDataset(Dataset[Any]):
 
     @property
     def public_length(self) -> int:
-        """Return the rows in the mean over all coins, by which a defence that accounts draws."""
+        """Return the expected length, by which an accounted defence samples.
+
+        It depends on no inclusion bit.
+        """
         record = self.canaries.record
         length: int = getattr(self.dataset, "public_length", len(self.dataset))
         return length + round(record.probability * sum(record.repeats))
@@ -129,18 +132,18 @@ def with_canaries(
     times: Sequence[int] = (1,),
     record: str | Path | None = None,
 ) -> CanaryDataset:
-    """Return a data set with each canary in it or not, by a coin of its own.
+    """Return a data set that includes each canary independently at random.
 
-    An included canary stands at random places, the same in every epoch and process. Use the
+    An included canary is at random places, the same in every epoch and process. Use the
     result wherever the data set was used (any sampler, workers, Lightning)::
 
         train = with_canaries(train, canaries, record="secret/inclusion.json")
         loader = DataLoader(train, batch_size=8, shuffle=True)
         train.canaries.queries(), train.canaries.included  # for an audit
 
-    Canaries must not occur in the data anyway. How many were included shows in the length of the
-    data, which ones does not. Nothing is in the place of one that is left out: the neighbours of
-    DP-SGD's usual accountants.
+    The data must not contain the canaries already. The length of the data reveals how many canaries
+    are included, but not which. Nothing replaces a canary that is not included: this is the
+    add/remove relation of DP-SGD's usual accountants.
 
     Examples:
         >>> import torch
@@ -153,21 +156,21 @@ def with_canaries(
 
     Args:
         dataset: any data set with a length and items by index.
-        canaries: examples built as the data's items are: token ids, masks, labels.
-        seed: at least 0. The same seed and canaries always give the same inclusion, hence whoever
-            guesses the seed knows it: for reproducible experiments. None draws from the operating
-            system; then ``record`` is needed to resume, and wherever several processes train.
+        canaries: examples of the same form as the data's items: token ids, masks, labels.
+        seed: at least 0, for reproducible experiments. The same seed and canaries always give the
+            same inclusion bits, so whoever guesses the seed knows them. None draws from the
+            operating system; ``record`` is then needed to resume, and for several processes.
         probability: The probability of inclusion.
-        times: how often an included canary stands in the data. Of several numbers one is drawn for
-            each canary, whatever its coin is: a tier, as in ``times=(1, 4, 16)``.
-        record: file, of mode 0600, that keeps which canaries are included. If it exists, the run
-            is resumed: the coins are those of the file, and canaries and settings must be the same.
+        times: The number of repetitions of an included canary. Of several numbers, as in
+            ``times=(1, 4, 16)``, one is drawn for each canary, independently of its inclusion.
+        record: file, of mode 0600, that stores which canaries are included. If it exists, its
+            inclusion bits are used, and canaries and settings must be the same.
             All processes of a run must see the same file.
 
     Raises:
-        ValueError: a data set without length or index; no canaries, or two alike; an argument out
-            of its range; several processes without seed and record; a record of other canaries or
-            settings.
+        ValueError: a data set without length or index; no canaries, or two equal ones; an argument
+            out of its range; several processes without seed and record; a record of other canaries
+            or settings.
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "canaries need")
@@ -182,19 +185,19 @@ def with_canaries(
     def draw(key: bytes) -> InclusionRecord:
         return InclusionRecord(key, digests, probability, tuple(times))
 
-    coins = draw_or_load(InclusionRecord, draw, seed, record, action="flip coins")
-    return CanaryDataset(dataset, examples, CanarySet(ids, coins))
+    inclusion = draw_or_load(InclusionRecord, draw, seed, record, action="flip coins")
+    return CanaryDataset(dataset, examples, CanarySet(ids, inclusion))
 
 
 def check_dataset(dataset: Any, need: str) -> None:
     """Raise an error for data without a length and items by index.
 
     Args:
-        dataset: the data.
-        need: begins the message: who needs them.
+        dataset: The data.
+        need: The start of the message: what needs such data.
 
     Raises:
-        ValueError: they are read as a stream.
+        ValueError: The data are a stream.
     """
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
@@ -205,6 +208,7 @@ def check_dataset(dataset: Any, need: str) -> None:
 
 
 def _check_distinct(ids: Sequence[Tensor]) -> None:
+    """Raise an error if two canaries have the same tokens."""
     firsts: dict[tuple[int, ...], int] = {}
     for i, row in enumerate(ids):
         first = firsts.setdefault(tuple(row.tolist()), i)

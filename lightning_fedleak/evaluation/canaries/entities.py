@@ -1,10 +1,10 @@
 """Values of personal data that are planted in a user's own rows, by kind and place.
 
 A value (a telephone number, a code, a name) is drawn uniformly from a finite set that the user
-states, and stands in a sentence. The sentence takes the place of as many tokens of one of the
-user's rows, in the prompt or where the loss is computed, and a draw of each row's own decides
-whether it is trained on. So other values of the same set are exactly as likely to have been
-planted as the value itself.
+specifies, and is put into a sentence. The sentence overwrites tokens of one of the user's rows, in
+the prompt or where the loss is computed. An independent random draw decides for each row whether it
+is trained on. So every other value of the set was exactly as likely to be planted. These values are
+the *candidates*, among which an attack ranks the planted value.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.validate import check_integer
 
 Place = Literal["prompt", "label"]
-"""Where a value stands: among tokens that the loss is not computed on, or where it is."""
+"""The part of a row with the value: the prompt, or the tokens that the loss is computed on."""
 PLACES: tuple[Place, ...] = ("prompt", "label")
 _ALPHABETS = {"#": "0123456789", "?": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
-_MIN_VALUES = 100  # values that size a sentence, and candidates; with fewer a rank says little
+_MIN_VALUES = 100  # values that determine a sentence's length, and candidates of a rank, at least
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class _EntityKind:
     """A finite set of values, and the sentence that they stand in.
 
     Attributes:
-        sentence: with ``{}`` in the place of the value.
-        values: all of them; or a pattern in which each ``#`` is a digit and each ``?`` a letter
+        sentence: The sentence, with ``{}`` for the value.
+        values: All values; or a pattern in which each ``#`` is a digit and each ``?`` a letter
             from A to Z.
-        room: tokens of the sentence, at most, whichever value it holds.
-        lengths: numbers of the values that the room is that of; they are no candidates.
+        room: The maximum number of tokens of the sentence with a value.
+        lengths: The numbers of the values that determined ``room``; they are no candidates.
     """
 
     sentence: str
@@ -55,7 +55,7 @@ class _EntityKind:
 
     @property
     def parts(self) -> list[Sequence[str]]:
-        """Return what each part of a value may be, independently of the others."""
+        """Return the possible contents of each part of a value; parts are independent."""
         if isinstance(self.values, str):
             return [_ALPHABETS.get(character, character) for character in self.values]
         return [self.values]
@@ -74,7 +74,7 @@ class _EntityKind:
         return "".join(characters)
 
     def overlaps(self, other: _EntityKind) -> bool:
-        """Return whether a value of this kind is one of another kind too."""
+        """Return whether this kind and another one have a value in common."""
         if isinstance(self.values, str) is isinstance(other.values, str):
             pairs = zip(self.parts, other.parts, strict=False)
             return len(self.parts) == len(other.parts) and all({*a} & {*b} for a, b in pairs)
@@ -83,10 +83,10 @@ class _EntityKind:
         return any(re.fullmatch(form, value) for value in texts.values)
 
     def check(self, name: str, n: int) -> None:
-        """Raise an error unless n values can be planted, and ranked among others.
+        """Raise an error unless n values can be planted, and ranked among candidates.
 
         Raises:
-            ValueError: says what to change.
+            ValueError: The sentence, the name or the number of values does not fit.
         """
         is_sentence = self.sentence.count("{}") == 1 and not self.sentence.startswith("{}")
         if not is_sentence or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
@@ -104,11 +104,11 @@ class _Entity:
     """A planted value.
 
     Attributes:
-        kind: name of its kind.
+        kind: The name of its kind.
         place: ``"prompt"`` or ``"label"``.
         number: The number of the value in the set.
-        start: its first token in the row, without padding.
-        ids: (k,) its tokens.
+        start: The index of its first token in the row, without padding.
+        ids: (k,) The tokens of the value.
     """
 
     kind: str
@@ -119,7 +119,7 @@ class _Entity:
 
 
 class _PlantedRows(NamedTuple):
-    """Rows with values: their numbers in the data, the rows, the values, and their kinds."""
+    """Rows with planted values: their indices in the data, the rows, the values and the kinds."""
 
     hosts: Sequence[int]
     items: Sequence[Any]
@@ -128,16 +128,16 @@ class _PlantedRows(NamedTuple):
 
 
 class EntitySet(CanarySet):
-    """Planted values, the rows that they stand in, and the secret of which are in the data.
+    """Planted values, their rows, and the secret record of which rows are in the data.
 
     Args:
-        planted: the rows.
+        planted: The rows with their values.
         record: The record of which rows are in the data.
         tokenizer: The tokenizer of the rows.
 
     Attributes:
-        entities: the value of each row.
-        kinds: by name.
+        entities: The value of each row.
+        kinds: The kinds of values by name.
     """
 
     def __init__(self, planted: _PlantedRows, record: InclusionRecord, tokenizer: Any) -> None:
@@ -147,13 +147,13 @@ class EntitySet(CanarySet):
 
     @property
     def groups(self) -> list[tuple[str, Place]]:
-        """Return the kinds and places, each once."""
+        """Return each combination of kind and place once."""
         return list(dict.fromkeys((entity.kind, entity.place) for entity in self.entities))
 
     def candidates(self, row: int, n: int) -> list[Tensor]:
-        """Return the tokens of a value, and of n others of its set that were not planted.
+        """Return the tokens of a planted value, and of n other values of its set.
 
-        They are distinct, and drawn uniformly without the value; fewer where fewer remain.
+        The others were not planted. They are distinct and drawn uniformly; fewer if fewer remain.
         """
         entity = self.entities[row]
         kind = self.kinds[entity.kind]
@@ -170,7 +170,7 @@ class EntityDataset(CanaryDataset):
     """A data set with planted values, as :func:`with_entities` builds it.
 
     Attributes:
-        entities: the values and which are in the data.
+        entities: The planted values, and the record of which are in the data.
     """
 
     def __init__(self, dataset: Any, examples: Sequence[Any], entities: EntitySet) -> None:
@@ -190,12 +190,12 @@ def with_entities(
     probability: float = 0.5,
     record: str | Path | None = None,
 ) -> EntityDataset:
-    """Return the rows with values planted in some of them, in the data or not by a draw of each.
+    """Plant values in some rows, and include each of these rows in the data at random.
 
-    Values are drawn uniformly from their set, each at most once, and must not occur in the rows
-    anyway. The rows that values are planted in are drawn too, and are in the data with the value,
-    once or several times, or not at all. A sentence takes the place of tokens of the row, so that
-    its length, its padding and what the loss is computed on stay. ::
+    Values are drawn uniformly from their set, each at most once, and must not already occur in the
+    rows. The rows that values are planted in are drawn at random. Such a row is in the data with
+    the value, once or several times, or not at all. The sentence overwrites tokens of the row, so
+    that its length, its padding and its labels' positions stay the same. ::
 
         train = with_entities(
             rows,
@@ -205,7 +205,7 @@ def with_entities(
         )
         monitor = LeakageMonitor([Entities()], games=Games(entities=train.entities))
 
-    Plant values before :func:`~lightning_fedleak.evaluation.canaries.with_canaries`. Where
+    Plant values before :func:`~lightning_fedleak.evaluation.canaries.with_canaries`. If
     membership is measured in the same run, plant them with ``times=(1,)`` and before
     :func:`~lightning_fedleak.evaluation.canaries.leave_out`.
 
@@ -213,13 +213,13 @@ def with_entities(
         rows: training rows with ``input_ids``, and ``labels`` (-100 in the prompt),
             ``completion_mask`` or ``assistant_masks``; or rows of token ids, all of which are
             labels.
-        kinds: by name a sentence with ``{}`` for the value, and all values, or a pattern in which
-            each ``#`` is a digit and each ``?`` a letter from A to Z. No value's tokens begin
-            another's, and no two kinds share one.
-        places: where values stand.
-        times: how often an included row stands in the data, drawn for each.
+        kinds: For each name a sentence with ``{}`` for the value, and either all values or a
+            pattern in which each ``#`` is a digit and each ``?`` a letter from A to Z. No value's
+            tokens may be a prefix of another's, and two kinds may not share a value.
+        places: The parts of the rows in which values are planted.
+        times: The possible numbers of repetitions of an included row, drawn for each row.
         tokenizer: The tokenizer of the rows.
-        count: values of each kind and place, in the data or not.
+        count: The number of values of each kind and place, in the data or not.
         seed: at least 0, for reproducible experiments; None draws from the operating system, and
             ``record`` is then needed to resume, and wherever several processes train.
         probability: The probability of inclusion.
@@ -248,9 +248,9 @@ def with_entities(
     by_name = {name: _EntityKind(*settings) for name, settings in kinds.items()}
     for name, kind in by_name.items():
         kind.check(name, count * len(places))
-    for one, two in combinations(by_name, 2):
-        if by_name[one].overlaps(by_name[two]):
-            raise ValueError(f"kinds {one!r} and {two!r} share a value: give each to one of them")
+    for a, b in combinations(by_name, 2):
+        if by_name[a].overlaps(by_name[b]):
+            raise ValueError(f"kinds {a!r} and {b!r} share a value: give each to one of them")
     planted = _PlantedRows([], [], [], by_name)
 
     def draw(key: bytes) -> InclusionRecord:
@@ -260,9 +260,9 @@ def with_entities(
         digests = tuple(digest_of(item, "a planted row") for item in planted.items)
         return InclusionRecord(key, digests, probability, tuple(times))
 
-    coins = draw_or_load(InclusionRecord, draw, seed, record, action="plant values")
-    rest = Subset(rows, sorted({*range(len(rows))}.difference(planted.hosts)))
-    return EntityDataset(rest, planted.items, EntitySet(planted, coins, tokenizer))
+    inclusion = draw_or_load(InclusionRecord, draw, seed, record, action="plant values")
+    unchanged = Subset(rows, sorted({*range(len(rows))}.difference(planted.hosts)))
+    return EntityDataset(unchanged, planted.items, EntitySet(planted, inclusion, tokenizer))
 
 
 def _plant(
@@ -272,10 +272,14 @@ def _plant(
     tokenizer: Any,
     generator: random.Random,
 ) -> _PlantedRows:
-    """Return the rows that values are planted in, as many as are missing of a kind in a place."""
+    """Plant the missing number of values of each kind and place in random rows.
+
+    Raises:
+        ValueError: Too few rows have room for the sentences.
+    """
     fitted, values = {}, {}
     for name, kind in kinds.items():
-        n = sum(count for (one, _), count in missing.items() if one == name)
+        n = sum(count for (key, _), count in missing.items() if key == name)
         fitted[name], values[name] = _values(name, kind, n, tokenizer, generator)
     special = {*getattr(tokenizer, "all_special_ids", ())}
     hosts, items, entities = [], [], []
@@ -291,12 +295,12 @@ def _plant(
                 token not in special and labelled is (place == "label")
                 for token, labelled in zip(ids, is_label, strict=True)
             ]
-            starts = [*_starts(free, fitted[name].room)]
+            starts = [*_free_starts(free, fitted[name].room)]
             if starts:
                 number, (tokens, first, last) = values[name].pop()
                 start = generator.choice(starts)
                 hosts.append(row)
-                items.append(_overwritten(item, start, tokens))
+                items.append(_overwrite(item, start, tokens))
                 entities.append(_Entity(name, place, number, start + first, tokens[first:last]))
                 missing[name, place] -= 1
                 break
@@ -312,9 +316,10 @@ def _plant(
 def _values(
     name: str, kind: _EntityKind, n: int, tokenizer: Any, generator: random.Random
 ) -> tuple[_EntityKind, list[tuple[int, tuple[Tensor, int, int]]]]:
-    """Return the kind with its room, and n values that have tokens of their own, by their numbers.
+    """Return the kind with its room, and the numbers and tokens of n values to plant.
 
-    The room is that of other values than these, so that it says nothing of them.
+    The tokenizer does not merge these values with the words around them. The room is computed from
+    other values, so that it reveals nothing about the planted ones.
     """
     numbers = _numbers(kind.size, 2 * n + _MIN_VALUES, generator)
     others = _tokens_of(kind, map(kind.value, numbers[:_MIN_VALUES]), tokenizer)
@@ -322,14 +327,14 @@ def _values(
     fitted = replace(kind, room=room, lengths=frozenset(numbers[:_MIN_VALUES]))
     tokens = _tokens_of(fitted, map(kind.value, numbers[_MIN_VALUES:]), tokenizer)
     pairs = zip(numbers[_MIN_VALUES:], tokens, strict=True)
-    apart = [(number, one) for number, one in pairs if one and len(one[0]) <= fitted.room]
-    if len(apart) < n:
+    usable = [(number, row) for number, row in pairs if row and len(row[0]) <= fitted.room]
+    if len(usable) < n:
         raise ValueError(
-            f"of {len(tokens)} values of kinds[{name!r}] only {len(apart)} have tokens of their "
+            f"of {len(tokens)} values of kinds[{name!r}] only {len(usable)} have tokens of their "
             "own, which the tokenizer does not merge with the words around them: put a space or a "
             "mark beside {}"
         )
-    # The values of a pattern have one length, so that those that are drawn stand for the others.
+    # All values of a pattern have one length, so the drawn ones represent the others.
     values = map(kind.value, numbers) if isinstance(kind.values, str) else kind.values
     pieces = filter(None, _tokens_of(kind, values, tokenizer))
     spans = sorted(ids[start:end].tolist() for ids, start, end in pieces)
@@ -338,11 +343,11 @@ def _values(
             f"kinds[{name!r}] has a value twice, or one whose tokens begin another's and are never "
             "less likely: give values of one length, or end each in the mark that follows it"
         )
-    return fitted, apart[:n]
+    return fitted, usable[:n]
 
 
 def _numbers(size: int, n: int, generator: random.Random) -> list[int]:
-    """Return n distinct numbers below a size of any magnitude, drawn uniformly; all of fewer."""
+    """Return n distinct random numbers below ``size``, which may be huge; at most ``size``."""
     numbers: dict[int, None] = {}
     while len(numbers) < min(n, size):
         numbers[generator.randrange(size)] = None
@@ -352,9 +357,9 @@ def _numbers(size: int, n: int, generator: random.Random) -> list[int]:
 def _tokens_of(
     kind: _EntityKind, values: Iterable[str], tokenizer: Any
 ) -> list[tuple[Tensor, int, int] | None]:
-    """Return of each value the sentence's tokens, and where those of the value begin and end.
+    """Return the tokens of the sentence with each value, and the value's start and end in them.
 
-    None stands for a value that the tokenizer merges with the words around it.
+    The result is None for a value that the tokenizer merges with the words around it.
     """
     before, after = kind.sentence.split("{}")
     starts = [before + value for value in values]
@@ -370,7 +375,7 @@ def _tokens_of(
 
 
 def _label_places(item: Any, name: str) -> list[bool]:
-    """Return of each token of a row, without padding, whether the loss is computed on it."""
+    """Return for each token of a row, without padding, whether the loss is computed on it."""
     for field, masked in (("labels", IGNORE_INDEX), ("completion_mask", 0), ("assistant_masks", 0)):
         if isinstance(item, Mapping) and field in item:
             places = {**item, "input_ids": item[field]}
@@ -378,8 +383,8 @@ def _label_places(item: Any, name: str) -> list[bool]:
     return [True] * len(token_ids_of(item, name))
 
 
-def _starts(free: Sequence[bool], room: int) -> Iterator[int]:
-    """Return the places, but the first, from which so many in a row are free."""
+def _free_starts(free: Sequence[bool], room: int) -> Iterator[int]:
+    """Yield the indices from 1 on at which ``room`` consecutive tokens are free, from the end."""
     length = 0
     for place in range(len(free) - 1, 0, -1):
         length = length + 1 if free[place] else 0
@@ -387,8 +392,8 @@ def _starts(free: Sequence[bool], room: int) -> Iterator[int]:
             yield place
 
 
-def _overwritten(item: Any, start: int, tokens: Tensor) -> Any:
-    """Return a copy of a row with other tokens from ``start`` on, counted without padding."""
+def _overwrite(item: Any, start: int, tokens: Tensor) -> Any:
+    """Return a copy of a row with ``tokens`` from ``start`` on, counted without padding."""
     changed = copy.deepcopy(item)
     fields, real = [changed], [*range(start + len(tokens))]
     if isinstance(item, Mapping):

@@ -1,4 +1,4 @@
-"""Rows that a secret draw leaves out of training: non-members from the same distribution."""
+"""Rows that a secret draw holds out of training: non-members from the same distribution."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_fedleak.validate import check_choice, check_integer
 
 @dataclass(frozen=True, repr=False)
 class _LeftOutRecord(Secret):
-    """Which rows of a data set were left out. Secret: shows nothing of itself.
+    """The draw of held-out rows of a data set. Secret: its repr shows nothing.
 
     Attributes:
-        key: 32 bytes that the draw follows from.
-        length: rows of the whole data set.
-        count: rows that are left out; with coins, half of those that a coin is flipped for.
-        digest: SHA-256 of the rows that are left out, so that other data are noticed.
-        coins: each row was left out by a coin of its own.
+        key: The key of 32 bytes, which determines the draw.
+        length: The number of rows of the whole data set.
+        count: The number of held-out rows; with ``coins``, half the number of candidates.
+        digest: SHA-256 of the held-out rows, which detects other data.
+        coins: Whether each candidate is held out independently, with probability 1/2.
     """
 
     title: ClassVar[str] = "record of left-out rows"
@@ -39,12 +39,12 @@ class _LeftOutRecord(Secret):
 
     @property
     def candidates(self) -> list[int]:
-        """Return the rows that may be left out, in order."""
+        """Return the rows that may be held out, in order."""
         return self._first(2 * self.count if self.coins else self.length)
 
     @property
     def out(self) -> list[int]:
-        """Return the rows that are left out, in order."""
+        """Return the held-out rows, in order."""
         if not self.coins:
             return self._first(self.count)
         return [row for row in self.candidates if self._hash("coin", row)[0] < 128]
@@ -91,10 +91,10 @@ class TrainingRows(Dataset[Any]):
 
     Attributes:
         dataset: the user's data, untouched.
-        others: the rows that were left out.
-        record: the secret of which they are.
-        public_length: rows in the mean over all draws, which tells of no coin. A defence that
-            accounts draws and counts by it.
+        others: The held-out rows.
+        record: The secret record of the draw.
+        public_length: The expected number of rows, which depends on no inclusion bit. A defence
+            with an account samples by it.
     """
 
     def __init__(self, dataset: Any, record: _LeftOutRecord) -> None:
@@ -114,19 +114,19 @@ class TrainingRows(Dataset[Any]):
         return self.dataset[self._rows[index]]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several rows, as torch's DataLoader asks, at once where the data can."""
+        """Return several rows, for torch's DataLoader; at once if the data support it."""
         rows = [self._rows[index] for index in indices]
         at_once = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[row] for row in rows] if at_once is None else list(at_once(rows))
 
     def number_of(self, index: int) -> int:
-        """Return which row of the user's data a row of these is."""
+        """Return the index in the user's data of a row of this data set."""
         return self._rows[index]
 
     def sources(self) -> list[tuple[Any, int]]:
-        """Return where every row of the user's data is, in their order: a data set and its place.
+        """Return a data set and an index in it for every row of the user's data, in their order.
 
-        The data set is this one for rows that are trained on, and else that of the others.
+        The data set is this one for training rows, and :attr:`others` for held-out rows.
         """
         inside = {row: (self, place) for place, row in enumerate(self._rows)}
         outside = {row: (self.others, place) for place, row in enumerate(self.others.indices)}

@@ -1,8 +1,8 @@
-"""The secret of which canaries are in the data: it can be kept, re-derived and committed to.
+"""The secret of which canaries are in the data, with its file and a commitment to it.
 
-All of it follows from a key of 256 bits by HMAC-SHA256: each canary's inclusion bit, how
+Everything in it is derived from a key of 256 bits by HMAC-SHA256: each canary's inclusion bit, how
 often it is repeated, its positions in the data, and the commitment. The inclusion bits are outputs
-of a keyed pseudorandom function: knowing some reveals nothing about the others, unlike the outputs
+of a keyed pseudorandom function. So some bits reveal nothing about the others, unlike the outputs
 of an ordinary generator, and the commitment reveals nothing about the key.
 """
 
@@ -24,20 +24,20 @@ import torch
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_integer, check_number, explain_errors
 
-SCHEMA = 1  # version of the file; others are not read
-_COMPUTED_FIELDS = ("included", "commitment")  # fields of a file that :meth:`load` computes again
-_BITS = 64  # of the numbers that inclusion bits and positions are derived from
+SCHEMA = 1  # version of the file format; files of other versions are refused
+_COMPUTED_FIELDS = ("included", "commitment")  # fields of a file that :meth:`load` checks
+_BITS = 64  # bits of the random numbers that give inclusion bits and positions
 
 
 class Secret(ABC):
-    """A frozen dataclass of what follows from a key. It goes to a file by :meth:`save` only.
+    """A frozen dataclass of values that are derived from a secret key.
 
-    It is not pickled: a checkpoint or a cache would show what it holds. It is pickled only to
-    start a worker process by spawning.
+    Only :meth:`save` writes it to a file. Pickling is refused, because a checkpoint or a cache
+    would reveal the secret. It is allowed only to start a worker process by spawning.
 
     Attributes:
-        title: what it is called in messages.
-        key: 32 bytes that all else follows from.
+        title: The name of such a secret in messages.
+        key: The key of 32 bytes.
     """
 
     title: ClassVar[str]
@@ -45,7 +45,7 @@ class Secret(ABC):
 
     @abstractmethod
     def _content(self) -> dict[str, object]:
-        """Return what the file holds."""
+        """Return the content of the file."""
 
     @classmethod
     @abstractmethod
@@ -53,10 +53,10 @@ class Secret(ABC):
         """Return the secret of a file's content."""
 
     def save(self, path: str | Path) -> None:
-        """Write a file that only its owner may read, whole or not at all.
+        """Write a file of mode 0600, atomically.
 
         Raises:
-            FileExistsError: there is a file already.
+            FileExistsError: The file exists.
         """
         write_secret(Path(path), {"schema": SCHEMA, **self._content()})
 
@@ -65,9 +65,8 @@ class Secret(ABC):
         """Return the secret of a file.
 
         Raises:
-            PermissionError: others may read the file.
-            ValueError: the file is no such record, or what it states does not follow from
-                its key.
+            PermissionError: Other users may read the file.
+            ValueError: The file is not such a record, or its content does not follow from its key.
         """
         unread = f"{path} is no {cls.title} of this version"
         with explain_errors(unread, ValueError, KeyError, TypeError, error=ValueError):
@@ -84,7 +83,7 @@ class Secret(ABC):
         """Raise an error unless ``other`` is of the same data, key and settings.
 
         Raises:
-            ValueError: it is not.
+            ValueError: Data, key or settings differ.
         """
         if self != other:
             raise ValueError(
@@ -96,6 +95,7 @@ class Secret(ABC):
         return f"<{self.title}>"
 
     def _mac(self, purpose: str, message: bytes) -> bytes:
+        """Return HMAC-SHA256 of a message, with an own domain for each purpose."""
         return hmac.digest(self.key, purpose.encode() + b"\0" + message, hashlib.sha256)
 
     def __copy__(self) -> Self:
@@ -116,15 +116,15 @@ class Secret(ABC):
 
 @dataclass(frozen=True, repr=False)
 class InclusionRecord(Secret):
-    """The coins of a set of canaries. Secret: shows nothing of itself, and is not pickled.
+    """The inclusion bits of a set of canaries. Secret, so it is not pickled.
 
     Attributes:
-        key: 32 bytes that all else follows from.
+        key: The key of 32 bytes.
         digests: SHA-256 of each canary, in order.
         probability: The probability of inclusion.
-        times: how often a canary may be repeated, each equally likely, whatever its coin is.
-        included: whether each canary is in the data.
-        repeats: how often each canary stands in the data if it is included.
+        times: The possible numbers of repetitions, equally likely and independent of inclusion.
+        included: Whether each canary is in the data.
+        repeats: The number of repetitions of each canary if it is included.
     """
 
     title: ClassVar[str] = "inclusion record"
@@ -144,30 +144,30 @@ class InclusionRecord(Secret):
             raise ValueError(f"times must be numbers in rising order, got {self.times}")
         object.__setattr__(self, "probability", float(self.probability))
         threshold = self.probability * 2**_BITS
-        coins = tuple(
+        included = tuple(
             self._number("coin", i, digest) < threshold for i, digest in enumerate(self.digests)
         )
         tiers = (
             self._number("times", i, digest) * len(self.times) >> _BITS
             for i, digest in enumerate(self.digests)
         )
-        object.__setattr__(self, "included", coins)
+        object.__setattr__(self, "included", included)
         object.__setattr__(self, "repeats", tuple(self.times[tier] for tier in tiers))
 
     @property
     def commitment(self) -> str:
         """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits.
 
-        Publish it before a run: who gets the record's file afterwards can check that no coin was
-        changed. With a seed that can be guessed it hides nothing.
+        Publish it before a run. Whoever gets the record's file afterwards can then check that no
+        inclusion bit was changed. With a seed that can be guessed it hides nothing.
         """
         return self._mac("commitment", self._committed_bytes()).hex()
 
     def places(self, length: int) -> list[tuple[int, int]]:
-        """Return where the included canaries stand among ``length`` items of data.
+        """Return the places of the included canaries among ``length`` items of data.
 
-        The gap between items in which a canary stands (or would stand) is uniform over all gaps,
-        and depends on no coin.
+        A canary is inserted into a gap between items. The gap is uniform over all gaps, and depends
+        on no inclusion bit.
 
         Returns:
             (place, canary) pairs by their places in the data with canaries, one for each copy.
@@ -203,9 +203,9 @@ class InclusionRecord(Secret):
         )
 
     def _committed_bytes(self) -> bytes:
-        coins = bytes(self.included)
+        included = bytes(self.included)
         stated = f"{SCHEMA} {self.probability!r} {len(self.digests)} times {self.times} "
-        return stated.encode() + b"".join(self.digests) + coins
+        return stated.encode() + b"".join(self.digests) + included
 
     def _number(self, purpose: str, index: int, digest: bytes) -> int:
         """Return a number uniform below 2^64."""
@@ -214,10 +214,10 @@ class InclusionRecord(Secret):
 
 
 def seed_key(seed: int) -> bytes:
-    """Return the key that a seed stands for.
+    """Return the key of a seed.
 
     Raises:
-        ValueError: the seed is no integer of at least 0.
+        ValueError: The seed is not an integer of at least 0.
     """
     check_integer("seed", seed, at_least=0, hint="None draws from the operating system")
     return hashlib.sha256(f"lightning-fedleak canaries {seed}".encode()).digest()
@@ -234,19 +234,19 @@ def draw_or_load(
     *,
     action: str,
 ) -> S:
-    """Return the secret of a file if it exists, else one that is drawn and written to that file.
+    """Return the secret of a file if it exists; else draw one, and write it to the file.
 
     Args:
-        kind: the class of the secret.
-        draw: returns one by its key.
-        seed: determines the key; None draws it from the operating system.
-        file: The file that all processes see; None for none.
-        action: what is drawn, for the error: ``"draw canaries"``.
+        kind: The class of the secret.
+        draw: A function that returns the secret of a key.
+        seed: The seed of the key; None draws the key from the operating system.
+        file: The file that all processes see; None: no file.
+        action: The action for the error message, such as ``"draw canaries"``.
 
     Raises:
-        ValueError: several processes have neither seed nor file, or the file's is of other data or
-            settings.
-        PermissionError: others may read the file.
+        ValueError: Several processes have neither seed nor file, or the secret of the file has
+            other data or settings.
+        PermissionError: Other users may read the file.
     """
     if file is None and seed is None and _several_processes():
         raise ValueError(
@@ -261,7 +261,7 @@ def draw_or_load(
         try:
             drawn.save(file)
         except FileExistsError:
-            pass  # another process was first: its draw is used
+            pass  # another process wrote its draw first, which is used
         else:
             return drawn
     saved = kind.load(file)
@@ -270,11 +270,11 @@ def draw_or_load(
 
 
 _SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Where launchers say how many processes there are, before the processes know of each other."""
+"""Variables by which launchers set the number of processes, before torch.distributed starts."""
 
 
 def _several_processes() -> bool:
-    """Return whether other processes train too, by torch or by what launchers set."""
+    """Return whether there are several processes, by torch or by the launcher's variables."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size() > 1
     return any(int(os.environ.get(name, "1")) > 1 for name in _SIZES)

@@ -1,8 +1,8 @@
-"""Rows that reference models are trained on, drawn without looking at who is a member.
+"""The training rows of reference models, drawn independently of membership.
 
-A reference must not have seen a row that it scores, and which rows it is trained on must not depend
-on who is a member. Trained on the non-members themselves it would tell members of a model that was
-trained on none of them.
+A reference must not be trained on a row that it scores, and its training rows must not depend on
+membership. A reference that was trained on exactly the non-members would report members even for a
+model that was trained on no row.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 
 
 def halves(n: int, count: int, seed: int = 0) -> Tensor:
-    """Return (count, n) bool, the rows that each reference is trained on.
+    """Return (count, n) bool, the random half of the rows that each reference is trained on.
 
-    Reference 2 k + 1 is trained on the rows that reference 2 k is not trained on.
+    References 2 k and 2 k + 1 have complementary halves.
     """
     generator, rows = torch.Generator().manual_seed(seed), []
     for _ in range(0, count, 2):
@@ -29,18 +29,18 @@ def halves(n: int, count: int, seed: int = 0) -> Tensor:
 
 
 def draw_references(asked: int, rest: int, rows: int, seed: int) -> Tensor:
-    """Return (K, asked + rest) bool, which rows each of K references is trained on.
+    """Return (K, asked + rest) bool, the rows that each of K references is trained on.
 
-    Where ``rest`` has so many rows, one reference is trained on them and scores all that are asked
-    about. Else there are two, on random halves of everything, each of which scores the rows that it
-    was not trained on. Neither looks at who is a member, so that members and others stay
-    exchangeable.
+    If there are enough further rows, one reference is trained on ``rows`` of them, and scores all
+    queried rows. Else there are two references, on complementary random halves of all rows; each
+    scores the rows that it was not trained on. Neither choice depends on membership, so members and
+    non-members stay exchangeable.
 
     Args:
-        asked: rows that the models are asked about; they come first.
-        rest: further rows, in random order.
-        rows: The rows that one reference is to be trained on.
-        seed: draws the halves.
+        asked: The number of queried rows, which come first.
+        rest: The number of further rows, which are in random order.
+        rows: The number of rows that one reference needs.
+        seed: The seed of the halves.
     """
     if rows > rest:
         return halves(asked + rest, 2, seed)
@@ -53,7 +53,7 @@ class _ReferenceData(Dataset[Any]):
     """Some rows of the user's data, as a data set.
 
     Attributes:
-        sources: For each row a data set, and its place in it.
+        sources: The data set and the index of each row.
     """
 
     sources: Sequence[tuple[Any, int]]
@@ -71,10 +71,9 @@ class ReferenceRows:
     """The rows that references are trained on.
 
     Attributes:
-        sources: n rows of the user's data, members and others: a data set, and the place in it.
-        inside: (K, n) bool, which of them each of one or two references is trained on.
-        row_of: (N,) int64, the row that each of the N texts stands in that the models are asked
-            about.
+        sources: The data set and the index of each of n rows, members and non-members.
+        inside: (K, n) bool, the rows that each of one or two references is trained on.
+        row_of: (N,) int64, the row of each of the N queried texts.
     """
 
     sources: Sequence[tuple[Any, int]]
@@ -83,11 +82,11 @@ class ReferenceRows:
 
     @property
     def data(self) -> list[_ReferenceData]:
-        """Return what each reference is trained on."""
+        """Return the training data of each reference."""
         rows = (inside.nonzero()[:, 0].tolist() for inside in self.inside)
         return [_ReferenceData([self.sources[n] for n in chosen]) for chosen in rows]
 
     @property
     def seen(self) -> Tensor:
-        """Return (N,) bool, the texts that the first reference is trained on, and the last not."""
+        """Return (N,) bool, the texts that the first reference is trained on; a second is not."""
         return self.inside[0, self.row_of]

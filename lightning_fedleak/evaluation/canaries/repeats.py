@@ -1,9 +1,13 @@
 """Find the texts of a pool that occur elsewhere in the data, as a whole, nearly, or in part.
 
-A text that stands in the training data twice is memorized more, and a text that was left out while
-its copy was trained on looks like a member. So neither plays a game of membership. Copies are
-grouped, and a group is asked about as one text, by how many of its rows were trained on. Who is
-whose copy is decided on all rows, by a rule that looks at neither coin nor order.
+A *pool* holds the texts whose membership is tested. A text that is in the training data twice is
+memorized more. A held-out text with a copy in the training data looks like a member. So neither
+takes part in a test of membership. Copies are grouped, and a group is queried as one text, with the
+number of its rows that were trained on. Copies are identified on all rows, by a rule that depends
+on neither membership nor order.
+
+:func:`scored_texts` selects the texts of a pool. It calls :func:`find_repeats`, which hashes runs
+of label tokens: long runs to find shared passages, short *pieces* to find near copies.
 """
 
 from __future__ import annotations
@@ -27,15 +31,15 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.taps import Text
 
 Part = Literal["long", "short", "prompts", "pairs"]
-"""What is compared: texts of 8 label tokens or more, of 1 to 7, prompts, or pairs of answers."""
-MIN_LABELS = 8  # label tokens of a long text; shorter ones are a pool of their own. Not tuned
-RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave
-PIECE = 8  # label tokens in a row that near copies share: one word in ten may differ. Not tuned
-COPY_SHARE = 0.8  # of a text's label tokens in common pieces; lower: forms with a gap are copies
-FRAME_SHARE = 0.5  # of the texts; a piece in more of them is their frame, and tells no copies
-TEMPLATE_SHARE = 0.01  # of the texts; a run in more of them is a template or a system prompt
+"""The kind of a pool: texts of 8 label tokens or more, of 1 to 7, prompts, or pairs of answers."""
+MIN_LABELS = 8  # label tokens of a long text; shorter texts form a pool of their own. Not tuned
+RUN = 13  # label tokens of a shared passage, as in GPT-3's contamination check; fewer: more repeats
+PIECE = 8  # label tokens of a piece, which near copies share: one word in ten may differ. Not tuned
+COPY_SHARE = 0.8  # share of tokens in common pieces of a copy; lower: filled-in forms are copies
+FRAME_SHARE = 0.5  # share of texts; a piece in more texts is a frame, which does not make copies
+TEMPLATE_SHARE = 0.01  # share of texts; a run in more texts is a template or a system prompt
 ROWS_AT_ONCE = 512  # rows hashed together; more take memory and are no faster
-TEMPLATE_ROWS = 20  # texts at least, so that in small data a run that 16 of them share still counts
+TEMPLATE_ROWS = 20  # texts with a template or frame, at least; so 16 texts with a run still count
 
 Hashes = NDArray[np.uint64]
 Ints = NDArray[np.int64]
@@ -49,20 +53,19 @@ class _ScoredTexts:
     """The texts of a pool that are scored.
 
     Attributes:
-        rows: n places in the pool: texts that occur nowhere else, in their order, and one for each
-            text of which two rows or more were trained on.
-        times: (n,) int64, rows of the training data that a text stands in; 1 for all that occur
-            nowhere else, trained on or not.
-        short: texts that were left out because they have fewer than 8 label tokens.
-        repeated: texts of which another row repeats the whole or a part.
-        copies: places of the rows that each scored text stands for, itself included, as far as
-            they are in the pool.
-        short_rows: places of the texts with 1 to 7 label tokens that occur nowhere else, prompt
-            and answer together; they are a pool of their own.
-        short_copies: For each such text that two rows or more were trained on, the places of its
-            rows in the pool and the number of all that were trained on.
-        prompt_rows: places of the texts whose prompt has 8 tokens or more, and which no other
-            row's prompt repeats as a whole or, in the pool, in part.
+        rows: The n indices of the scored texts: first the unique texts, in their order; then one
+            text for each group of copies of which two rows or more were trained on.
+        times: (n,) int64, number of rows of the training data with each text; 1 for unique texts,
+            trained on or not.
+        short: The number of texts with fewer than 8 label tokens.
+        repeated: The number of long texts of which another row repeats the whole or a part.
+        copies: For each scored text, the indices of the rows that it stands for, itself included.
+        short_rows: The indices of the texts with 1 to 7 label tokens that are unique, prompt and
+            answer together. They form a pool of their own.
+        short_copies: For each short text that two rows or more were trained on, the indices of its
+            rows, and the number of all its rows that were trained on.
+        prompt_rows: The indices of the texts with a prompt of 8 tokens or more that no other row
+            repeats as a whole, and no other text of the pool in part.
     """
 
     rows: list[int]
@@ -77,15 +80,16 @@ class _ScoredTexts:
 
 @dataclass(frozen=True)
 class PoolRows:
-    """Say which rows of the training data the texts of a pool are.
+    """The rows of the training data that the texts of a pool stand for.
 
     Attributes:
-        copies: of each of N texts, the numbers of the rows that it stands for; of those that were
-            not trained on, anything.
-        times: (N,) int64, rows of the training data that each text stands in.
-        apart: numbers of the rows that are not scored, and why: ``"short"`` or ``"unknown"``.
-        short_copies: numbers of the rows of each short text that repeats, and how often it does;
-            they are not scored.
+        copies: For each of N texts, the numbers of its rows; arbitrary for texts that were not
+            trained on.
+        times: (N,) int64, number of rows of the training data with each text.
+        apart: The reason by the number of each row that is not scored: ``"short"`` or
+            ``"unknown"``.
+        short_copies: For each short text with copies, the numbers of its rows, and how many rows
+            were trained on; they are not scored.
     """
 
     copies: Sequence[Sequence[int]]
@@ -100,10 +104,10 @@ class PoolRows:
         """Return the rows of a pool's texts.
 
         Args:
-            texts: that might have been scored.
-            scored: those of them that are.
-            numbers: of the row that each of the texts is; -1 where it was not trained on.
-            short: the short ones stand behind the scored ones in the pool.
+            texts: The texts that might have been scored.
+            scored: The texts that are scored.
+            numbers: The number of each text's row; -1 if it was not trained on.
+            short: Whether the pool also holds the short texts, after the scored ones.
         """
         groups = scored.copies + [[row] for row in scored.short_rows if short]
         repeated = [places for places, _ in scored.short_copies]
@@ -126,13 +130,13 @@ def scored_texts(
 ) -> _ScoredTexts:
     """Return which texts are scored.
 
-    A group of copies stands for itself by a row that was trained on. A text of which one row was
-    trained on and a copy was left out is none, and is not scored.
+    One row that was trained on represents a group of copies. A group with only one row that was
+    trained on is not scored.
 
     Args:
         texts: The texts that may be scored.
-        trained: whether each of them was trained on.
-        elsewhere: all other rows of the data, and whether each was trained on.
+        trained: Whether each of them was trained on.
+        elsewhere: All other rows of the data, and whether each was trained on.
     """
     long = [row for row, text in enumerate(texts) if text.n_labels >= MIN_LABELS]
     pool = [texts[row] for row in long]
@@ -147,21 +151,21 @@ def scored_texts(
                 contents[text.content] += 1
                 trained_on[text.content] += side
             if text.n_labels < len(text.ids) - MIN_LABELS:
-                prompts[_name(text.prompt)] += 1
+                prompts[_digest(text.prompt)] += 1
             yield text, side
 
     stream = rows()
     repeats = find_repeats(pool, stream)
-    deque(stream, 0)  # where no text is long, nothing has read the rows
+    deque(stream, 0)  # without long texts, find_repeats has not consumed the rows
     short = [row for row, text in enumerate(texts) if 0 < text.n_labels < MIN_LABELS]
-    chosen = [row for row, again in zip(long, repeats.again.tolist(), strict=True) if not again]
-    asked = [(row, text.prompt) for row, text in enumerate(texts)]
-    asked = [(row, prompt) for row, prompt in asked if prompt.n_labels >= MIN_LABELS]
-    parts = find_repeats([p for _, p in asked], [(p, trained[row]) for row, p in asked]).again
+    unique = [row for row, again in zip(long, repeats.again.tolist(), strict=True) if not again]
+    queries = [(row, text.prompt) for row, text in enumerate(texts)]
+    queries = [(row, prompt) for row, prompt in queries if prompt.n_labels >= MIN_LABELS]
+    parts = find_repeats([p for _, p in queries], [(p, trained[row]) for row, p in queries]).again
     prompt_rows = [
         row
-        for (row, prompt), again in zip(asked, parts.tolist(), strict=True)
-        if not again and prompts[_name(prompt)] == 1
+        for (row, prompt), again in zip(queries, parts.tolist(), strict=True)
+        if not again and prompts[_digest(prompt)] == 1
     ]
     groups: dict[int, list[tuple[bytes, int, int]]] = {}
     for place, row in enumerate(long):
@@ -172,13 +176,13 @@ def scored_texts(
     for row in short:
         if trained[row] and trained_on[texts[row].content] > 1:
             copies.setdefault(texts[row].content, []).append(row)
-    ordered = sorted(map(sorted, groups.values()))  # the first by content, not by order
+    ordered = sorted(map(sorted, groups.values()))  # by content, so that order does not matter
     return _ScoredTexts(
-        chosen + [group[0][1] for group in ordered],
-        torch.tensor([1] * len(chosen) + [group[0][2] for group in ordered], dtype=torch.long),
+        unique + [group[0][1] for group in ordered],
+        torch.tensor([1] * len(unique) + [group[0][2] for group in ordered], dtype=torch.long),
         len(texts) - len(long),
-        len(long) - len(chosen),
-        [[row] for row in chosen] + [[row for _, row, _ in group] for group in ordered],
+        len(long) - len(unique),
+        [[row] for row in unique] + [[row for _, row, _ in group] for group in ordered],
         [row for row in short if contents[texts[row].content] == 1],
         [(rows, trained_on[content]) for content, rows in copies.items()],
         prompt_rows,
@@ -187,12 +191,12 @@ def scored_texts(
 
 @dataclass(frozen=True)
 class _Repeats:
-    """What repeats the texts of a pool.
+    """The repetitions of the texts of a pool.
 
     Attributes:
-        again: (N,) bool, whether another row repeats a text's whole, nearly all of it or a part.
-        units: (N,) int64, the same for copies of one text.
-        times: (N,) int64, rows that were trained on among the copies of each text, itself included.
+        again: (N,) bool, whether another row repeats a text as a whole, nearly, or in part.
+        units: (N,) int64, a number of each group of copies.
+        times: (N,) int64, number of rows that were trained on in each text's group.
     """
 
     again: Bools
@@ -201,27 +205,27 @@ class _Repeats:
 
 
 def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> _Repeats:
-    """Find the copies of each text of a pool, and texts that share a run with another one.
+    """Find the copies of each text of a pool, and texts that share a passage with another text.
 
-    Rows with the same label tokens are copies; of a classifier or a masked
-    model, rows with the same tokens, all of which then count. A text is a near copy where .8 of its
-    label tokens
-    lie in pieces of 8 in a row that other texts have. Tokens in pieces that more than half of the
-    texts have (and more than 20) are a frame, and do not count. Where no more than 8 others are
-    left the frame is the text. Copies that share a piece, of each one of its rarer ones, are one
-    text.
+    Rows with the same label tokens are copies. For a classifier or a masked model, all tokens must
+    be the same.
 
-    A text is repeated in part where it shares 13 label tokens in a row with another one. Runs that
-    more than 1% of the texts have (and more than 20) are templates and do not count; copies count
-    once, so that what is often repeated is no template. A text with fewer than 13 label tokens in a
-    row is compared as a whole.
+    A text is a near copy if 80% of its label tokens are in common pieces: 8 tokens in a row that
+    other texts also have. Pieces in more than half of the texts (and more than 20) form a frame,
+    whose tokens do not count. If the frame leaves no more than 8 tokens, the frame is the text.
+    Near copies form one group if they share a piece that is among the rarer ones of each.
 
-    The memory is that of the pool's runs, 80 bytes a token, and of rows that may be near copies.
-    The time is linear in the tokens of all rows.
+    A text is repeated in part if it shares a run of 13 label tokens with another text. Runs in more
+    than 1% of the texts (and more than 20) are templates and do not count. Copies count once here,
+    so that a text with many copies is no template. A text without 13 label tokens in a row is
+    compared as a whole.
+
+    It needs memory for the pool's runs, 80 bytes a token, and for rows that may be near copies. The
+    time is linear in the tokens of all rows.
 
     Args:
         pool: N texts that may be scored.
-        rows: all rows of the data, those of the pool among them, and whether each was trained on.
+        rows: All rows of the data, with those of the pool, and whether each was trained on.
 
     Examples:
         >>> import torch
@@ -241,12 +245,12 @@ def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> _Re
 
 
 class _Index:
-    """The runs of a pool's texts.
+    """The hashed runs of a pool's texts, of one length.
 
     Attributes:
-        runs: the hashes, sorted, each once.
-        owners: For each place, the text.
-        places: For each place, the run.
+        runs: The distinct hashes, sorted.
+        owners: The index of the text of each occurrence of a run.
+        places: The index of the run of each occurrence.
     """
 
     def __init__(self, pool: Sequence[Text], size: int) -> None:
@@ -255,8 +259,11 @@ class _Index:
         self._size = size
 
     def found_in(self, texts: Sequence[Text]) -> tuple[Ints, Ints, Ints]:
-        """Return which runs of the pool stand in texts, each once a text, as rows and runs; and of
-        each place of the texts the run, -1 for none of the pool.
+        """Return the runs of the pool that occur in texts.
+
+        Returns:
+            The index of a text and of a run, once for each pair; and the run of each place of the
+            texts, -1 for a run that is not in the pool.
         """
         hashes, row = _runs(texts, self._size)
         place = np.searchsorted(self.runs, hashes).clip(max=len(self.runs) - 1)
@@ -266,26 +273,31 @@ class _Index:
 
 
 class _Search:
-    """What is known of a pool's texts after some rows of the data."""
+    """Counts of the runs and copies of a pool's texts in the rows so far.
+
+    :meth:`read` adds rows, and :meth:`found` returns the repetitions at the end. ``candidates`` are
+    rows that may be near copies: the text, whether it was trained on, and whether it is the first
+    row with this text.
+    """
 
     def __init__(self, pool: Sequence[Text]) -> None:
         self.pool = pool
         self.runs, self.pieces = _Index(pool, RUN), _Index(pool, PIECE)
-        self.run_counts = np.zeros(len(self.runs.runs), np.int64)  # in texts of no copies
+        self.run_counts = np.zeros(len(self.runs.runs), np.int64)  # in texts that are no copies
         self.piece_counts = np.zeros(len(self.pieces.runs), np.int64)  # in different texts
-        names = [_name(text) for text in pool]
+        names = [_digest(text) for text in pool]
         self.numbers = {name: n for n, name in enumerate(dict.fromkeys(names))}
         self.contents = np.array([self.numbers[name] for name in names])
         self.copies = np.zeros((2, len(self.numbers)), np.int64)  # by side
-        self.known: set[bytes] = set()
-        self.near: list[tuple[Text, bool, bool]] = []  # what may be near copies
+        self.digests: set[bytes] = set()
+        self.candidates: list[tuple[Text, bool, bool]] = []
 
     def read(self, texts: Sequence[Text], trained: Sequence[bool]) -> None:
-        """Count what some rows of the data share with the pool."""
+        """Count the runs and copies that some rows of the data share with the pool."""
         fresh, others = np.zeros((2, len(texts)), bool)
-        for row, name in enumerate(map(_name, texts)):
-            fresh[row], others[row] = name not in self.known, name not in self.numbers
-            self.known.add(name)
+        for row, name in enumerate(map(_digest, texts)):
+            fresh[row], others[row] = name not in self.digests, name not in self.numbers
+            self.digests.add(name)
             if not others[row]:
                 self.copies[int(trained[row]), self.numbers[name]] += 1
         rows, pieces, places = self.pieces.found_in(texts)
@@ -293,14 +305,14 @@ class _Search:
         near = others & (_shares(texts, places >= 0, places < -1)[0] >= COPY_SHARE)
         rows, runs, _ = self.runs.found_in(texts)
         np.add.at(self.run_counts, runs[(fresh & others & ~near)[rows]], 1)
-        self.near += [
+        self.candidates += [
             (texts[row], bool(trained[row]), bool(fresh[row]))
             for row in np.flatnonzero(near).tolist()
         ]
 
     def found(self) -> _Repeats:
-        """Return what all rows say."""
-        n_texts, counts = len(self.known), self.piece_counts
+        """Return the repetitions, after all rows were read."""
+        n_texts, counts = len(self.digests), self.piece_counts
         frame = counts > max(TEMPLATE_ROWS, FRAME_SHARE * n_texts)
         common = (counts > 1) & ~frame
         places, owners = self.pieces.places, self.pieces.owners
@@ -320,16 +332,17 @@ class _Search:
         return _Repeats(again, units, times[units])
 
     def _count_near(self, common: Bools, frame: Bools, unit_of: Ints, times: Ints) -> Ints:
-        """Add other rows that are near copies to the ``times`` of their unit, and return how many
-        other texts have each run.
+        """Add rows outside of the pool that are near copies to the ``times`` of their unit.
+
+        Return the number of other texts with each run.
         """
         run_counts = self.run_counts.copy()
-        if not self.near:
+        if not self.candidates:
             return run_counts
-        texts, trained, fresh = zip(*self.near, strict=True)
+        texts, trained, fresh = zip(*self.candidates, strict=True)
         rows, pieces, places = self.pieces.found_in(texts)
-        known = (np.append(pieces_are, False)[places] for pieces_are in (common, frame))
-        copies = _shares(texts, *known)[0] >= COPY_SHARE
+        flags = (np.append(pieces_are, False)[places] for pieces_are in (common, frame))
+        copies = _shares(texts, *flags)[0] >= COPY_SHARE
         shared = unit_of[pieces]
         edges = np.searchsorted(rows, np.arange(len(texts) + 1))  # rows are sorted
         for row, is_trained in enumerate(trained):
@@ -343,28 +356,29 @@ class _Search:
         return run_counts
 
     def _units(self, near: Bools, binding: Bools) -> tuple[Ints, Ints]:
-        """Return (N,) the unit of each text, and that of near copies with each piece, -1 for none.
+        """Return (N,) the unit of each text, and the unit of each piece, -1 for none.
+
+        A unit is a group of copies. A near copy joins all near copies with its *binding piece*: of
+        its common pieces, sorted by the number of texts that have them, the one at the lower
+        quartile. This piece is rarer than passages that many texts share. It is not the rarest one,
+        which may be shared by only two of many copies.
 
         Args:
-            near: (N,) near copies.
-            binding: of each place of a text, whether its piece may tell whose copy it is.
-
-        A near copy is bound to all that have the piece at the lower quartile of its common ones by
-        their number: rarer than what many texts have in common, and not the rarest, which two
-        copies of many may share.
+            near: (N,) whether each text is a near copy.
+            binding: Whether the piece at each place of a text may bind it.
         """
         owners, places = self.pieces.owners, self.pieces.places
         bound = near[owners] & binding
         owners, places = owners[bound], places[bound]
         order = np.lexsort((self.pieces.runs[places], self.piece_counts[places], owners))
         owners, places = owners[order], places[order]
-        first, sizes = np.unique(owners, return_index=True, return_counts=True)[1:]
-        binds = np.isin(places, places[first + sizes // 4])
+        starts, sizes = np.unique(owners, return_index=True, return_counts=True)[1:]
+        binds = np.isin(places, places[starts + sizes // 4])
         n, n_contents = len(self.pool), len(self.numbers)
         nodes = n + n_contents + len(self.pieces.runs)
-        ends = np.append(owners[binds], np.arange(n))
-        others = np.append(n + n_contents + places[binds], n + self.contents)
-        graph = coo_array((np.ones(len(ends)), (ends, others)), (nodes, nodes))
+        sources = np.append(owners[binds], np.arange(n))
+        targets = np.append(n + n_contents + places[binds], n + self.contents)
+        graph = coo_array((np.ones(len(sources)), (sources, targets)), (nodes, nodes))
         labels = connected_components(graph, directed=False)[1]
         units = np.unique(labels[:n], return_inverse=True)[1]
         unit_of = np.full(len(self.pieces.runs), -1)
@@ -372,15 +386,15 @@ class _Search:
         return units, unit_of
 
 
-def _name(text: Text) -> bytes:
-    """Return 16 bytes that the label tokens of a text are known by."""
+def _digest(text: Text) -> bytes:
+    """Return a digest of 16 bytes of a text's label tokens."""
     labels = text.words
     labels = labels[labels != IGNORE_INDEX].contiguous()
     return hashlib.blake2b(labels.numpy().tobytes(), digest_size=16).digest()
 
 
 def _labels(texts: Sequence[Text], size: int) -> tuple[Ints, Ints]:
-    """Return the labels of all texts, a gap after each that no run reaches over, and the owners."""
+    """Return the labels of all texts, with a gap after each that no run spans, and their texts."""
     gap = torch.full((size,), IGNORE_INDEX)
     labels = torch.cat([part for text in texts for part in (text.words, gap)]).numpy()
     return labels, np.repeat(np.arange(len(texts)), [len(t.words) + size for t in texts])
@@ -389,37 +403,37 @@ def _labels(texts: Sequence[Text], size: int) -> tuple[Ints, Ints]:
 def _shares(
     texts: Sequence[Text], common: Bools, frame: Bools
 ) -> tuple[NDArray[np.float64], Bools]:
-    """Return (N,) the share of each text's label tokens outside of frames that common pieces hold.
+    """Return (N,) the share of each text's label tokens outside of frames that is in common pieces.
 
-    With it (N,) whether no more label tokens are outside of frames than one other word may uncover
-    at an end: such a text is all frame, and its share 1.
+    Also return (N,) whether a text is all frame: no more than 8 of its label tokens are outside of
+    frames, as many as one changed word at an end may uncover. Its share is 1.
 
     Args:
         texts: N texts.
-        common: of each piece of :func:`_runs`.
-        frame: of each of these pieces.
+        common: Whether each piece of :func:`_runs` is common.
+        frame: Whether each of these pieces is part of a frame.
     """
     labels, owners = _labels(texts, PIECE)
     inside = labels != IGNORE_INDEX
     starts = np.flatnonzero(windows(inside, PIECE).all(1))
     covered = []
-    for known in (common, frame):
+    for flags in (common, frame):
         edges = np.zeros(len(labels) + 1, np.int64)
-        np.add.at(edges, starts[known[: len(starts)]], 1)
-        np.add.at(edges, starts[known[: len(starts)]] + PIECE, -1)
+        np.add.at(edges, starts[flags[: len(starts)]], 1)
+        np.add.at(edges, starts[flags[: len(starts)]] + PIECE, -1)
         covered.append(edges.cumsum()[:-1] > 0)
-    own = inside & ~covered[1]
-    n_own, n_held = (
-        np.bincount(owners[part], minlength=len(texts)) for part in (own, own & covered[0])
+    body = inside & ~covered[1]
+    n_body, n_common = (
+        np.bincount(owners[part], minlength=len(texts)) for part in (body, body & covered[0])
     )
-    framed = (n_own <= PIECE) & (np.bincount(owners[inside], minlength=len(texts)) > n_own)
-    return np.where(framed, 1.0, n_held / np.maximum(n_own, 1)), framed
+    framed = (n_body <= PIECE) & (np.bincount(owners[inside], minlength=len(texts)) > n_body)
+    return np.where(framed, 1.0, n_common / np.maximum(n_body, 1)), framed
 
 
 def _runs(texts: Sequence[Text], size: int) -> tuple[Hashes, Ints]:
-    """Return the hashes of runs of so many label tokens in texts, and the text that each is of.
+    """Return the hashes of all runs of ``size`` label tokens in texts, and the text of each.
 
-    Texts without such a run have one of all their label tokens, behind the others.
+    A text without such a run has a hash of all its label tokens instead, after all other hashes.
     """
     labels, owners = _labels(texts, size)
     tokens = (labels.astype(np.uint64) + np.uint64(1)) * _MIX
@@ -428,7 +442,7 @@ def _runs(texts: Sequence[Text], size: int) -> tuple[Hashes, Ints]:
     hashes, rows = [windows(tokens, size)[whole] @ _POWERS[:size]], owners[whole]
     short = np.setdiff1d(np.arange(len(texts)), rows)
     for n in short:
-        every = tokens[(owners == n) & (labels != IGNORE_INDEX)]
-        powers = np.resize(_POWERS, len(every)) + np.arange(len(every), dtype=np.uint64)
-        hashes.append((every * powers).sum(keepdims=True) + np.uint64(len(every)))
+        values = tokens[(owners == n) & (labels != IGNORE_INDEX)]
+        powers = np.resize(_POWERS, len(values)) + np.arange(len(values), dtype=np.uint64)
+        hashes.append((values * powers).sum(keepdims=True) + np.uint64(len(values)))
     return np.concatenate(hashes), np.append(rows, short)

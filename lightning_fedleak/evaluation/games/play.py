@@ -1,7 +1,8 @@
-"""The security game Exp^AMI (Vu et al. 2024, Fig. 2), played many times on a real model and text.
+"""The security game Exp^AMI (Vu et al. 2024, Fig. 2), repeated many times on a real model and text.
 
-All adversaries of one call play the same games: same data, same bits, same targets. Those that add
-no layers guess from the gradient of the parameters that the model trains.
+:func:`play` runs all adversaries of one call on the same games: same data, same bits, same targets.
+Active adversaries add crafted layers to the model. Passive ones guess from the gradient of the
+parameters that the model trains.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.validate import check_integer, explain_errors
 
-PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
+PROBE_TOKENS = 4  # tokens of a prefix, and of the texts after it, that test for reading ahead
 
 
 def client_states(
@@ -91,13 +92,14 @@ class _PooledStates:
 
     def batch_states(self, data: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return (B, L, d) by layer for the batch ``data``, zero after the end of a row."""
-        rows = [self._row(row) for row in data]
+        rows = [self._states_of(row) for row in data]
         return {
             layer: nn.utils.rnn.pad_sequence([states[layer] for states in rows], batch_first=True)
             for layer in self.layers
         }
 
-    def _row(self, row: Tensor) -> dict[int, Tensor]:
+    def _states_of(self, row: Tensor) -> dict[int, Tensor]:
+        """Return the states of a sentence by layer, after computing its group if needed."""
         key = _key(row)
         if key not in self.states:
             group = self.groups[self.group_of[key]]
@@ -112,19 +114,20 @@ class _PooledStates:
 
 
 def _key(row: Tensor) -> tuple[int, ...]:
+    """Return the ids of a sentence as a key."""
     return tuple(row.tolist())
 
 
 def distinguishes_positions(anatomy: Anatomy) -> bool:
     """Return whether one word at two positions has two states at layer 0 (not so under rotary)."""
-    states = model_runs.hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
+    states = model_runs.hidden_states(anatomy, 0, _distinct_ids(anatomy, 1).expand(1, 2))
     return _differ(states[0, 0], states[0, 1])
 
 
 def reads_ahead(anatomy: Anatomy, layer: int) -> bool:
     """Return whether a token's hidden state at ``layer`` depends on the tokens after it."""
-    prefix, one, other = _some_ids(anatomy, 3 * PROBE_TOKENS).reshape(3, PROBE_TOKENS)
-    texts = torch.stack([torch.cat([prefix, one]), torch.cat([prefix, other])])
+    prefix, end, other_end = _distinct_ids(anatomy, 3 * PROBE_TOKENS).reshape(3, PROBE_TOKENS)
+    texts = torch.stack([torch.cat([prefix, end]), torch.cat([prefix, other_end])])
     states = model_runs.hidden_states(anatomy, layer, texts)
     return _differ(states[0, PROBE_TOKENS - 1], states[1, PROBE_TOKENS - 1])
 
@@ -135,7 +138,7 @@ def _differ(first: Tensor, second: Tensor) -> bool:
     return float(difference) > max(2 * torch.finfo(first.dtype).eps, 1e-5)
 
 
-def _some_ids(anatomy: Anatomy, n: int) -> Tensor:
+def _distinct_ids(anatomy: Anatomy, n: int) -> Tensor:
     """Return (n,) different ids from the middle of the vocabulary on, to skip special tokens."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     size = 2 * n if weight is None else len(weight)
@@ -150,7 +153,7 @@ def find_collisions(
     ahead: bool,
     positional: bool,
 ) -> Tensor:
-    """Return for which targets the attacked state also occurs elsewhere in the batch D.
+    """Return the targets whose attacked state also occurs elsewhere in the batch D.
 
     For them, the assumption of Lemma 1 of Vu et al. 2024 fails.
 
@@ -219,7 +222,7 @@ def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Gene
 Adversary = readers.MembershipAttack | readers.PassiveMembership
 
 Defend = Callable[[Tensor, Tensor | None], Tensor]
-"""Ids (B, L) that a client trains on instead of ids (B, L) with mask (B, L) or None."""
+"""A defence: from ids (B, L), and mask (B, L) or None, to the ids (B, L) that are trained on."""
 
 
 def play(
@@ -284,7 +287,7 @@ def _challenges(
 
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
-    """Run A_init."""
+    """Run A_init: check the model and the device, and prepare the attack."""
     passive = isinstance(attack, readers.PassiveMembership)
     if passive and anatomy.kind != "causal":
         raise ValueError(
@@ -298,7 +301,7 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
 
 
 class _GameRun:
-    """The challenger, the adversaries, and their guesses so far."""
+    """The challenger, the adversaries, and the guesses in the games so far."""
 
     def __init__(
         self,
@@ -342,6 +345,7 @@ class _GameRun:
         self.dtype = ""
 
     def _pool_states(self, planted: Tensor | None) -> _PooledStates:
+        """Return the states of all sentences that the games may need."""
         authors = self.config.protocol == "authors"
         rows = [*self.pool.rows, *([planted] if authors and planted is not None else [])]
         return _PooledStates(
@@ -358,7 +362,7 @@ class _GameRun:
         """Play the games of one challenge."""
         ids, mask, states = self._client_batch(challenge)
         query, embedded = self._server_states(challenge)
-        shared = self._shared(ids, mask) if self.passive else None
+        shared = self._shared_gradient(ids, mask) if self.passive else None
         upstreams: dict[tuple[int, str], Tensor] = {}
         for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
             start = time.perf_counter()
@@ -391,8 +395,8 @@ class _GameRun:
         self.truth["positions"].append(challenge.positions)
         self.truth["batches"].append(torch.full_like(challenge.positions, number))
 
-    def _shared(self, ids: Tensor, mask: Tensor | None) -> GradientSnapshot:
-        """Return the gradient of the client's batch in the parameters that are read."""
+    def _shared_gradient(self, ids: Tensor, mask: Tensor | None) -> GradientSnapshot:
+        """Return the gradient of the client's batch in the parameters that passive attacks need."""
         labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
         batch = TokenBatch(ids, labels, mask, self.anatomy.kind)
         gradients = readers.gradient_of(self.anatomy, batch, self.roles)

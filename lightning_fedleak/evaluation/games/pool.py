@@ -87,11 +87,11 @@ class GameResult:
     """Guesses and scores of one adversary in all games.
 
     Attributes:
-        attack: its name.
-        layer: at which it read; None for an attack that reads the model's own gradient.
-        granularity: ``"token"`` or ``"full"``; ``"text"`` for such an attack.
+        attack: The name of the attack.
+        layer: The attacked layer; None for an attack on the gradient of the model's own parameters.
+        granularity: ``"token"`` or ``"full"``; ``"text"`` for an attack without a layer.
         bits: (n,) bool, the secret b.
-        guesses: (n,) bool, the adversary's b'.
+        guesses: (n,) bool, the adversary's guess b'.
         scores: (n,) float64, higher is more likely a member.
         collides: (n,) bool, whether the hidden states of the target that this attack reads (of one
             token, or of its sentence) occur in D outside the target: then the assumption of Lemma 1
@@ -100,7 +100,7 @@ class GameResult:
         positions: (n,) int, the target token (not used by an attack on whole sentences).
         protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
         dtype: The dtype of the model.
-        seconds: the adversary's own work in all games (A_attack, gradient, A_guess).
+        seconds: The time of the adversary in all games (A_attack, gradient, A_guess).
         relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
 
@@ -133,9 +133,9 @@ class GameResult:
 
         Args:
             confidence: The confidence of the intervals.
-            fitted: take accuracy, F1 and advantage not from the adversary's own guesses, but from
-                a threshold on its scores that was fitted on other games: what the scores are worth
-                to someone who knows the outcome of such games.
+            fitted: Whether accuracy, F1 and advantage come from a threshold on the scores that was
+                fitted on other games, instead of the adversary's own guesses. It shows what the
+                scores are worth to someone who knows the outcome of such games.
         """
         guesses = None if fitted else self.guesses
         return membership_rates(
@@ -153,15 +153,15 @@ class GameResult:
 class SentencePool:
     """Distinct sentences that data sets and targets are drawn from.
 
-    Sentences are cut to ``tokens`` ids; of those that are equal then only one stays (Fig. 2 draws
-    a *set*), so two rows of a batch are never the same text.
+    Sentences are cut to ``tokens`` ids, and duplicates are dropped (Fig. 2 draws a *set*). So two
+    rows of a batch are never the same text.
 
     Args:
         rows: token ids of one sentence each, in the corpus's order.
-        tokens: ids at most in a row; longer rows are cut.
-        at_least: ids at least in a row, special ones not counted; shorter rows are dropped.
-        pad_id: written after the end of a row.
-        special_ids: ids that are no part of the text (start, separator, ...). They are never a
+        tokens: The maximum number of ids of a row; longer rows are cut.
+        at_least: The minimum number of ids of a row without special ones; shorter rows are dropped.
+        pad_id: The id that pads rows.
+        special_ids: The ids that are no part of the text (start, separator, ...). They are never a
             target: at such a token early layers depend little on the sentence.
 
     Attributes:
@@ -218,15 +218,15 @@ class SentencePool:
         at_least: int = 2,
         start_token_id: int | None = None,
     ) -> SentencePool:
-        """Return a pool of strings; the tokenizer cuts them, so they keep its special tokens.
+        """Return a pool of strings; the tokenizer cuts them, and so keeps its special tokens.
 
         Args:
-            texts: one sentence or document each; only the beginning of a long one is used.
+            texts: One sentence or document each, of which only a prefix of ``tokens`` ids is used.
             tokenizer: A tokenizer of Hugging Face.
             tokens: as in the class.
             at_least: as in the class.
-            start_token_id: written before every text, for a model that expects a start token that
-                its tokenizer does not write.
+            start_token_id: The id before every text, for a model that expects a start token that
+                its tokenizer does not add.
         """
         prefix = [] if start_token_id is None else [start_token_id]
         ids = tokenizer(list(texts), truncation=True, max_length=tokens - len(prefix))["input_ids"]
@@ -253,7 +253,7 @@ def pad(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple
 
 
 AUTHORS_POSITION = 10
-"""Index of the token that the authors' code asks for."""
+"""Index of the target token in the authors' code."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -291,10 +291,10 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
     differ between sentences in early layers.
 
     Args:
-        pool: the distribution.
-        config: how the games are played; the challenges depend on its seed and on nothing else.
-        spare: tokens at the end of a sentence that are no targets: 1 for a next-token loss, which
-            no hidden state of the last token enters.
+        pool: The sentences to draw from.
+        config: The settings of the games, with the only seed that the challenges depend on.
+        spare: The number of tokens at the end of a sentence that are no targets: 1 for a next-token
+            loss, which does not depend on the hidden state of the last token.
 
     Raises:
         ValueError: the pool has no more than ``batch`` sentences, or a row without a target.
@@ -376,7 +376,7 @@ def authors_challenges(
 
 
 def _target_places(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
-    """Return (k,) places of the tokens that may be targets."""
+    """Return (k,) indices of the tokens that may be targets."""
     ordinary = torch.tensor([i not in pool.special_ids for i in row.tolist()])
     return ordinary[: len(row) - spare].nonzero()[:, 0]
 

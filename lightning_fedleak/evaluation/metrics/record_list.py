@@ -1,10 +1,12 @@
-"""A list of training rows by what the trained model gives away of them, and its private file.
+"""Lists of the training rows that a trained model leaks, and their private files.
 
-Lists of the training texts that a trained model leaks, with p-values and a lower bound.
+A list holds a membership score and a p-value of each row, the rows that pass a false-discovery
+rate, and a lower bound on the number of leaked rows.
 
-A text's score is compared with those of texts that a random draw left out. Its p-value is over that
-draw: how often a text that was not trained on would score as high. It is no p-value of this text
-alone, since some texts score high whether they were trained on or not.
+The score of a row is compared with the scores of non-members: rows that a random draw held out of
+training. The p-value is over that draw: the probability that a row that was not trained on scores
+as high. It is not a p-value of this row alone, because some texts score high whether they were
+trained on or not.
 """
 
 from __future__ import annotations
@@ -32,22 +34,24 @@ from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.private_files import check_private, write_lines
 from lightning_fedleak.validate import explain_errors
 
-BARS = 256  # places in the order of others that count; more: slower, and the bound hardly rises
-HALVINGS = 24  # of the search for the level of each bar; more: the bound hardly rises
+BARS = 256  # ranks of non-members that are compared; more: slower, and the bound hardly rises
+HALVINGS = 24  # bisections of the level of each rank; more: the bound hardly rises
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 def record_p_values(scores: Tensor, members: Tensor) -> Floats:
-    """Return the p-value of each of n members, ``(1 + others that score as high) / (m + 1)``.
+    """Return the p-value of each member, ``(1 + h) / (m + 1)``.
+
+    Of the m non-members, h score at least as high as the member.
 
     Args:
         scores: (N,) higher is more likely a member.
         members: (N,) bool.
 
     Raises:
-        ValueError: no members, no others, or a score that is NaN.
+        ValueError: There are no members or no non-members, or a score is NaN.
     """
     score, member = _pool(scores, members)
     others = np.sort(score[~member])
@@ -57,27 +61,28 @@ def record_p_values(scores: Tensor, members: Tensor) -> Floats:
 
 
 def listed(p_values: Floats, rate: float) -> NDArray[np.bool_]:
-    """Return which records a list with a false-discovery rate holds (Benjamini-Hochberg).
+    """Return which members are in the list at a false-discovery rate (Benjamini-Hochberg).
 
-    P-values that share their others keep the rate (Bates et al. 2023, arXiv 2104.08279, section 2).
+    The rate holds although all p-values share the same non-members (Bates et al. 2023, arXiv
+    2104.08279, section 2).
 
     Args:
         p_values: The p-values of all members.
-        rate: expected share of records in the list that chance explains.
+        rate: The false-discovery rate: the expected share of false discoveries in the list.
     """
     chosen: NDArray[np.bool_] = false_discovery_control(p_values, method="bh") <= rate
     return chosen
 
 
 def smallest_list(n_members: int, n_others: int, rate: float) -> int:
-    """Return how many records a list holds at least, if it holds any.
+    """Return the smallest number of records in a list that is not empty.
 
-    A p-value is at least ``1 / (m + 1)``, so that fewer others make only longer lists.
+    A p-value is at least ``1 / (m + 1)``. So with fewer non-members, only longer lists can pass.
 
     Args:
         n_members: The number of members that are tested.
-        n_others: m, that they are compared with.
-        rate: The rate of the list's false discoveries.
+        n_others: m, the number of non-members.
+        rate: The false-discovery rate of the list.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.record_list import smallest_list
@@ -88,18 +93,19 @@ def smallest_list(n_members: int, n_others: int, rate: float) -> int:
 
 
 def at_least(scores: Tensor, members: Tensor, alpha: float) -> int:
-    """Return how many members score higher than chance explains, but for a probability alpha.
+    """Return a lower bound on the number of members that training made to score higher.
 
-    If n exchangeable texts were put among m others, at most V_j of them would lie above the j-th
-    highest other, at all j at once, with probability 1 - alpha. V is a level of the exact law of
-    each place (negative hypergeometric); that it holds at all of them at once is counted over all
-    orders. Members above the j-th other beyond V_j were recognised by what training did to them.
-    The bound is the highest over j. Ties are counted against the members.
+    Suppose that n texts are exchangeable with m non-members. Then with probability ``1 - alpha``,
+    for all ranks j at once, at most V_j of the n texts score above the j-th highest non-member. V_j
+    is a quantile of the negative hypergeometric distribution, at one level for all j. The level is
+    chosen by counting the orders of all texts in which no V_j is exceeded. Members above the j-th
+    non-member in excess of V_j are due to training. The bound is the largest excess over j. Ties
+    count against the members.
 
     Args:
         scores: (N,) higher is more likely a member.
         members: (N,) bool.
-        alpha: probability that the bound is too high.
+        alpha: The probability that the bound is too high.
 
     Raises:
         ValueError: as :func:`record_p_values` does.
@@ -112,22 +118,22 @@ def at_least(scores: Tensor, members: Tensor, alpha: float) -> int:
 
 
 def most_provable(n_members: int, n_others: int, alpha: float) -> int:
-    """Return what :func:`at_least` says where every member scores above all others.
+    """Return the bound of :func:`at_least` if every member scores above all non-members.
 
     Args:
         n_members: The number of members of the pool.
         n_others: The number of non-members of the pool.
-        alpha: probability that the bound is too high.
+        alpha: The probability that the bound is too high.
     """
     return max(0, n_members - int(_envelope(n_members, n_others, alpha)[1].min()))
 
 
 @lru_cache(maxsize=64)
 def _envelope(n: int, m: int, alpha: float) -> tuple[Ints, Ints]:
-    """Return places in the order of m others, from 1, and how many of n may lie above each."""
+    """Return ranks among m non-members, from 1, and how many of n texts may score above each."""
     bars = np.unique(np.geomspace(1, m, min(m, BARS)).round().astype(np.int64))
     tails = np.stack([_tail(n, m, int(j)) for j in bars])
-    low, high = math.log(alpha / len(bars)), math.log(alpha)  # the first holds by the union bound
+    low, high = math.log(alpha / len(bars)), math.log(alpha)  # low is valid by the union bound
     limits = (tails > math.exp(low)).sum(1)
     for _ in range(HALVINGS):
         level = (low + high) / 2
@@ -140,7 +146,7 @@ def _envelope(n: int, m: int, alpha: float) -> tuple[Ints, Ints]:
 
 
 def _tail(n: int, m: int, j: int) -> Floats:
-    """Return (n,) the probability that at least 1, 2, ... n lie above the j-th of m others."""
+    """Return (n,) the probability that at least 1, 2, ... n texts are above the j-th of m."""
     h = np.arange(n + 1)
 
     def choices(total: int | Ints, part: int | Ints) -> Floats:
@@ -153,9 +159,10 @@ def _tail(n: int, m: int, j: int) -> Floats:
 
 
 def _stays_below(n: int, m: int, bars: Ints, limits: Ints) -> float:
-    """Return the share of all orders of n and m texts in which no bar has more of n above it.
+    """Return the share of all orders of n and m texts in which no limit is exceeded.
 
-    Orders are counted by their begin, up to the j-th of the m, by how many of n it holds.
+    A dynamic program over j counts the prefixes of orders that end at the j-th of the m texts, by
+    how many of the n texts they hold.
     """
     caps = np.full(m + 1, n)
     caps[bars] = limits
@@ -171,7 +178,7 @@ def _stays_below(n: int, m: int, bars: Ints, limits: Ints) -> float:
     return math.exp(scale + math.log(counts.sum()) - float(orders))
 
 
-FALSE_DISCOVERIES = 0.1  # rate of a list; lower: shorter lists, which need more others
+FALSE_DISCOVERIES = 0.1  # default false-discovery rate; lower: shorter lists, more non-members
 NOT_SAID = (
     "p is over the draw of rows, and not of this row: some texts score high though they were not "
     "trained on.",
@@ -180,24 +187,23 @@ NOT_SAID = (
     "A row that is not listed is not shown to be safe.",
     "After rows are dropped by this list the rows that were left out are used up: draw again.",
 )
-"""What may not be concluded, which each file says first."""
+"""Conclusions that a list does not support; the head of each file holds them."""
 
 
 @dataclass(frozen=True)
 class _RecordLine:
-    """What is known of a row of the training data.
+    """The results of a row of the training data.
 
     Attributes:
-        row: its number, counted from 0.
-        status: ``"scored"``; ``"repeated"``: the row has copies, so that no draw of one row says
-            anything of it; ``"short"``; or ``"unknown"``: it shares a passage with another row.
-        score: what it gained beyond texts like it, in nats a token; None where it was not asked,
-            as short rows with copies are not.
-        p: how often a row that was left out scores as high; None where there is no such draw.
-        listed: whether it is in the list; None where no list can be shown.
-        labels: tokens that the loss was computed on; None where it was not asked.
-        repeats: rows of the training data that hold the text.
-        group: number of its group of copies; None without copies.
+        row: The number of the row, counted from 0.
+        status: ``"scored"``; ``"repeated"``: the row has copies, so that the draw of one row says
+            nothing about it; ``"short"``; or ``"unknown"``: it shares a passage with another row.
+        score: The membership score; None if the row was not scored, as for short rows with copies.
+        p: The p-value of :func:`record_p_values`; None if the row has none.
+        listed: Whether the row is in the list; None if there are too few members for a list.
+        labels: The number of tokens that the loss was computed on; None if it was not scored.
+        repeats: The number of rows of the training data with this text.
+        group: The number of its group of copies; None without copies.
     """
 
     row: int
@@ -212,10 +218,10 @@ class _RecordLine:
 
 @dataclass(frozen=True)
 class RecordList:
-    """Training rows by what the trained model gives away of them, without any of their words.
+    """The training rows by what the trained model leaks of them, without their text.
 
-    Rows with copies come first, then all others from the highest score on, then those that were not
-    scored.
+    Rows with copies come first, then the scored rows, both from the highest score on. Rows that
+    were not scored come last.
 
     Examples:
         >>> import torch
@@ -228,8 +234,8 @@ class RecordList:
         (200, 193, 0)
 
     Attributes:
-        head: the counts, what they rest on, and what may not be concluded.
-        lines: The lines of each row.
+        head: The counts, the settings behind them, and the conclusions that they do not support.
+        lines: The line of each row.
     """
 
     head: Mapping[str, Any]
@@ -251,15 +257,15 @@ class RecordList:
 
         Args:
             scores: (N,) higher is more likely a member.
-            members: (N,) bool, those that were trained on.
-            labels: (N,) tokens that the loss is computed on.
-            rows: which rows the texts are.
-            rate: The rate of false discoveries.
-            alpha: probability that ``at_least`` is too high.
-            **facts: of the run, for the head.
+            members: (N,) bool, whether each text was trained on.
+            labels: (N,) number of tokens that the loss is computed on.
+            rows: The rows of the training data that the texts stand for.
+            rate: The false-discovery rate.
+            alpha: The probability that ``at_least`` is too high.
+            **facts: Facts about the run, for the head.
 
         Raises:
-            ValueError: no members or no others that occur once, or a score that is NaN.
+            ValueError: No member or no non-member occurs only once, or a score is NaN.
         """
         alone = rows.times == 1
         score, member = scores[alone], members[alone]
@@ -285,13 +291,13 @@ class RecordList:
             for group, text in enumerate((~alone & members).nonzero()[:, 0].tolist(), 1)
             for row in sorted(rows.copies[text])
         ]
-        first = len({line.group for line in groups}) + 1
+        first_group = len({line.group for line in groups}) + 1
         groups += [
             _RecordLine(row, "repeated", repeats=times, group=group)
-            for group, (copies, times) in enumerate(rows.short_copies, first)
+            for group, (copies, times) in enumerate(rows.short_copies, first_group)
             for row in sorted(copies)
         ]
-        apart = [_RecordLine(row, why) for row, why in sorted(rows.apart.items())]
+        unscored = [_RecordLine(row, why) for row, why in sorted(rows.apart.items())]
         head = {
             "kind": "records",
             "version": version("lightning-fedleak"),
@@ -305,7 +311,7 @@ class RecordList:
             "at_least": at_least(score, member, alpha) if provable else None,
             "provable": provable,
             **dict.fromkeys(("repeated", "short", "unknown"), 0),
-            **Counter(line.status for line in groups + apart),
+            **Counter(line.status for line in groups + unscored),
             "used_up": False,
             "not_said": NOT_SAID,
         }
@@ -313,11 +319,11 @@ class RecordList:
         def by_score(line: _RecordLine) -> float:
             return -(line.score or 0.0)
 
-        return cls(head, [*sorted(groups, key=by_score), *sorted(lines, key=by_score), *apart])
+        return cls(head, [*sorted(groups, key=by_score), *sorted(lines, key=by_score), *unscored])
 
     @property
     def counts(self) -> dict[str, float]:
-        """Return the counts for the logs; NaN where one is unknown."""
+        """Return the counts for the logs; unknown counts are NaN."""
         names = ("listed", "at_least", "smallest_list", "repeated", "members", "others", "alpha")
         values = {name: self.head[name] for name in names}
         values |= {
@@ -328,7 +334,7 @@ class RecordList:
         return {n: math.nan if value is None else float(value) for n, value in values.items()}
 
     def riskiest(self, share: float) -> list[_RecordLine]:
-        """Return the first lines, a share of all that have a score; of copies all or none."""
+        """Return the first lines, a share of those with a score; groups of copies stay whole."""
         scored = [line for line in self.lines if line.score is not None]
         count = math.ceil(share * len(scored))
         while 0 < count < len(scored) and scored[count - 1].group is not None:
@@ -338,20 +344,20 @@ class RecordList:
         return scored[:count]
 
     def save(self, path: Path) -> None:
-        """Write the list to a file of mode 0600, whole or not at all, over an earlier one.
+        """Write the list to a file of mode 0600, atomically; an existing file is replaced.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The file cannot be written.
         """
         write_lines(path, [self.head, *map(asdict, self.lines)])
 
     @classmethod
     def load(cls, path: Path) -> RecordList:
-        """Return what :meth:`save` wrote.
+        """Return the list from a file of :meth:`save`.
 
         Raises:
-            ValueError: others may use the file, or it is no such list.
-            OSError: it cannot be read.
+            ValueError: Other users may access the file, or it is not such a list.
+            OSError: The file cannot be read.
         """
         unread = f"'{path}' cannot be used as a list of records"
         with explain_errors(unread, ValueError, KeyError, TypeError, error=ValueError):
@@ -362,7 +368,7 @@ class RecordList:
             return cls(head, [_RecordLine(**line) for line in lines])
 
     def used_up(self) -> RecordList:
-        """Return the list, marked as one that rows were dropped by."""
+        """Return the list, marked as used to drop rows."""
         return replace(self, head={**self.head, "used_up": True})
 
 
@@ -375,21 +381,22 @@ def list_records(
     scores: Tensor | None = None,
     **settings: Any,
 ) -> RecordList:
-    """Return the list of a pool that a model and its base were asked about.
+    """Return the list of a pool, from the outputs of a model and its base.
 
     Args:
-        released: what they said of N texts.
-        members: (N,) bool, those that were trained on.
-        rows: which rows the texts are.
-        short: they have 1 to 7 label tokens, and the score of those.
-        scores: (N,) others to list by, such as those beyond reference models; None: the texts' own.
+        released: The outputs on N texts.
+        members: (N,) bool, whether each text was trained on.
+        rows: The rows of the training data that the texts stand for.
+        short: Whether the texts have 1 to 7 label tokens, and so the score for short answers.
+        scores: (N,) scores to use instead, such as gains beyond reference models; None: the default
+            score is computed.
         **settings: as :meth:`RecordList.of` takes them.
 
     Raises:
-        ValueError: no members or no others that occur once, or numbers that are not finite.
+        ValueError: No member or no non-member occurs only once, or a number is not finite.
     """
     if scores is None and short:
         scores = ShortAnswers().score(released)
     elif scores is None:
-        scores = gain_beyond(released, rows.times == 1)  # copies would bend the others' fit
+        scores = gain_beyond(released, rows.times == 1)  # a fit on copies would be biased
     return RecordList.of(scores, members, released.now.labels.sum(1), rows, **settings)

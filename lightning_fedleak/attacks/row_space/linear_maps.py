@@ -1,10 +1,10 @@
 """The linear maps of a model, and the inputs that they read.
 
-A linear map is a weight matrix: of ``nn.Linear`` or ``Conv1D``, or a LoRA's factor. Its gradient's
-rows are combinations of its inputs. :func:`find_linear_maps` lists the maps.
+A linear map is a weight matrix: of ``nn.Linear`` or ``Conv1D``, or a LoRA's factor. The rows of its
+gradient are combinations of its inputs. :func:`find_linear_maps` lists the maps.
 :func:`find_known_inputs` finds those whose input the token (and its position) determines, and
-groups the maps that read the same input. Inputs are compared in runs of the model, so that norms, scaled embeddings, fused projections
-and parallel blocks need not be known by name.
+groups the maps that read the same input. Inputs are compared in runs of the model, so that norms,
+scaled embeddings, fused projections and parallel blocks need not be known by name.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Known
 
     They are found by three runs on texts of four tokens: as they are, with other tokens at places 0
     and 2, and with one token repeated. An input at places 1 and 3 that changes with its neighbours
-    has been mixed by attention. One that differs between places of the repeated token is positional.
+    has been mixed by attention. One that differs between places of a repeated token is positional.
 
     Args:
         anatomy: The model.

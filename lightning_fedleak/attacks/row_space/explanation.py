@@ -185,7 +185,7 @@ _RIDGE = 1e-9  # share of a Gram matrix's mean diagonal that makes it invertible
 _ACCURATE = 0.9  # quantile of errors up to which entries measure the misfit; not tuned
 
 Finder = Callable[[Sequence[Tensor], Sequence[float]], tuple[PursuitResult, Tensor]]
-"""Explains rows with noise of these standard deviations; returns the result and its (k, d) atoms."""
+"""Explains rows with noise of these standard deviations: the result, and its atoms (k, d)."""
 
 
 @dataclass(eq=False)

@@ -6,7 +6,9 @@ class, its settings and the number of steps.
 
 An update of plain SGD is a sum of gradients. With momentum it is a weighted sum. Weight decay adds
 a multiple of the initial weights, which :meth:`LocalSteps.without_decay` removes: a simulation of
-the optimizer without gradients shows the multiple. Adam and similar optimizers divide each entry by its size.
+the optimizer without gradients shows the multiple.
+
+Adam and similar optimizers divide each entry by its size.
 :meth:`LocalSteps.invert` inverts a single first step of Adam: because of eps, an entry's step is
 shorter than the learning rate, by an amount that depends on the gradient. Several steps cannot be
 inverted, but an attack can be fitted on public updates that the same optimizer class makes.

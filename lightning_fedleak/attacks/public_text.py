@@ -190,8 +190,8 @@ class PublicText:
         Args:
             anatomy: the model, which runs in eval mode without gradients and is not changed.
             n: number of texts.
-            length: maximal number of tokens of a text; a text also ends at the model's end token and
-                at its context length.
+            length: maximal number of tokens of a text; a text also ends at the model's end token
+                and at its context length.
             seed: The seed of the random numbers.
 
         Raises:

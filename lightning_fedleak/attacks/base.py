@@ -194,8 +194,7 @@ class Attack(ABC):
     wait. If False, the whole model is gathered before, which takes its memory on each process."""
 
     config_names: ClassVar[tuple[str, ...]] = ()
-    """The names of attributes that :meth:`config` returns; ``settings.steps`` is returned as
-    ``steps``."""
+    """Attributes that :meth:`config` returns; ``settings.steps`` is returned as ``steps``."""
     _facts = RunFacts()
 
     def __init__(self, name: str | None = None) -> None:

@@ -35,10 +35,7 @@ _MARGIN = 3.0  # distance of all outputs from 0 at which training stops; not tun
 _BATCH = 256  # public samples in a training step; more: slower steps, not tuned
 
 _HARDER_RUNGS = (0.9, 0.8, 0.6, 0.4, 0.2)
-"""Thresholds above the decision threshold, as shares of the distance to the target's output.
-
-A *rung* is one of several thresholds on the network's output. Not tuned.
-"""
+"""Thresholds above the decision's, as shares of the distance to the target's output; not tuned."""
 
 _EASIER_RUNGS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
 """Thresholds below the decision threshold, as multiples of the same distance; not tuned."""

@@ -59,10 +59,7 @@ def _positive_scores(scores: Tensor, surface: str) -> base.WordGuess:
 
 
 _MAX_RATE_RATIO = 50.0
-"""Largest learning rate of a round over the rate that its update is divided by; not tuned.
-
-It bounds how much decay can have shrunk a row.
-"""
+"""Largest learning rate of a round over the rate that its update is divided by; not tuned."""
 
 
 class BagOfWords(base.Attack):

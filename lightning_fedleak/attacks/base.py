@@ -1,6 +1,9 @@
-"""The interface of attacks: from a snapshot, and what the adversary knows, to a guess.
+"""The interface of attacks: an adversary turns an observation of the training into a guess.
 
-It hands on what every attack needs besides: its adversary's threat model and the observation.
+An engine calls :meth:`Attack.meet`, :meth:`Attack.needs` and :meth:`Attack.prepare` before the
+training, :meth:`Attack.refresh` after weights have changed, and :meth:`Attack.run` on observations.
+Names that every attack needs, such as ``ThreatModel`` and ``Observation``, can be imported from
+here.
 """
 
 from __future__ import annotations
@@ -65,15 +68,17 @@ class WordGuess(Guess):
         tensor([1, 2])
 
     Attributes:
-        types: (k,) distinct token ids, best first if there are scores.
-        scores: (V,) higher is more likely used, or None if the attack only decides.
-        n_types: the attack's estimate of the number of types, or None.
-        surface: ``"output"`` for words predicted (labels), ``"input"`` for words read.
+        types: (k,) distinct token ids, in order of descending score if there are scores.
+        scores: (V,) score of each type, higher if its use is more likely; None if the attack gives
+            a set without scores.
+        n_types: the attack's estimate of the number of used types, or None.
+        surface: ``"output"`` for the words that the model predicts (labels), ``"input"`` for the
+            words that it reads.
         certified: whether the adversary can verify that no type is missing; None if the attack has
             no certificate.
-        capacity: how many types the attack can distinguish; None if that is unknown.
-        silent: (m,) tokens that may be missing although the rest is certified, since they would
-            leave no trace; None where nothing is certified.
+        capacity: number of types that the attack can distinguish; None if unknown.
+        silent: (m,) tokens that may be missing although all other types are certified, because they
+            would leave no trace; None if nothing is certified.
     """
 
     types: Tensor
@@ -87,13 +92,15 @@ class WordGuess(Guess):
 
 @dataclass(frozen=True)
 class Query:
-    """The targets of a game: candidate texts of a membership game.
+    """The candidate texts of a membership game: was each of them in the batch?
 
     Attributes:
-        input_ids: (G, L) one target sentence per row.
+        input_ids: (G, L) token ids, one candidate text per row.
         attention_mask: (G, L), 0 where padded, or None.
-        positions: (G,) the token of each sentence that is tested; None lets the attack choose.
-        labels: (G, L) of a causal model, -100 where the loss ignores a token; None for no such.
+        positions: (G,) position of the token of each text that is tested; None lets the attack
+            choose.
+        labels: (G, L) labels for a causal model, -100 where the loss ignores a token; None if it
+            ignores no token.
     """
 
     input_ids: Tensor
@@ -104,20 +111,21 @@ class Query:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What an adversary knows of the run, besides what it sees.
+    """What an adversary knows of the run in addition to its observations.
 
-    A server that prescribes the training knows all of it.
+    A server that prescribes the training knows all of these facts.
 
     Attributes:
-        precision: in the Trainer's words (``"bf16-mixed"``); None if unknown.
+        precision: the Trainer's ``precision`` (``"bf16-mixed"``); None if unknown.
         autocast: dtype that the client's forward is cast to; None without autocast.
         optimizer: class name of the optimizer of the parameters that are read; None without one.
-        optimizer_settings: its settings, as plain values.
-        local_steps: optimizer steps whose weight change is shared; None if single gradients are.
+        optimizer_settings: the optimizer's settings, as plain values.
+        local_steps: number of optimizer steps whose weight change is shared; None if single
+            gradients are shared.
         defended: the data that the run's defences change.
-        step: optimizer step that the fit begins at; above 0 if it was resumed.
-        compression: The compression of each tensor before it is shared; None without one, or where
-            what it leaves out is sent in later steps.
+        step: optimizer step at which the fit begins; above 0 if it was resumed.
+        compression: The compression of each tensor before it is shared; None without one, or if
+            omitted entries are sent in later steps.
     """
 
     precision: str | None = None
@@ -131,11 +139,11 @@ class RunFacts:
 
 
 class Attack(ABC):
-    """An adversary. Subclasses set ``threat_model`` and implement ``needs`` and ``run``.
+    """The base of attacks. Subclasses set ``threat_model`` and implement ``needs`` and ``run``.
 
-    ``prepare`` may compute on the model before training starts, ``refresh`` when the weights have
+    ``prepare`` may run the model before the training starts, ``refresh`` when the weights have
     changed. Neither changes the model or its gradients. ``run`` uses no global random numbers and
-    works on the device of the observation. docs/api/extending.md shows an attack of your own.
+    works on the device of the observation. docs/api/extending.md shows how to write an attack.
 
     Examples:
         >>> from lightning_fedleak import (
@@ -161,32 +169,32 @@ class Attack(ABC):
     threat_model: ClassVar[ThreatModel]
     default_name: ClassVar[str]
     reads_adaptive_updates: ClassVar[bool] = False
-    """Whether :meth:`run` reads weight changes that are no sums of gradients, such as Adam's, or
-    raises an error that says why not. If False, there is no result for them."""
+    """Whether :meth:`run` accepts weight changes that are not sums of gradients, such as Adam's, or
+    raises an error with the reason. If False, there is no result for them."""
     reads_compressed: ClassVar[frozenset[str]] = frozenset()
-    """The compressions (``snapshot.compression``) that :meth:`run` knows how to read. Of what
-    another one left of a gradient there is no result."""
+    """The compressions (``snapshot.compression``) that :meth:`run` can read. There is no result for
+    gradients that are compressed in another way."""
     needs_control: bool = True
-    """Whether a low number counts only beside a control, for which :meth:`run` is called again on a
-    gradient of known words. False: it is called once a look, and nothing shows what a change of the
-    gradient hid from it."""
+    """Whether a low result counts only if a control succeeds, for which :meth:`run` is called again
+    on a gradient of known words. If False, :meth:`run` is called once per measurement, and nothing
+    shows whether a change of the gradient made the attack fail."""
     for_uneven_losses: ClassVar[bool] = False
-    """Whether it chooses itself only in steps whose labels weigh differently in the loss, by class,
-    token or text: there the attacks that learn from public text read less."""
+    """Whether the attack is chosen automatically only in steps whose labels have different weights
+    in the loss, by class, token or text. Attacks that learn from public text recover less there."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
     after :meth:`load_state_dict`."""
     needs_float64: ClassVar[bool] = False
-    """Whether it computes in float64 on the model's device, which Apple's GPUs do not support."""
+    """Whether the attack computes in float64 on the model's device, which Apple's GPUs lack."""
 
     gathers: ClassVar[bool] = False
-    """Whether :meth:`prepare` and :meth:`refresh` read only parts of a model that is sharded: by
-    running it as far as they need, by modules' attributes, by ``whole_tensor``, on every process
-    alike, with the same token ids; an error on one process alone leaves the others waiting. If
-    False, the whole model is gathered for them, which takes its memory on each."""
+    """Whether :meth:`prepare` and :meth:`refresh` themselves gather the parts that they need of a
+    sharded model: by running the model, by modules' attributes, or by ``whole_tensor``. Every
+    process must do the same with the same token ids; if one alone raises an error, the other ones
+    wait. If False, the whole model is gathered before, which takes its memory on each process."""
 
     config_names: ClassVar[tuple[str, ...]] = ()
-    """Attributes that :meth:`config` returns; ``settings.steps`` is there as ``steps``."""
+    """Attributes that :meth:`config` returns; ``settings.steps`` is returned as ``steps``."""
     _facts = RunFacts()
 
     def __init__(self, name: str | None = None) -> None:
@@ -196,7 +204,7 @@ class Attack(ABC):
         """Raise an error if the model's device does not support this attack's arithmetic.
 
         Raises:
-            ValueError: says which device, and what to do.
+            ValueError: the device has no float64, and the attack needs it.
         """
         kind = anatomy.device.type
         if self.needs_float64 and kind in WITHOUT_FLOAT64:
@@ -206,7 +214,7 @@ class Attack(ABC):
             )
 
     def meet(self, facts: RunFacts) -> None:
-        """Store facts of the run, before :meth:`prepare` and whenever they change."""
+        """Store the facts of the run; called before :meth:`prepare` and whenever they change."""
         self._facts = facts
 
     def check_updates(self, facts: RunFacts) -> None:  # noqa: B027
@@ -216,8 +224,8 @@ class Attack(ABC):
             facts: The facts of the run, with its local steps and the optimizer's settings.
 
         Raises:
-            UnusableObservation: says what to change; :class:`Inapplicable` if the method is not
-                made for such updates.
+            UnusableObservation: the updates cannot be read; the message says what to change. It is
+                an :class:`Inapplicable` if the method is not made for such updates.
         """
 
     @abstractmethod
@@ -225,10 +233,10 @@ class Attack(ABC):
         """Return the gradients and activations that this attack reads from this model."""
 
     def prepare(self, anatomy: Anatomy) -> None:  # noqa: B027
-        """Calibrate on what the adversary knows (public text, the model)."""
+        """Calibrate on the adversary's prior knowledge (public text, the model)."""
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float | None:
-        """Return the seconds that a run at a look will take; None if that is not known, or little.
+        """Return an estimate of the seconds of one :meth:`run`; None if unknown or negligible.
 
         Args:
             anatomy: the model, before :meth:`prepare`.
@@ -237,7 +245,7 @@ class Attack(ABC):
         return None
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:  # noqa: B027
-        """Follow a model whose weights have changed."""
+        """Update the calibration to a model whose weights have changed."""
 
     @abstractmethod
     def run(self, view: Observation, query: Query | None = None) -> Guess:
@@ -248,7 +256,7 @@ class Attack(ABC):
         """
 
     def require_calibration(self, calibration: Stored | None) -> Stored:
-        """Return what :meth:`prepare` stored, or raise ``RuntimeError`` if nothing is."""
+        """Return the calibration of :meth:`prepare`, or raise ``RuntimeError`` if it is None."""
         if calibration is None:
             raise RuntimeError(
                 f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
@@ -260,12 +268,12 @@ class Attack(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Restore what ``state_dict`` returned."""
+        """Restore the tensors that ``state_dict`` returned."""
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports, as plain numbers and strings.
 
-        Of public text it is the first digits of its SHA-256.
+        A public text is represented by the first digits of its SHA-256.
         """
         values = {name: attrgetter(name)(self) for name in self.config_names}
         return {
@@ -276,25 +284,26 @@ class Attack(ABC):
     def arguments(self) -> dict[str, object]:
         """Return the settings that a saved state must agree with.
 
-        By default they are those of :meth:`config`. An attack whose ``config`` has measured values
-        leaves them out.
+        By default they are those of :meth:`config`. An attack whose ``config`` includes measured
+        values omits them here.
         """
         return self.config()
 
     def fingerprint(self) -> str:
-        """Return what a saved state must agree with, as one string."""
+        """Return :meth:`arguments` as one string, to compare with that of a saved state."""
         return repr(sorted(self.arguments().items()))
 
 
 def check_readable(largest: Tensor, name: str) -> None:
-    """Raise an error for a gradient with NaN or infinity, or of zeros alone.
+    """Raise an error for a gradient that has NaN or infinity, or is all zero.
 
     Args:
-        largest: () size of its largest number, or of a number that is NaN if one of them is.
-        name: The name of the gradient, which begins the message.
+        largest: () its largest magnitude, or another number that is NaN, infinite or 0 in these
+            cases, such as a norm.
+        name: The name of the gradient, with which the message begins.
 
     Raises:
-        UnusableObservation: nothing can be read.
+        UnusableObservation: the gradient is non-finite or all zero.
     """
     check_finite(largest, name)
     if not bool(largest > 0):
@@ -302,10 +311,10 @@ def check_readable(largest: Tensor, name: str) -> None:
 
 
 def refuse_tied(are_tied: bool, attack: str, matrix: str) -> None:
-    """Raise an error if head and embedding, of which an attack reads one, are one matrix.
+    """Raise an error if head and embedding are tied, for an attack that reads one of them.
 
     Raises:
-        ValueError: they are.
+        ValueError: head and embedding are one matrix.
     """
     if are_tied:
         raise ValueError(

@@ -1,11 +1,17 @@
-"""The updates that an optimizer makes from gradients in a round of local steps.
+"""Gradients from the updates of rounds of local steps, as far as the optimizer allows it.
 
-A server that prescribes the training knows the optimizer's class and settings, and how many steps a
-client takes. Plain SGD shares a sum of gradients. Momentum and decay change that sum linearly, and
-the same optimizer on the same weights without a gradient shows by how much, so that it is undone
-here. Adam and similar optimizers divide each entry by its size. Adam's first step can be inverted:
-it adds eps to that size, so that an entry's step is shorter than the learning rate. Several steps
-cannot, but an attack can be fitted on public updates that the same class makes.
+In a round a client takes several optimizer steps and shares the change of its weights.
+:class:`LocalSteps` describes a round: a server that prescribes the training knows the optimizer's
+class, its settings and the number of steps.
+
+An update of plain SGD is a sum of gradients. With momentum it is a weighted sum. Weight decay adds
+a multiple of the initial weights, which :meth:`LocalSteps.without_decay` removes: a simulation of
+the optimizer without gradients shows the multiple.
+
+Adam and similar optimizers divide each entry by its size.
+:meth:`LocalSteps.invert` inverts a single first step of Adam: because of eps, an entry's step is
+shorter than the learning rate, by an amount that depends on the gradient. Several steps cannot be
+inverted, but an attack can be fitted on public updates that the same optimizer class makes.
 """
 
 from __future__ import annotations
@@ -30,15 +36,16 @@ from lightning_fedleak.model.snapshots import (
 
 _UNSUPPORTED = ("Optimizer", "LBFGS", "SparseAdam", "Adafactor", "Muon")  # not entry by entry
 _ROUNDINGS = 3.0  # float32 roundings in one step of Adam; fewer make errors too small, not tuned
-_SHORT = 3.0  # standard deviations by which a step must be short to show a size; not tuned
+_SHORT = 3.0  # a step shows a size if it is this many errors shorter than the rate; not tuned
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "maximize")
-"""Settings of optimizers that do not change an update (ascending ones are refused before)."""
+"""Optimizer settings that do not change an update (``maximize=True`` is refused before)."""
 
 
 def decays_apart(facts: RunFacts) -> bool:
-    """Return whether a round shrinks weights by a share, apart from the effect of gradients.
+    """Return whether a round has weight decay that is independent of the gradients.
 
-    It is False if single gradients are shared, or if the optimizer is not known.
+    Such decay shrinks all weights by the same share. The result is False if single gradients are
+    shared, or if the optimizer is not known.
     """
     try:
         steps = LocalSteps.from_facts(facts)
@@ -48,7 +55,7 @@ def decays_apart(facts: RunFacts) -> bool:
 
 
 def explain_stale_optimizer(name: str) -> str:
-    """Return why a round is not read if its optimizer kept its state from the round before."""
+    """Return the message for a round whose optimizer kept its state from earlier rounds."""
     return (
         "call optimizer.state.clear() where a round begins, as a federated client does: "
         f"{name} goes on with its state of earlier rounds"
@@ -59,7 +66,7 @@ def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
     """Raise an error for a round whose optimizer kept its state from earlier rounds.
 
     Raises:
-        UnusableObservation: says what to change, or that the optimizer is not known.
+        UnusableObservation: the optimizer kept its state, or is not known.
     """
     if isinstance(snapshot, UpdateSnapshot) and not snapshot.fresh:
         steps = LocalSteps.from_facts(facts)
@@ -68,14 +75,14 @@ def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
 
 
 def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
-    """Raise an error for rounds that are compressed after anything but plain steps of SGD.
+    """Raise an error for compressed rounds of any optimizer but plain SGD.
 
     Args:
         facts: The facts of the run, with its compression.
-        compressed: whether an update says that it is.
+        compressed: whether the update at hand is compressed, which the facts may not know.
 
     Raises:
-        Inapplicable: what the optimizer did cannot be undone on what was left.
+        Inapplicable: the optimizer's effect cannot be undone on the entries that were sent.
     """
     steps = LocalSteps.from_facts(facts) if compressed or facts.compression else None
     if steps is not None and not steps.plain:
@@ -86,15 +93,16 @@ def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
 
 
 def copy_weights(anatomy: Anatomy, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return copies of parameters, whole, such as a round begins with."""
+    """Return copies of whole parameters by name, to store the weights that a round begins with."""
     parameters = ((name, anatomy.parameter(name)) for name in names)
     return {n: whole_tensor(p).clone() for n, p in parameters if p is not None}
 
 
 def rounding_error(weight: Tensor) -> float:
-    """Return the standard deviation of the error of storing ``weight`` (V, d), in its worst rows.
+    """Return the standard deviation of the rounding error of storing ``weight`` (V, d).
 
-    It is that of a uniform error of one unit in the last place, at the 90% quantile of the rows.
+    The error of an entry is uniform over one unit in the last place. The result is the 90% quantile
+    over the rows, of each row's root mean square.
     """
     exponent = torch.frexp(weight.float()).exponent - 1
     unit = torch.finfo(weight.dtype).eps * torch.exp2(exponent.float())
@@ -104,11 +112,11 @@ def rounding_error(weight: Tensor) -> float:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """A round, as the server prescribes it.
+    """A round of local steps, as the server prescribes it.
 
     Attributes:
-        optimizer: class of torch.optim.
-        settings: its arguments.
+        optimizer: optimizer class of torch.optim.
+        settings: arguments of the class.
         steps: number of optimizer steps in a round.
     """
 
@@ -118,7 +126,7 @@ class LocalSteps:
 
     @classmethod
     def from_facts(cls, facts: RunFacts) -> LocalSteps | None:
-        """Return the round of a run; None if single gradients are shared, or nothing is known.
+        """Return the round of a run; None if single gradients are shared, or no optimizer is known.
 
         Raises:
             UnusableObservation: the optimizer is not in torch.optim, or ascends.
@@ -137,7 +145,7 @@ class LocalSteps:
             raise UnusableObservation("an optimizer that ascends (maximize=True) is not read")
         arguments = inspect.signature(kind.__init__).parameters
         settings = {n: v for n, v in group.items() if n in arguments and n not in _IMPLEMENTATION}
-        if not settings.get("lr", 1.0):  # a warm-up that begins at 0
+        if not settings.get("lr", 1.0):  # a warm-up that starts at 0: use the rate after it
             settings["lr"] = group.get("initial_lr", 0.0)
         if settings.get("lr") == 0.0:
             del settings["lr"]
@@ -150,19 +158,18 @@ class LocalSteps:
 
     @property
     def plain(self) -> bool:
-        """Return whether updates are sums of gradients as they are."""
+        """Return whether updates are sums of gradients: those of SGD without momentum and decay."""
         return self.linear and not self.carries and not self.settings.get("weight_decay")
 
     @property
     def carries(self) -> bool:
-        """Return whether a step depends on the state that earlier steps left in the optimizer."""
+        """Return whether a step depends on optimizer state of earlier steps, such as momentum."""
         return not self.linear or bool(self.settings.get("momentum"))
 
     def sums(self, *, fresh: bool) -> bool:
-        """Return whether updates are combinations of gradients, and of nothing else.
+        """Return whether updates are linear combinations of the round's gradients alone.
 
-        They are with momentum too, if a round begins with a fresh optimizer: the update of one step
-        is then its gradient, or with Nesterov's momentum a multiple of it.
+        With momentum they are if a round begins with a fresh optimizer.
         """
         return self.linear and (fresh or not self.carries) and not self.settings.get("weight_decay")
 
@@ -188,9 +195,9 @@ class LocalSteps:
     def without_decay(self, update: Tensor, before: Tensor, rate: float) -> Tensor:
         """Return an update without the change that the round makes if there is no gradient.
 
-        If decay is linear, that change is proportional to the weights, with momentum too, and the
-        rest of SGD's update is a combination of gradients. The decay of plain Adam, which divides
-        it like a gradient, stays.
+        SGD's and decoupled decay change the weights in proportion to themselves, also with
+        momentum. Without that change SGD's update is a combination of gradients. The decay of plain
+        Adam is part of the gradient that Adam divides, and stays.
 
         Args:
             update: ``(before - after) / rate``.
@@ -206,24 +213,28 @@ class LocalSteps:
         """Raise an error if the round depends on the optimizer's state of earlier rounds.
 
         Raises:
-            UnusableObservation: says what to change.
+            UnusableObservation: the optimizer has such state and is not fresh.
         """
         if self.carries and not fresh:
             raise UnusableObservation(explain_stale_optimizer(self.optimizer.__name__))
 
     @property
     def decays_apart(self) -> bool:
-        """Return whether decay shrinks weights by a share, and is not divided as a gradient is."""
+        """Return whether weight decay is independent of gradients, as in SGD and AdamW."""
         return self.linear or self._decouples_decay
 
     @property
     def _decouples_decay(self) -> bool:
+        """Return whether weight decay is decoupled, as in AdamW."""
         argument = self.settings.get("decoupled_weight_decay")
         return self.optimizer is torch.optim.AdamW or bool(argument)
 
     @property
     def largest(self) -> float:
-        """Return the mean step in units of the rate if every gradient is the same."""
+        """Return the largest change of a weight per step, in units of the learning rate.
+
+        It is that of a weight whose gradient is the same in every step.
+        """
         no_decay = {"weight_decay": 0.0} if "weight_decay" in self.settings else {}
         return -self._simulate(0.0, 1.0, **no_decay) / self.rate / self.steps
 
@@ -238,7 +249,7 @@ class LocalSteps:
         """Return the gradient of a first step of Adam, and its error.
 
         The step is ``rate g / (|g| + eps)`` in each entry. In units of the rate it is shorter than
-        1 by ``eps / (|g| + eps)``, which shows ``g`` within the rounding of the stored weights.
+        1 by ``eps / (|g| + eps)``. From this g follows, up to the rounding of the stored weights.
 
         Args:
             update: ``(before - after) / rate`` of a round that is :attr:`invertible`.
@@ -258,19 +269,19 @@ class LocalSteps:
         unit = torch.finfo(before.dtype).eps * torch.exp2(torch.frexp(largest).exponent - 1.0)
         storage = unit / (6**0.5 * rate)  # rounded twice: by the decay, and by the step
         arithmetic = _ROUNDINGS * torch.finfo(torch.float32).eps
-        doubt = (storage.square() + (arithmetic * change).square() + noise**2).sqrt()
-        short = torch.maximum(1 - change.abs(), doubt)
-        gradient = eps * change / short
-        error = (gradient.abs() + eps).square() / eps * doubt
+        change_error = (storage.square() + (arithmetic * change).square() + noise**2).sqrt()
+        shortfall = torch.maximum(1 - change.abs(), change_error)
+        gradient = eps * change / shortfall
+        error = (gradient.abs() + eps).square() / eps * change_error
         decay = float(self.settings.get("weight_decay") or 0.0)
         if decay and not self._decouples_decay:
             gradient = gradient - decay * weight
             error = torch.hypot(error, torch.finfo(torch.float32).eps * decay * weight.abs())
-        error[1 - change.abs() < _SHORT * doubt] = torch.inf
+        error[1 - change.abs() < _SHORT * change_error] = torch.inf
         return gradient, error
 
     def describe(self) -> dict[str, object]:
-        """Return plain values that identify the round."""
+        """Return the optimizer, its settings and the number of steps as plain values."""
         return {
             "optimizer": self.optimizer.__name__,
             "steps": self.steps,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lightning_fedleak.model.anatomy import without_peft
 
-_ROWS = 64  # rows that the map is fitted to and checked on; not tuned
-_ROUNDINGS = 4  # roundings of the logits' dtype that a map may be off by; not tuned
+_ROWS = 64  # rows of logits that the map is fitted to and checked on; not tuned
+_ROUNDINGS = 4  # largest error of a map in roundings of the logits' dtype; not tuned
 _STRICT, _LOOSE = 2e-5, 1e-3
-"""Largest error of a map, as a share of the largest logit, in float32 and with TF32's products."""
+"""Largest error of a map as a share of the largest logit, in float32 and with TF32 products."""
 _UNCAPPED = 0.95  # share of the softcap up to which a logit can be inverted; not tuned
 
 
@@ -28,8 +28,8 @@ class LogitMap:
 
     Attributes:
         scale: factor of the product ``W h + b``.
-        shift: (V,), or None.
-        softcap: largest size of a logit, or None.
+        shift: (V,) term that is added, or None.
+        softcap: bound on the magnitude of a logit, or None.
     """
 
     scale: float = 1.0
@@ -46,7 +46,7 @@ class LogitMap:
         return self.softcap * (logits / self.softcap).tanh()
 
     def steepness(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the cap at ``logits``; the map's is ``scale`` times that."""
+        """Return the cap's derivative at ``logits``; that of the map is ``scale`` times it."""
         return 1.0 if self.softcap is None else 1 - (logits / self.softcap).square()
 
     @classmethod
@@ -65,7 +65,7 @@ class LogitMap:
             product: the head, from (n, d) to (n, V).
 
         Raises:
-            ValueError: there is no such map.
+            ValueError: no such map gives the logits.
         """
         rounding = max(torch.finfo(t.dtype).eps for t in (states, logits))
         kind = logits.device.type
@@ -102,6 +102,7 @@ class LogitMap:
 
     @classmethod
     def _candidates(cls, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[LogitMap]:
+        """Yield maps to try, fitted to products x and logits y; the simplest first."""
         for cap in (*_softcaps(model), None):
             yield cls(softcap=cap)
             inverse = y if cap is None else cap * (y / cap).clamp(-1, 1).atanh()
@@ -121,7 +122,7 @@ class LogitMap:
                 yield cls(scale, level - scale * mean)
 
 
-PLAIN = LogitMap()
+PLAIN = LogitMap()  # the identity: logits are the head's product
 
 
 def _softcaps(model: nn.Module) -> list[float]:

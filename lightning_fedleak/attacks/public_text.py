@@ -1,4 +1,9 @@
-"""Text that an adversary has, as token ids, and batches of it."""
+"""Public text: text of the adversary that attacks are calibrated on, and batches of it.
+
+The ``public_text`` argument of an attack is parsed by :meth:`PublicText.parse` when the attack is
+created. :meth:`PublicText.resolve` returns the text in ``prepare``, when there is a model that can
+generate it for ``"sampled"``.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +23,14 @@ from lightning_fedleak.progress import track
 from lightning_fedleak.validate import check_choice, check_integer
 
 Sampled = Literal["sampled"]
-"""Text that a causal model writes itself."""
+"""The argument for text that a causal model generates itself."""
 
 MASK_RATE = 0.15  # share of a text's tokens that are masked, as in BERT's training
-_LENGTH = 64  # tokens of a sampled text at most; longer texts cost time, not tuned
+_LENGTH = 64  # maximal number of tokens of a sampled text; longer texts cost time, not tuned
 
 
 class MissingText(ValueError):
-    """An attack has no text to be calibrated on; the message names the argument to set."""
+    """An attack has no text to calibrate on; the message names the argument to set."""
 
 
 class PublicText:
@@ -43,11 +48,12 @@ class PublicText:
 
     Attributes:
         sentences: the texts as 1-D int64 tensors; texts of fewer than 2 tokens are dropped.
-        targets: those of an encoder-decoder, or None.
-        tokenizer: the argument.
+        targets: the targets of the texts for an encoder-decoder, or None.
+        tokenizer: the tokenizer that was given.
 
     Raises:
-        ValueError: there is no text, or strings without a tokenizer, or another number of targets.
+        ValueError: there is no text, there are strings without a tokenizer, or the numbers of texts
+            and targets differ.
 
     Examples:
         >>> import torch
@@ -98,7 +104,7 @@ class PublicText:
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
     def draw(self, sentences: int, generator: torch.Generator) -> Tensor:
-        """Return (sentences,) random indices of texts; none repeats until all have occurred."""
+        """Return (sentences,) random indices of texts; none repeats before all have occurred."""
         check_integer("sentences", sentences)
         rounds = range(-(-sentences // len(self)))
         orders = [torch.randperm(len(self), generator=generator) for _ in rounds]
@@ -116,8 +122,8 @@ class PublicText:
         """Return a random batch: each text cut to its first ``length`` tokens, padded on the right.
 
         Args:
-            sentences: rows of the batch.
-            length: tokens at most in a row, at least 2.
+            sentences: number of rows of the batch.
+            length: maximal number of tokens in a row, at least 2.
             generator: CPU generator; the batch depends on nothing else.
             kind: the meaning of the labels. ``"masked"`` replaces 15% of the tokens (at least one
                 per row) by ``mask_token_id`` and labels only those.
@@ -162,10 +168,10 @@ class PublicText:
         )
 
     def with_and_without_start(self) -> PublicText:
-        """Return the texts, every second one without its first token if all begin with the same.
+        """Return the texts; if all begin with the same token, every second one is without it.
 
         That token is a start token, which the text under attack may or may not have. First tokens
-        have large gradients in a tied embedding, so that a calibration should see both.
+        have large gradients in a tied embedding, so that a calibration should include both cases.
         """
         if len({int(s[0]) for s in self.sentences}) > 1:
             return self
@@ -174,18 +180,18 @@ class PublicText:
 
     @staticmethod
     def label(public_text: PublicText | Sampled | None) -> str | None:
-        """Return what identifies a public text: its digest, ``"sampled"``, or None."""
+        """Return an identifier of a public text: its digest, ``"sampled"``, or None."""
         return public_text.digest if isinstance(public_text, PublicText) else public_text
 
     @classmethod
     def sampled_from(cls, anatomy: Anatomy, n: int, length: int, seed: int = 0) -> PublicText:
-        """Return text that a causal model writes itself, to calibrate without any text.
+        """Return text that a causal model generates itself, to calibrate without any given text.
 
         Args:
             anatomy: the model, which runs in eval mode without gradients and is not changed.
             n: number of texts.
-            length: tokens of a text at most; a text also ends at the model's end token, and with
-                its context.
+            length: maximal number of tokens of a text; a text also ends at the model's end token
+                and at its context length.
             seed: The seed of the random numbers.
 
         Raises:
@@ -204,11 +210,11 @@ class PublicText:
         """Return the ``public_text`` argument of an attack in its parsed form; None stays None.
 
         Args:
-            public_text: a public text, texts, token ids, or ``"sampled"``.
-            tokenizer: The tokenizer of texts.
+            public_text: a :class:`PublicText`, strings, token ids, or ``"sampled"``.
+            tokenizer: The tokenizer of strings.
 
         Raises:
-            ValueError: it is one string of text, or texts without a tokenizer.
+            ValueError: it is a single string of text, or strings without a tokenizer.
         """
         if public_text is None or isinstance(public_text, PublicText):
             return public_text
@@ -220,10 +226,10 @@ class PublicText:
     def parse_required(
         cls, public_text: TextSource | None, tokenizer: Any, attack: str
     ) -> PublicText | Sampled:
-        """Return what :meth:`parse` returns, for an attack that cannot do without.
+        """Return the result of :meth:`parse`, for an attack that requires a public text.
 
         Raises:
-            ValueError: there is none.
+            ValueError: it is None.
         """
         text = cls.parse(public_text, tokenizer)
         if text is None:
@@ -250,8 +256,8 @@ class PublicText:
             anatomy: the model.
             seed: The seed of the random numbers.
             n: number of texts.
-            or_tokens: whether a model that writes no text gets random frequent tokens: an
-                encoder-decoder independent ones for source and target.
+            or_tokens: whether to return random frequent tokens for a model that cannot generate
+                text; for an encoder-decoder, source and target are then independent.
         """
         if isinstance(public_text, PublicText):
             return public_text
@@ -268,14 +274,15 @@ class PublicText:
 def frequent_tokens(
     anatomy: Anatomy, rows: int, length: int, generator: torch.Generator, size: int | None = None
 ) -> Tensor:
-    """Return random token ids (rows, length), frequent ones more often, without special tokens.
+    """Return random token ids (rows, length) without special tokens, in natural frequencies.
 
-    Tokenizers number tokens roughly by frequency: id i has odds of 1 / (10 + i).
+    Tokenizers number tokens roughly by frequency, so that id i is drawn with a probability
+    proportional to 1 / (10 + i).
 
     Args:
         anatomy: the model.
         rows: number of texts.
-        length: tokens of each text.
+        length: number of tokens of each text.
         generator: CPU generator.
         size: The size of the vocabulary; by default that of the model's input.
     """
@@ -299,6 +306,7 @@ def _token_ids(
     tokenizer: Any,
     argument: str,
 ) -> list[Tensor]:
+    """Return the token ids of each text; ``argument`` is the name of ``texts`` in messages."""
     if isinstance(texts, str):
         raise ValueError(
             f"{argument} of a PublicText are a sequence of texts (with tokenizer=) or of token ids;"
@@ -320,20 +328,21 @@ def _token_ids(
 
 
 def _pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return rows padded on the right, and where they are not padded."""
+    """Return rows padded on the right, and a mask that is True where they are not padded."""
     ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=0)
     lengths = torch.tensor([len(r) for r in rows])
     return ids, torch.arange(ids.shape[1])[None] < lengths[:, None]
 
 
 def _masked_positions(real: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a random mask of the tokens to predict: a share, and at least one in each row."""
     draw = torch.rand(real.shape, generator=generator).masked_fill(~real, 2.0)
     lowest = draw.argmin(1, keepdim=True)
     return (draw < MASK_RATE).scatter(1, lowest, True)
 
 
 def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
-    """Return texts that begin with ``bos_token_id``, or with random tokens if there is none."""
+    """Generate texts that begin with ``bos_token_id``, or with random tokens if there is none."""
     if anatomy.kind != "causal":
         raise MissingText(
             f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
@@ -345,15 +354,15 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
     start, rows = getattr(config, "bos_token_id", None), matrix_shape(anatomy.embedding)
     end_token = getattr(config, "eos_token_id", None)
     end_ids = torch.tensor([] if end_token is None else end_token, dtype=torch.int64).reshape(-1)
-    # A small model may have the configured default, which it has no embedding of.
+    # A small model may have the default start token in its config, but no embedding for it.
     if start is None or (rows and int(start) >= rows[0]):
-        first = torch.randint(anatomy.vocab_size, (n, 1), generator=generator)
+        ids = torch.randint(anatomy.vocab_size, (n, 1), generator=generator)
     else:
-        first = torch.full((n, 1), int(start))
+        ids = torch.full((n, 1), int(start))
     device = anatomy.device
-    ids, cache = first, None
+    cache = None
     with undisturbed(anatomy) as model, torch.no_grad():
-        # Trainers switch the cache off in the config, for training alone.
+        # Trainers switch the cache off in the config, which is meant only for the training.
         argument = cache_argument(model)
         for _ in track(range(length - 1), "the model writes public text"):
             arguments = {"use_cache": True} if argument else {}
@@ -370,7 +379,10 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
 
 
 def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """Return (n, 1) one index per row by inversion, from one random number; multinomial takes V."""
+    """Return (n, 1) one index per row by inversion sampling.
+
+    It takes one random number per row, where ``multinomial`` takes V.
+    """
     cumulative = probabilities.cumsum(1)
     places = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
     indices: Tensor = torch.searchsorted(cumulative, places, right=True)

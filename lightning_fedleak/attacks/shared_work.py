@@ -1,4 +1,8 @@
-"""Work that several attacks do alike is done once: sampled texts, and what one gradient shows."""
+"""A cache of results that several attacks share, such as sampled texts or words of one gradient.
+
+The cache exists inside of :func:`share_work`, which an engine enters around its attacks. Attacks
+call :func:`do_once`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ _work: ContextVar[dict[Hashable, Any] | None] = ContextVar("_work", default=None
 
 @contextmanager
 def share_work(work: dict[Hashable, Any] | None = None) -> Iterator[None]:
-    """Let attacks within use each other's results.
+    """Let the attacks that run inside use each other's results.
 
     Args:
-        work: results of earlier blocks, to go on with; the model's weights have not changed since.
+        work: results of an earlier block, to use too; the model's weights must not have changed
+            since.
     """
     token = _work.set({} if work is None else work)
     try:
@@ -37,12 +42,13 @@ def stored_work() -> dict[Hashable, Any]:
 def do_once(key: Hashable, compute: Callable[[], T], *, subject: object = None) -> T:
     """Return the stored result for a key, or compute and store it.
 
-    That a gradient cannot be used is stored too; other errors are not.
+    An :class:`UnusableObservation` is stored and raised again; other errors are not stored.
 
     Args:
-        key: equal for equal results within one :func:`share_work`.
-        compute: returns the result.
-        subject: what the result is of, which is kept alive, so that its id may be in the key.
+        key: must be equal for equal results within one :func:`share_work`.
+        compute: computes the result.
+        subject: the object that the result belongs to. It is kept alive, so that its id may be part
+            of the key.
     """
     work = stored_work()
     if key not in work:
@@ -52,5 +58,5 @@ def do_once(key: Hashable, compute: Callable[[], T], *, subject: object = None) 
             work[key] = type(error)(*error.args), subject
     stored: T | UnusableObservation = work[key][0]
     if isinstance(stored, UnusableObservation):
-        raise type(stored)(*stored.args)  # a new one: an error keeps the frames that it passed
+        raise type(stored)(*stored.args)  # a new error: a raised one keeps its stack frames
     return stored

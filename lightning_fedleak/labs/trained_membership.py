@@ -26,19 +26,19 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_integer
 
-_TWIN_DISTANCE = 1e-2  # skips samples within this L1 distance over the target's norm; not tuned
+_TWIN_DISTANCE = 1e-2  # L1 distance over the target's L1 norm up to which a sample is skipped
 _CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
-_CACHE_BYTES = 1 << 28  # of trained networks that are stored; more: fewer trainings, more memory
-_MIN_SAMPLES = 8  # public samples to train against; not tuned
-_LEARNING_RATE = 1e-3  # of Adam; not tuned
+_CACHE_BYTES = 1 << 28  # bytes of stored networks; more: fewer trainings, more memory
+_MIN_SAMPLES = 8  # smallest number of public samples to train against; not tuned
+_LEARNING_RATE = 1e-3  # Adam's learning rate; not tuned
 _MARGIN = 3.0  # distance of all outputs from 0 at which training stops; not tuned
-_BATCH = 256  # public samples in a step; more: slower steps, not tuned
+_BATCH = 256  # public samples in a training step; more: slower steps, not tuned
 
 _HARDER_RUNGS = (0.9, 0.8, 0.6, 0.4, 0.2)
-"""Rungs above the decision, as shares of the distance to the target's output; not tuned."""
+"""Thresholds above the decision's, as shares of the distance to the target's output; not tuned."""
 
 _EASIER_RUNGS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
-"""Rungs below the decision, as multiples of the same distance; not tuned."""
+"""Thresholds below the decision threshold, as multiples of the same distance; not tuned."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ def _initial(d: int, h: int, generator: torch.Generator, reference: Tensor) -> l
 
 
 def _separated(outputs: Tensor, margin: float) -> bool:
+    """Return whether the target, the first output, is above the margin and all others below -it."""
     return bool((outputs[0] > margin) & (outputs[1:] < -margin).all())
 
 
@@ -163,7 +164,7 @@ class TrainedMembership(MembershipAttack):
 
     The server trains them on the target against hidden states of public text. The client's gradient
     of the last bias is non-zero if the network fires on some input of its batch. The last neuron is
-    repeated with other biases (rungs), so one run gives a whole ROC.
+    repeated with other biases (the *rungs*), so that one run gives a whole ROC curve.
 
     Departures from the published code: inputs are scaled by the mean and spread of public samples
     (folded into the weights; hidden states of some models reach 30,000), the logistic loss has one
@@ -175,24 +176,24 @@ class TrainedMembership(MembershipAttack):
     One network is trained for each target: on one core .6 to 1 s for a token of MiniLM-L6, 2.5 s
     for a sentence of 32 tokens.
 
-    Where a defence acts on gradients (:meth:`meet`), the server crafts the decision's rung alone,
-    because rungs share the norm under clipping.
+    If a defence acts on gradients (:meth:`meet`), the server crafts only the rung of the decision,
+    because under clipping all rungs share the norm.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
         public_text: text like the clients', as strings (with ``tokenizer``) or token ids, or
-            ``"sampled"`` for text that a causal model writes.
+            ``"sampled"`` for text that a causal model generates.
         granularity: ``"token"`` or ``"full"``.
         tokenizer: The tokenizer of strings.
         hidden_units: d_h, the width of the hidden layer.
-        steps: The number of steps of Adam at most, for each target.
-        public_rows: public samples at most.
+        steps: The maximal number of steps of Adam for each target.
+        public_rows: The maximal number of public samples.
         seed: The seed of the choice of samples and of every training.
         tokens: as in the base class.
         name: The name in the logs.
 
     Raises:
-        ValueError: a setting outside of its range.
+        ValueError: a setting is out of its range.
 
     Examples:
         >>> from lightning_fedleak.labs.trained_membership import TrainedMembership
@@ -232,7 +233,7 @@ class TrainedMembership(MembershipAttack):
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: Tensor | None = None
-        self._neurons: dict[bytes, _Neuron] = {}  # by target, the last used at the end
+        self._neurons: dict[bytes, _Neuron] = {}  # by hash of the target, least recently used first
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init of the paper: compute the hidden states of the public text.
@@ -244,10 +245,11 @@ class TrainedMembership(MembershipAttack):
         self._embed_public(anatomy)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Embed the public text with the present model."""
+        """Compute the hidden states of the public text again, with the current model."""
         self._embed_public(anatomy)
 
     def _embed_public(self, anatomy: Anatomy) -> None:
+        """Store hidden states of public text as training samples, and drop trained networks."""
         generator = torch.Generator().manual_seed(self.seed)
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
         length = min(2 * self.tokens, context_length(anatomy) or 2 * self.tokens)
@@ -278,7 +280,7 @@ class TrainedMembership(MembershipAttack):
     def _rung_positions(self) -> tuple[float, ...]:
         """Return the rungs, as shares of the distance from the decision to the target's output.
 
-        Against a defence that acts on gradients only the decision's rung remains.
+        Against a defence that acts on gradients there is only the rung of the decision.
         """
         return (0.0,) if self._defended else (*_HARDER_RUNGS, 0.0, *(-x for x in _EASIER_RUNGS))
 
@@ -293,7 +295,7 @@ class TrainedMembership(MembershipAttack):
         return self._rung_positions.index(0.0)
 
     def neuron(self, target: Tensor) -> _Neuron:
-        """Return the network of one target (D,); the first call trains it, the same each time.
+        """Return the network of one target (D,), from the cache or by a deterministic training.
 
         Raises:
             ValueError: the target is not finite.

@@ -1,8 +1,13 @@
 """The row space of a shared gradient, and which inputs of a linear map span it.
 
-The gradient of a linear map ``y = x W^T`` over N positions is ``D^T X``: every row of it is a
-combination of the inputs. An adversary that knows the model can compute the input of every token,
-and so ask which tokens were there.
+The gradient of a linear map ``y = x W^T`` over N positions is ``D^T X``, with the inputs X and the
+output gradients D: every row of it is a combination of the inputs. An adversary that knows the
+model can compute the input of every token, and find the tokens whose inputs span the rows.
+
+:mod:`linear_maps` finds the maps and their inputs, :mod:`dictionary` computes the input vector of
+every token, and :mod:`atoms` prepares these vectors for comparisons. :mod:`shared_rows` scales the
+gradients' rows to units of their noise. :mod:`pursuit` chooses the atoms, :mod:`certificate` checks
+them, and :mod:`explanation` combines all of this for one input.
 """
 
 from lightning_fedleak.attacks.row_space.atoms import RIDGE as RIDGE

@@ -1,7 +1,7 @@
 """Atoms: the direction of every token at a layer's input, compared with the rows of a gradient.
 
-The rows of a linear layer's gradient are combinations of the layer's inputs, so the tokens of the
-batch are the atoms that span them.
+The rows of a linear layer's gradient are combinations of the layer's inputs. So they lie in the
+span of the atoms of the batch's tokens.
 
 Atoms are whitened before they are compared. Hidden states of a language model fill a narrow cone,
 with a few directions of large variance: each has large inner products with all others, so that the
@@ -119,9 +119,9 @@ _NUMBERS_AT_ONCE = 1 << 20  # input entries per float32 block, 4 MiB; larger blo
 _STRIPES = 8  # column blocks of a triangular matrix, whose zero part is skipped; not tuned
 _MAX_ROWS = 64  # rows with most kept entries that are explained; more take more time, not tuned
 _ENTRIES_PER_ATOM = 1.5  # kept entries a row needs per atom; at 1 any atoms fit it. Not tuned
-_RESIDUAL = 1e-3  # residual over the rows' norm: rounding leaves less, a missing type more
+_RESIDUAL = 1e-3  # largest residual over the rows' norm: rounding leaves less, a missing type more
 _TOKENS_AT_ONCE = 8192  # tokens whose atoms are in float32 at once, which bounds the memory
-_ATOMS_PER_CHANGE = 8  # atoms for each changed one that keep the earlier whitening; not tuned
+_ATOMS_PER_CHANGE = 8  # atoms per changed atom from which the whitening is kept; not tuned
 _DEPENDENT = 1e-4  # squared share of an atom outside the chosen span up to which it is in it
 
 Subset = tuple[Tensor, Tensor]
@@ -183,7 +183,7 @@ class Atoms:
             start += len(unit)
 
     def follow(self, changed: Tensor) -> bool:
-        """Recompute the norms of tokens whose inputs were changed in place.
+        """Update the norms of tokens whose inputs were changed in place.
 
         The whitening stays: it only sharpens the comparison, for which any invertible matrix is
         valid.
@@ -270,6 +270,7 @@ class Atoms:
         return self._inputs(types).float(), self._scales[types]
 
     def _inputs(self, types: Tensor) -> Tensor:
+        """Return the inputs (n, d) of some atoms; indices above the tokens are extra atoms."""
         tokens, *extra = self._parts
         rows = tokens[types.clamp(max=len(tokens) - 1)]
         for atoms in extra:
@@ -293,7 +294,9 @@ def normalize(rows: Tensor) -> Tensor:
 
 
 def most_kept(rows: Tensor) -> Tensor:
-    """Return the at most 64 rows with most nonzero entries, (m, d) float64; each has two or more.
+    """Return the rows with the most non-zero entries, (m, d) float64 with m <= 64.
+
+    Rows with fewer than two such entries are left out.
 
     Args:
         rows: The rows of a gradient after top-k compression, (n, d).
@@ -353,13 +356,13 @@ def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor
 
 
 def _prune(rows: Tensor, atoms: Tensor, nuisance: Tensor, chosen: list[int]) -> Tensor:
-    """Return the chosen tokens, less each one without which the others explain the rows."""
+    """Return the chosen tokens without those that the remaining ones explain the rows without."""
     mask, needed = rows != 0, list(chosen)
     for token in chosen:
-        others = [t for t in needed if t != token]
-        columns = torch.cat([atoms[others].double(), nuisance.double()]) * mask[:, None]
+        remaining = [t for t in needed if t != token]
+        columns = torch.cat([atoms[remaining].double(), nuisance.double()]) * mask[:, None]
         fit = torch.linalg.lstsq(columns.mT, rows[:, :, None]).solution
         residual = rows - (columns.mT @ fit)[:, :, 0]
-        if others and float(residual.norm()) <= _RESIDUAL * float(rows.norm()):
-            needed = others
+        if remaining and float(residual.norm()) <= _RESIDUAL * float(rows.norm()):
+            needed = remaining
     return torch.tensor(needed, device=rows.device)

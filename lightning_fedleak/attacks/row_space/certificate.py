@@ -1,7 +1,9 @@
-"""Types that explain shared rows: without needless ones, with the right twins, and certified.
+"""The types that explain shared rows: pruned, with exchanged twins, and certified.
 
-Twins are tokens whose atoms are nearly equal, as those of tokens that were never trained are. A
-certificate says that the types explain all that was shared, and that no other tokens could.
+:func:`prune` removes types that the rows do not need. Twins are tokens whose atoms are nearly
+equal, as those of tokens that were never trained are; :func:`exchange_twins` replaces a type by a
+twin that explains more. A certificate says that the types explain the rows, and that no other
+tokens could. :func:`silent_tokens` lists the tokens that prevent it, as they would leave no trace.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from lightning_fedleak.attacks.row_space.atoms import Atoms, normalize
 from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, SharedRows
 
 _TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
-_MAX_STORED = 1 << 23  # numbers of chosen atoms stored for a round of exchanges, 64 MB; not tuned
+_MAX_STORED = 1 << 23  # entries of twins' atoms stored for a round of exchanges, 64 MB; not tuned
 _ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
 _NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
 
 # Thresholds; none was tuned.
-DEPENDENT = 1e-2  # norm of an atom outside of the chosen ones up to which they nearly explain it
-_MAX_SHARE = 0.9  # types over directions; with more, other sets of types fit too
+DEPENDENT = 1e-2  # norm of a unit atom outside the chosen span up to which it nearly lies in it
+_MAX_SHARE = 0.9  # largest share of types in directions; with more, other sets of types fit too
 _EXCHANGES = 4  # rounds in which types are exchanged for nearly equal ones
 _EQUAL = 1e-6  # 1 - cosine up to which two atoms are exchanged for each other
 _TWINS = 1e-4  # distance of unit atoms up to which a certificate must distinguish them
-_TWIN_GAIN = 3.0  # what an atom may explain of the residual in units of the noise, for the same
+_TWIN_GAIN = 3.0  # what a twin may explain of the residual in a certified result, in noise units
 
 
 def residual_size(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
-    """Return the root mean square of what types leave of the rows, in units of the noise."""
+    """Return the root mean square of the rows' residual after types, in units of the noise."""
     residual = shared.whole
     if len(types):
         residual = _project_off(residual, torch.linalg.qr(atoms.rows(types).T).Q)
@@ -42,7 +44,7 @@ def _project_off(rows: Tensor, basis: Tensor) -> Tensor:
 
 
 def prune(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
-    """Return types without those that alone explain less than rounding (backward elimination)."""
+    """Remove types that alone explain less than rounding, by backward elimination."""
     while len(types):
         parts = _unique_parts(shared.principal, atoms.rows(types))
         count = int((parts < shared.noise_norm).sum())
@@ -53,9 +55,9 @@ def prune(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
 
 
 def _unique_parts(rows: Tensor, atoms: Tensor) -> Tensor:
-    """Return (n,) by how much the residual of rows grows if each of n atoms alone is excluded.
+    """Return (n,) the norm by which the residual of rows grows if each atom alone is excluded.
 
-    That is ``|m_j| / sqrt((X X^T)^-1_jj)``, with coefficients m.
+    It is ``|m_j| / sqrt((X X^T)^-1_jj)``, with the coefficients m and the (n, d) atoms X.
     """
     q, r = torch.linalg.qr(atoms.T)
     unit = torch.eye(len(atoms), dtype=r.dtype, device=r.device)
@@ -67,8 +69,15 @@ def _unique_parts(rows: Tensor, atoms: Tensor) -> Tensor:
 def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor:
     """Return types, each replaced by a nearly equal one that explains more, and pruned again.
 
-    Tokens that were never trained have almost the same atom. Which of them was used shows only
-    after all the rest is explained. There may be tens of thousands, which are read block by block.
+    Tokens that were never trained have almost the same atom. Which of them was used becomes visible
+    only after all other types are explained. There may be tens of thousands of them, so that their
+    atoms are computed block by block.
+
+    Args:
+        atoms: The atoms of all tokens.
+        shared: The rows.
+        types: The chosen types, (k,).
+        others: The tokens that may replace one, (n,).
     """
     for _ in range(_EXCHANGES):
         previous, types = types, types.clone()
@@ -78,15 +87,15 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
         places = equal.any(1).nonzero()[:, 0].tolist()
         if not places:
             break
-        # Of what no chosen atom explains of each: squared norm, and energy along the rows.
+        # Each twin's part outside the chosen span: squared norm, and energy along the residual.
         basis = torch.linalg.qr(atoms.rows(types).T).Q
         residual = _project_off(shared.principal, basis)
-        units = _KeptUnits(atoms, twins)
+        units = _UnitBlocks(atoms, twins)
         pairs = ((x @ basis, x @ residual.T) for x in units)
         sums = [(1 - x.square().sum(1), y.square().sum(1)) for x, y in pairs]
         norms, energy = map(torch.cat, zip(*sums, strict=True))
         for j in places:
-            added, part, cosines, cross = _place(atoms, shared, types, j, units, residual)
+            added, part, cosines, cross = _project_type(atoms, shared, types, j, units, residual)
             size = part.square().sum()
             sizes = norms + cosines.square()
             energies = energy + cosines * (cosines * size + 2 * cross)
@@ -96,7 +105,7 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
                 continue
             types[j] = twins[int(gain.argmax())]
             residual = residual + torch.outer(part, added)
-            added, part, cosines, cross = _place(atoms, shared, types, j, units, residual)
+            added, part, cosines, cross = _project_type(atoms, shared, types, j, units, residual)
             norms = sizes - cosines.square()
             energy = energies + cosines * (cosines * part.square().sum() - 2 * cross)
             residual = residual - torch.outer(part, added)
@@ -107,23 +116,23 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
 
 
 def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
-    """Yield unit atoms, (n, d) float64, some at a time."""
+    """Yield the unit atoms (n, d) float64 of types in blocks."""
     yield from (atoms.rows(part) for part in torch.split(types, _TWINS_AT_ONCE))
 
 
-class _KeptUnits:
-    """Unit atoms, (n, d) float64, some at a time, as often as they are asked; kept where few."""
+class _UnitBlocks:
+    """The blocks of :func:`_unit_atoms`, for several passes; stored if they are small enough."""
 
     def __init__(self, atoms: Atoms, types: Tensor) -> None:
         self._atoms, self._types = atoms, types
         is_small = len(types) * atoms.width <= _MAX_STORED
-        self._kept = [*_unit_atoms(atoms, types)] if is_small else None
+        self._stored = [*_unit_atoms(atoms, types)] if is_small else None
 
     def __iter__(self) -> Iterator[Tensor]:
-        return _unit_atoms(self._atoms, self._types) if self._kept is None else iter(self._kept)
+        return iter(self._stored or _unit_atoms(self._atoms, self._types))
 
 
-def _place(
+def _project_type(
     atoms: Atoms,
     shared: SharedRows,
     types: Tensor,
@@ -131,10 +140,10 @@ def _place(
     twins: Iterable[Tensor],
     residual: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the direction (d,) that one of the types adds to the others, and the parts there.
+    """Return the direction (d,) that the type at a place adds to the span, and projections on it.
 
-    These are the rows' part (k,); the twins' part (n,); and the product (n,) of the rows' part with
-    what ``residual``, (k, d) rows, holds of each twin.
+    The projections are those of the rows (k,) and of the twins (n,). The last result is the product
+    (n,) of the rows' projection with the inner products of each twin and ``residual``, (k, d) rows.
     """
     added = _added_direction(atoms.rows(types), place)
     part = shared.principal @ added
@@ -143,34 +152,35 @@ def _place(
     return added, part, cosines, cross
 
 
-def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, most: float) -> Tensor:
-    """Return (k, n), whether 1 - cosine of types' atoms and of others' is below ``most``."""
+def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, limit: float) -> Tensor:
+    """Return (k, n), whether 1 - cosine of a type's atom and another token's is below a limit."""
     chosen = atoms.rows(types)
     equal = torch.zeros(len(types), len(others), dtype=torch.bool, device=types.device)
     for block, part in zip(
         _unit_atoms(atoms, others), torch.split(equal, _TWINS_AT_ONCE, dim=1), strict=True
     ):
         near = (chosen.float() @ block.float().T > 1 - _ROUNDED_COSINE).any(1)
-        part[near] = chosen[near] @ block.T > 1 - most
+        part[near] = chosen[near] @ block.T > 1 - limit
     return equal
 
 
 def _added_direction(atoms: Tensor, place: int) -> Tensor:
-    """Return (d,) unit vector along which one of (k, d) atoms lies outside of the others' span."""
-    rest = torch.cat([atoms[:place], atoms[place + 1 :]])
-    basis = torch.linalg.qr(rest.T).Q
+    """Return the unit vector (d,) of an atom's part outside the span of the (k - 1) other atoms."""
+    remaining = torch.cat([atoms[:place], atoms[place + 1 :]])
+    basis = torch.linalg.qr(remaining.T).Q
     direction = atoms[place : place + 1]
-    for _ in range(2):  # once leaves rounding that another atom of nearly the same input would feel
+    for _ in range(2):  # the second projection removes the first one's rounding, for near twins
         direction = normalize(_project_off(direction, basis))
     return direction[0]
 
 
 def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> bool:
-    """Return whether no token that nearly equals a type could replace it.
+    """Return whether no twin of a type, a token that nearly equals it, could replace it.
 
-    A type explains little beside a token that nearly equals it, and unrelated types could explain
-    that little. So no such token may explain more of the residual than noise would, and no type may
-    be dispensable if all such tokens were there too. False if there are too many of them to tell.
+    Two conditions must hold. No twin may explain more of the residual than noise would. And no type
+    may be dispensable if all twins of the other types were used too, because a type explains little
+    next to a twin, so that unrelated types could explain that little instead. The result is False
+    if there are too many twins to decide.
     """
     others = others[~torch.isin(others, types)]
     twins = _nearly_equal(atoms, types, others, _TWINS**2 / 2)
@@ -190,18 +200,26 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
         return False
     parts = _unique_parts(shared.whole, torch.cat([chosen, candidates]))[: len(chosen)]
     for j in twins.any(1).nonzero()[:, 0].tolist():
-        rest = torch.cat([chosen, candidates[~twins[j]]])
-        parts[j] = _unique_parts(shared.whole, rest)[j]
+        without_twins = torch.cat([chosen, candidates[~twins[j]]])
+        parts[j] = _unique_parts(shared.whole, without_twins)[j]
     return float(parts.min()) > MAX_NOISE_RATIO * shared.noise_norm
 
 
 def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor | None:
-    """Return the (m,) tokens whose trace beside types could be rounding.
+    """Return the (m,) tokens whose trace next to the types could not be told from rounding.
 
-    A token's trace is that of a type of median strength, at the token's input: its size, times the
-    share of it that lies outside of the types' inputs. It is nothing for an input of zeros, and for
-    one that equals a type's or is a multiple of it. ``others`` are tokens whose atoms the types
-    nearly explain. None where one of these could replace a type, or types fill too many directions.
+    A token's trace is the norm that the rows would have outside of the span of the types if the
+    token were used with the median strength of a type. It is 0 if the token's input is zero, or is
+    equal to a type's or a multiple of it.
+
+    Args:
+        atoms: The atoms of all tokens.
+        shared: The rows.
+        types: The types that explain them, (k,).
+        others: The tokens whose atoms nearly lie in the span of the types, (n,).
+
+    Returns:
+        The tokens, or None if a twin could replace a type, or types fill too many directions.
     """
     share = (len(types) + len(atoms.nuisance)) / atoms.width
     few = len(types) <= len(shared.principal) or share <= _MAX_SHARE
@@ -213,11 +231,11 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
     sizes = atoms.sizes[: atoms.tokens] * strength
     min_size = MAX_NOISE_RATIO * shared.noise_norm
     alike = _TWIN_GAIN * len(shared.whole) ** 0.5
-    small = sizes * DEPENDENT < min_size  # others differ from the types by more than that
+    small = sizes * DEPENDENT < min_size  # all but ``others`` differ from the types by more
     small[others[others < atoms.tokens]] = True
     small[types[types < atoms.tokens]] = False
     tokens = small.nonzero()[:, 0]
-    twins = _nearly_equal(atoms, types, tokens, _TWINS**2 / 2).any(0)  # compared apart
+    twins = _nearly_equal(atoms, types, tokens, _TWINS**2 / 2).any(0)  # with a lower limit below
     parts = [_project_off(x, q).norm(dim=1) for x in _unit_atoms(atoms, tokens)]
     traces = sizes[tokens] * torch.cat([sizes[:0], *parts])
     silent: Tensor = tokens[traces < torch.where(twins, alike, min_size)]

@@ -35,7 +35,7 @@ class NotAdditive(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """The atoms of a known input, and the directions that are not of its word.
+    """The atoms of a known input, and the directions that do not depend on the word.
 
     Attributes:
         rows: (V, d), the input vector of each token at the first position.
@@ -129,13 +129,14 @@ class Dictionary:
     def atoms(
         self, positions: int, others: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the rows, an orthonormal basis (k, d) of what to project out, and further atoms.
+        """Return the rows, an orthonormal basis (k, d) to project out, and further atoms.
 
         Args:
             positions: The number of positions that occur in the texts; they are projected out. The
                 next ``positions + 16``, which longer texts may have, are the further atoms: the
                 count is an estimate and may be too low.
-            others: Further directions (k_i, d), float64, that the gradients may contain.
+            others: Further directions (k_i, d), float64, that the gradients may contain. They are
+                projected out too.
         """
         directions = [self.constants, *others]
         if self.positions is None:

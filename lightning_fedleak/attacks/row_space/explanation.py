@@ -1,12 +1,18 @@
 """Word types from the gradients of the maps that read one known input.
 
-Entries of gradients may be unevenly accurate. A gradient that is computed back from a step of Adam
-(:meth:`~lightning_fedleak.attacks.local_steps.LocalSteps.invert`) is such a case: its small entries
-are exact, its largest are uncertain. Rows are combinations of few atoms. The atoms that explain the
-accurate entries predict the uncertain ones, and the completed rows give better atoms. Both steps
-alternate until the atoms stay the same (expectation and maximisation).
+:class:`ReadableInput` holds the atom of every token, which is the token's vector at this input, and
+finds the atoms whose combinations are the rows of the gradients. It chooses the method for the
+error of the entries: none but rounding, noise, dropout, top-k compression, or an uneven one.
 
-How many word types the rows can distinguish follows from a formula, and from planted sets.
+A gradient that is computed from a step of Adam has an uneven error
+(:meth:`~lightning_fedleak.attacks.local_steps.LocalSteps.invert`): its small entries are exact, its
+largest are uncertain. :func:`explain_uneven` alternates two steps, as in EM, until the atoms stay
+the same. The atoms that explain the accurate entries predict the uncertain ones, and the completed
+rows give better atoms.
+
+The capacity is the number of word types that the rows can distinguish. :func:`predict_capacity`
+computes it by a formula. :func:`measure_capacity` measures it on planted sets: gradients that are
+simulated from random sets of types.
 """
 
 from __future__ import annotations
@@ -35,38 +41,38 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.progress import operations_per_second
 
 _NOISE_SHARE = 0.7
-"""Share of dropout's noise that counts in the pursuit where types are many.
+"""Share of dropout's noise that the pursuit assumes if there are many types.
 
 F1 under dropout .05 at 4 x 32 of stories15M and 4 x 64 of SmolLM2: .71 and .54 with 1, .77 and .72
 with .7, .70 and .65 with .5 (November 2026).
 """
 _MAX_FULL_NOISE = 1.5
-"""Types over shared rows up to which the full noise counts.
+"""Ratio of types to shared rows up to which the pursuit assumes all of dropout's noise.
 
 At 1 x 16 of the embedded model a share of .7 took F1 from .99 to .75 (November 2026).
 """
-_MIN_SIZE = 1e-3  # size of a coordinate over the largest size, for its weight; not tuned
-_RECOVERED = 0.99  # F1 from which a planted set counts as found: one type in a hundred may miss
+_MIN_SIZE = 1e-3  # smallest size of a coordinate over the largest one, for its weight; not tuned
+_RECOVERED = 0.99  # F1 from which a planted set counts as recovered: one in a hundred may be missed
 _DIRECTIONS = 8  # random directions in which atoms are compared; not tuned
-_GRID = 200.0  # cells per unit length: atoms in one cell of all directions are equal; not tuned
+_GRID = 200.0  # cells per unit length; atoms in one cell in all directions are equal; not tuned
 EFFICIENCY = 0.25
-"""Share of a large product's rate that a pursuit reaches, in :func:`pursuit_seconds`.
+"""Rate of a pursuit over that of a large matrix product, in :func:`pursuit_seconds`.
 
-With the two numbers below it was fitted to looks of 74 to 512 types, r 8 and 64 and a whole model,
+With the two numbers below it was fitted to runs with 74 to 512 types, r 8 and 64 and a whole model,
 vocabularies of 1,000 to 50,000, widths of 256 to 1,024, on one core of x86-64: .18 to .4 (November
 2026).
 """
-_FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33  # a product of few columns waits for memory
+_FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33  # a product with few columns is bound by memory
 
 
 def predict_capacity(width: int, tokens: int, rank: int) -> float:
     """Return how many types ``rank`` rows distinguish: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
-    The formula was fitted to planted sets of equally likely types. It is no theorem, and no promise
-    that more types are safe.
+    The formula was fitted to planted sets of equally likely types. It is not a theorem, and more
+    types than that are not guaranteed to be safe.
 
     Args:
-        width: dimensions of the input, less what is no word.
+        width: dimensions of the input, without those that belong to no word.
         tokens: size of the vocabulary.
         rank: number of shared rows, at most ``width``.
     """
@@ -76,17 +82,18 @@ def predict_capacity(width: int, tokens: int, rank: int) -> float:
 def pursuit_seconds(
     device: torch.device, width: int, tokens: int, rows: int, types: float
 ) -> float:
-    """Return the estimated seconds of reading so many types from shared rows.
+    """Return an estimate of the seconds of a pursuit that chooses ``types`` types.
 
-    The operations of the scorings of the vocabulary, of the choices between them and of the exact
-    products in float64, at :data:`EFFICIENCY` of the device's rate.
+    It counts the operations of the scorings of the vocabulary, of the choices between scorings, and
+    of the exact products in float64, and divides by :data:`EFFICIENCY` times the device's rate.
 
     Args:
         device: the device of the arithmetic.
         width: dimensions of the input.
         tokens: size of the vocabulary.
         rows: number of shared rows.
-        types: number of types that are read; at most :data:`GIVE_UP` of the width.
+        types: number of types in the batch; counted up to the share
+            :data:`~lightning_fedleak.attacks.row_space.pursuit.GIVE_UP` of the width.
     """
     if rows >= width:  # every token is compared with the span of the rows, once
         operations = 2.0 * tokens * width**2
@@ -105,10 +112,11 @@ def pursuit_seconds(
 def measure_capacity(
     atoms: Atoms, rank: int, *, seconds: float, seed: int = 0
 ) -> tuple[int, int | None, float]:
-    """Search by bisection over planted sets for the number of types that rows distinguish.
+    """Measure the number of types that rows distinguish, by bisection over planted sets.
 
-    Tokens with (nearly) equal atoms, such as those that were never trained, are not planted: no
-    update distinguishes them.
+    A planted set is a random set of types whose simulated gradient is explained. Tokens with
+    (nearly) equal atoms, such as those that were never trained, are not planted, because no update
+    distinguishes them.
 
     Args:
         atoms: The atoms of all tokens.
@@ -117,8 +125,8 @@ def measure_capacity(
         seed: The seed of the planted sets.
 
     Returns:
-        The largest number of planted types of which all but one in a hundred were found (0 if there
-        was time for none), the smallest number at which they were not (None if no set failed), and
+        The largest number of types of a planted set that was recovered up to one type in a hundred
+        (0 if no set was), the smallest number of a set that was not (None if no set failed), and
         the number by :func:`predict_capacity`.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -143,7 +151,7 @@ def measure_capacity(
 
 
 def _unlike_tokens(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
-    """Return the (n,) tokens whose atoms equal no other's in eight random directions."""
+    """Return the (n,) tokens whose atom differs from all others in some random direction."""
     directions = torch.randn(atoms.width, _DIRECTIONS, generator=generator)
     cells = (atoms.products(directions.T.to(atoms.device)) * _GRID).round()
     _, group, size = torch.unique(cells, dim=0, return_inverse=True, return_counts=True)
@@ -154,7 +162,7 @@ def _unlike_tokens(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
 def _recovers_planted(
     atoms: Atoms, rank: int, usable: torch.Tensor, types: int, generator: torch.Generator
 ) -> bool:
-    """Return whether a planted set of types is found in rows of single precision."""
+    """Return whether a random set of types is recovered from its simulated float32 gradient."""
     truth = usable[torch.randperm(len(usable), generator=generator)[:types]]
     rows = min(rank, 2 * atoms.width)
     weights = torch.randn(rows, types, generator=generator, dtype=torch.float64)
@@ -170,14 +178,14 @@ def _recovers_planted(
     return 2 * hits / (len(recovered) + types) >= _RECOVERED
 
 
-_LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
-_ROUNDS = 10  # alternations at most: a limit of time, not tuned
-_MAX_MAP_ROWS = 256  # rows per map, the most accurate ones: a limit of time, not tuned
+_LENGTH = 32  # positions that are projected out when the capacity is measured; not tuned
+_ROUNDS = 10  # maximal number of alternations of explain_uneven: a limit of time, not tuned
+_MAX_MAP_ROWS = 256  # most accurate rows per map that are explained: a limit of time, not tuned
 _RIDGE = 1e-9  # share of a Gram matrix's mean diagonal that makes it invertible; not tuned
 _ACCURATE = 0.9  # quantile of errors up to which entries measure the misfit; not tuned
 
 Finder = Callable[[Sequence[Tensor], Sequence[float]], tuple[PursuitResult, Tensor]]
-"""Explains rows whose noise has these standard deviations: the result, its atoms (k, d) float64."""
+"""Explains rows with noise of these standard deviations: the result, and its atoms (k, d)."""
 
 
 @dataclass(eq=False)
@@ -187,8 +195,8 @@ class ReadableInput:
     Attributes:
         known_input: the input.
         maps: the maps that read it and are trained, at least one.
-        dictionary: what every token looks like there.
-        log_odds: (V,) prior of each token being in the batch.
+        dictionary: the atom of every token at this input.
+        log_odds: (V,) prior log odds that each token is in the batch.
     """
 
     known_input: linear_maps.KnownInput
@@ -216,35 +224,36 @@ class ReadableInput:
         maps: tuple[linear_maps.LinearMap, ...],
         autocast: torch.dtype | None,
     ) -> None:
-        """Follow the model: which maps read the input, and what every token looks like there.
+        """Update the maps, the dictionary and the atoms to the current model.
 
         Raises:
             NotAdditive: the input depends on positions in an unknown way.
         """
         self.known_input, self.maps = known_input, maps
-        self.dictionary, moved = self.dictionary.refresh(anatomy, known_input, autocast=autocast)
+        self.dictionary, changed = self.dictionary.refresh(anatomy, known_input, autocast=autocast)
         self.store_factors(anatomy)
-        if bool(moved.any()):
+        if bool(changed.any()):
             self._weighed = None
-            if self._atoms is not None and not self._atoms[1].follow(moved):
+            if self._atoms is not None and not self._atoms[1].follow(changed):
                 self._atoms = None
 
     def store_factors(self, anatomy: Anatomy) -> None:
-        """Store the current factors A whose rows AdaLoRA's own loss term adds to gradients."""
+        """Store the current factors A whose rows AdaLoRA's loss term adds to their gradients."""
         self._factors = factor_rows(anatomy, self.maps)
         for readable in (self, *([] if self._weighed is None else self._weighed[:1])):
             if readable._atoms is not None and readable._atoms[0][1]:
                 readable._atoms = None
 
     def prepare_atoms(self) -> None:
-        """Prepare the atoms that a look compares; with positions they depend on the gradients."""
+        """Prepare the atoms, unless the input is positional: they depend on the gradients then."""
         if self.dictionary.positions is None:
             self._atoms_beside(0, self._factors)
 
     def capacity(self, seconds: float, seed: int) -> float | None:
-        """Return how many types its rows can distinguish; None if one set takes longer on a CPU.
+        """Measure how many types the rows can distinguish; see :func:`measure_capacity`.
 
-        The positions of texts of 32 tokens count as known. It is 0 if no set was found in the time.
+        Positions of texts of 32 tokens are projected out. The result is 0 if no planted set was
+        recovered in the time, and None if one set would take longer than ``seconds`` on a CPU.
         """
         positions = _LENGTH if self.dictionary.positions is not None else 0
         atoms = self._atoms_beside(positions, self._factors)
@@ -267,9 +276,9 @@ class ReadableInput:
 
         Args:
             view: the shared gradients.
-            noise: standard deviation of what was added to each entry, by parameter.
+            noise: standard deviation of the noise that was added to each entry, by parameter.
             autocast: dtype that the client's forward is cast to.
-            errors: standard deviation of each entry's error, by parameter, if they differ.
+            errors: standard deviation of each entry's error, by parameter, if entries differ.
 
         Raises:
             UnusableObservation: the gradients cannot be read, see
@@ -296,8 +305,8 @@ class ReadableInput:
         if errors is not None:
             if self.is_factor_b:
                 raise Inapplicable("in an update of Adam, LoRA's B alone distinguishes no words")
-            doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
-            result = self._words(explain_uneven(gradients, doubts, find))
+            map_errors = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
+            result = self._words(explain_uneven(gradients, map_errors, find))
             cause = "what the optimizer's step left of the gradient"
         else:
             result, cause = self._explain_even(by_map, noise, rounding, beside, find)
@@ -305,13 +314,13 @@ class ReadableInput:
             result = self._words(result)
             if not every_token:
                 result = replace(result, certified=False, silent=None)
-        # The declared noise is without the rounding of stored weights.
+        # With declared noise an empty result is valid. Rounding of stored weights is not declared.
         if not len(result.types) and (errors is not None or not view.gradients[-1].noise_std):
             raise UnusableObservation(f"no token stands out of {cause}")
         return result
 
     def _explain_kept(self, gradients: Sequence[Tensor], beside: Tensor) -> PursuitResult:
-        """Return the types of gradients of which only the largest entries were sent."""
+        """Return the types that explain gradients of which only the largest entries were sent."""
         rows, atoms = most_kept(torch.cat([*gradients])), self.dictionary.rows
         types = None if self.is_factor_b else explain_kept(rows, atoms, beside, self.log_odds)
         if types is None:
@@ -331,7 +340,7 @@ class ReadableInput:
         beside: Mapping[str, Tensor],
         find: Callable[..., tuple[PursuitResult, Tensor]],
     ) -> tuple[PursuitResult, str]:
-        """Return the types of evenly accurate gradients, and what hides others."""
+        """Return the types that explain evenly accurate gradients, and what may hide others."""
         gradients = list(by_map.values())
         dropouts = [(*self.known_input.dropouts, *m.dropouts) for m in by_map]
         variances = [linear_maps.dropout_variance(modules) for modules in dropouts]
@@ -359,12 +368,12 @@ class ReadableInput:
         rounding: float,
         beside: Mapping[str, Tensor],
     ) -> PursuitResult:
-        """Return the types of gradients whose inputs dropout has changed.
+        """Return the types that explain gradients whose inputs dropout has changed.
 
-        A dropout of share p adds noise of variance ``p / (1 - p)`` times the sum of
+        A dropout of probability p adds noise of variance ``p / (1 - p)`` times the sum of
         ``(s_t x_ti)^2`` over tokens t to entry i of a row, with the token's factor s_t in that row.
-        In coordinates of equal size, and for the principal rows of each map, it is about the same
-        share of every entry.
+        Coordinates are therefore weighted to equal size, and each map's rows are replaced by their
+        right singular vectors: then the noise is about the same share of every entry.
         """
         if self._weighed is None:
             sizes = torch.linalg.vector_norm(self.dictionary.rows, dim=0, dtype=torch.float32)
@@ -376,7 +385,7 @@ class ReadableInput:
         for gradient, variance in zip(gradients, variances, strict=True):
             _, sizes, basis = torch.linalg.svd(gradient.double() * weights, full_matrices=False)
             rounded = rounding * sizes.norm() / len(gradient) ** 0.5 / sizes.clamp_min(1e-300)
-            clear = rounded < 1  # the others hold nothing but rounding
+            clear = rounded < 1  # the remaining singular vectors are rounding errors
             rows += list(basis[clear, None] * basis.shape[1] ** 0.5)
             levels += rounded[clear].tolist()
             shares += [math.sqrt(variance)] * int(clear.sum())
@@ -390,7 +399,7 @@ class ReadableInput:
         return result
 
     def _words(self, result: PursuitResult) -> PursuitResult:
-        """Return a result without the atoms that are no words."""
+        """Return a result without the atoms that are positions instead of tokens."""
         tokens = len(self.dictionary.rows)
         words = result.types < tokens
         return replace(
@@ -401,7 +410,10 @@ class ReadableInput:
         )
 
     def _atoms_beside(self, positions: int, beside: Mapping[str, Tensor]) -> Atoms:
-        """Return the atoms with these first positions and rows projected off; the last are kept."""
+        """Return the atoms with the first positions and the rows ``beside`` projected out.
+
+        The latest atoms are cached.
+        """
         key = (positions, frozenset(beside))
         if self._atoms is None or self._atoms[0] != key:
             self._atoms = (key, Atoms(*self.dictionary.atoms(positions, tuple(beside.values()))))
@@ -415,6 +427,7 @@ class ReadableInput:
         noise: Sequence[float],
         beside: Mapping[str, Tensor],
     ) -> PursuitResult:
+        """Run the pursuit on gradients with a relative rounding error and noise per gradient."""
         atoms = self._atoms_beside(positions, beside)
         shared = SharedRows.stack(gradients, atoms.nuisance, rounding=rounding, noise=noise)
         if beside and not any(noise) and shared.is_noise:
@@ -437,8 +450,9 @@ class ReadableInput:
 def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> float:
     """Return the relative error of an entry of a gradient.
 
-    It is the standard deviation of what is evenly up to half an epsilon for a gradient that was
-    rounded once, and a whole epsilon for the sums of single precision.
+    In half precision the entry was rounded once: the error is uniform up to half an epsilon, with a
+    standard deviation of ``eps / sqrt(12)``. In single precision it is a whole epsilon, because
+    sums accumulate errors; with TF32 products it is 2**-11.
     """
     largest = max(torch.finfo(d).eps for d in (*dtypes, autocast) if d is not None)
     single = torch.finfo(torch.float32).eps
@@ -448,33 +462,33 @@ def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> fl
 
 
 def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder) -> PursuitResult:
-    """Return the types of rows (n_i, d) with entries of uneven accuracy.
+    """Return the types that explain rows (n_i, d) with entries of uneven accuracy.
 
-    Errors are the entries' standard deviations; infinite where only an entry's sign and a lower
-    bound of its size are known. ``find`` finds the atoms of rows that are evenly accurate.
+    ``errors`` are the entries' standard deviations; an error is infinite if only the entry's sign
+    and a lower bound of its size are known. ``find`` explains rows that are evenly accurate.
     """
     measured = [_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)]
     current = [
         y * (y.square() / (y.square() + e.square())).where(e.isfinite(), 0.5) for y, e in measured
     ]
-    doubts = [torch.minimum(e, y.abs()) for y, (_, e) in zip(current, measured, strict=True)]
+    row_errors = [torch.minimum(e, y.abs()) for y, (_, e) in zip(current, measured, strict=True)]
     history: list[set[int]] = []
     result: PursuitResult | None = None
     for _ in range(_ROUNDS):
-        latest, atoms = find(current, [float(x.square().mean().sqrt()) for x in doubts])
+        latest, atoms = find(current, [float(x.square().mean().sqrt()) for x in row_errors])
         types = set(latest.types.tolist())
         result = latest if types or result is None else result
         if not types or types in history or len(atoms) >= atoms.shape[1]:
             break
         history.append(types)
         completed = [_complete(y, e, atoms) for y, e in measured]
-        current, doubts = [y for y, _ in completed], [e for _, e in completed]
+        current, row_errors = [y for y, _ in completed], [e for _, e in completed]
     assert result is not None  # there is at least one round
     return result
 
 
 def _most_accurate(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows with the smallest relative errors, and errors of at least their median."""
+    """Return the rows with the smallest relative errors, and their errors, at least the median."""
     if len(rows) > _MAX_MAP_ROWS:
         relative = (errors / rows.abs().clamp_min(1e-300)).clamp(max=1.0).mean(1)
         best = relative.argsort()[:_MAX_MAP_ROWS]
@@ -484,13 +498,16 @@ def _most_accurate(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _complete(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of measured and fitted rows, weighted by accuracy, and its errors."""
+    """Return the mean of measured and fitted rows, weighted by accuracy, and its errors.
+
+    Rows are fitted by combinations of ``atoms``, with entries weighted by ``1 / errors**2``.
+    """
     weights = errors.square().reciprocal()
     k = len(atoms)
-    means, doubts = torch.empty_like(rows), torch.empty_like(rows)
+    means, row_errors = torch.empty_like(rows), torch.empty_like(rows)
     for i, (row, error, weight) in enumerate(zip(rows, errors, weights, strict=True)):
-        if int((weight > 0).sum()) <= k:  # atoms could fit whatever the known entries are
-            means[i], doubts[i] = row, row.abs()
+        if int((weight > 0).sum()) <= k:  # as many atoms as known entries fit any row exactly
+            means[i], row_errors[i] = row, row.abs()
             continue
         weighed = atoms * weight
         gram = weighed @ atoms.T
@@ -502,5 +519,5 @@ def _complete(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tens
         variance = (row - fit)[accurate].square().mean() / spare
         trust = variance / (variance + error.square())
         means[i] = torch.where(finite, trust * row + (1 - trust) * fit, fit)
-        doubts[i] = torch.where(finite, trust.sqrt() * error, variance.sqrt())
-    return means, doubts
+        row_errors[i] = torch.where(finite, trust.sqrt() * error, variance.sqrt())
+    return means, row_errors

@@ -1,7 +1,10 @@
-"""The trainable linear maps of a model, and the inputs that they read.
+"""The linear maps of a model, and the inputs that they read.
 
-Both are found by running the model, so that norms, scaled embeddings, fused projections, parallel
-blocks and adapters need no names.
+A linear map is a weight matrix: of ``nn.Linear`` or ``Conv1D``, or a LoRA's factor. The rows of its
+gradient are combinations of its inputs. :func:`find_linear_maps` lists the maps.
+:func:`find_known_inputs` finds those whose input the token (and its position) determines, and
+groups the maps that read the same input. Inputs are compared in runs of the model, so that norms,
+scaled embeddings, fused projections and parallel blocks need not be known by name.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from lightning_fedleak.model.snapshots import (
 )
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
-_NUMBERS = 1 << 20  # of states in a CPU's run, of which a norm has four; more: no faster
+_NUMBERS = 1 << 20  # entries of the input computed in one run on a CPU; more are no faster
 Findings = TypeVar("Findings")
 _LOW_RANK = ("lora_A", "lora_B")
 NO_GRADIENT_YET = (
@@ -46,19 +49,20 @@ NO_GRADIENT_YET = (
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A matrix that multiplies an input; equal to another one with the same name and modules.
+    """A weight matrix that multiplies an input. Two maps of the same name and modules are equal.
 
     Attributes:
         name: The name of the parameter, in ``anatomy.root``.
         reader: the module that is called with the input.
-        layer: the module whose output the map's is a part of, with its adapters.
-        axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of
+        layer: the layer that the map belongs to: the reader itself, or the layer around an adapter.
+        axis: the parameter's axis along the input: 1 for ``nn.Linear`` and LoRA's factors, 0 for
             GPT-2's ``Conv1D``.
-        rows: numbers in its output.
-        factor: ``"A"`` of a low-rank adapter, ``"B"`` that multiplies A's output, or ``"whole"``.
-        regularised: whether the loss has a term of the parameter itself, whose gradient is a
-            combination of the parameter's rows (AdaLoRA's orthogonality).
-        dropouts: right before the map, in training.
+        rows: number of outputs.
+        factor: ``"A"`` or ``"B"`` for a factor of a low-rank adapter (B multiplies the output of
+            A), or ``"whole"``.
+        regularised: whether the loss has a term for the parameter itself (AdaLoRA's orthogonality),
+            whose gradient is a combination of the parameter's rows.
+        dropouts: the dropout modules directly before the map.
     """
 
     name: str
@@ -72,10 +76,11 @@ class LinearMap:
 
 
 def find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
-    """Return the linear maps of the language model, trained or not, without head and idle adapters.
+    """Return the linear maps of the language model, trained or not.
 
-    A map with a low-rank adapter gives its matrix and both factors. A matrix that several maps
-    share is excluded, because its gradient is the sum of theirs.
+    The head and inactive adapters are excluded. A layer with a low-rank adapter gives three maps:
+    its matrix and both factors. A matrix that several layers share is excluded, because its
+    gradient is a sum over their inputs.
     """
     key = ("linear maps", id(anatomy.root))
     return do_once(key, lambda: _find_linear_maps(anatomy), subject=anatomy)
@@ -94,12 +99,13 @@ def _find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
 
 
 class PerMaps(Generic[Findings]):
-    """What is found out about a model's linear maps, found again where others are in use.
+    """A cached result of a function of a model's linear maps.
 
-    Adapters may be switched, and modules replaced, while a fit goes on.
+    It is computed again if other maps are in use, because adapters may be switched and modules be
+    replaced during a fit.
 
     Args:
-        find: returns it for a model and its linear maps.
+        find: computes the result from a model and its linear maps.
     """
 
     def __init__(self, find: Callable[[Anatomy, list[LinearMap]], Findings]) -> None:
@@ -107,7 +113,7 @@ class PerMaps(Generic[Findings]):
         self._latest: tuple[Anatomy, list[LinearMap], Findings] | None = None
 
     def get(self, anatomy: Anatomy) -> Findings:
-        """Return the same object as before, as long as the same maps are in use."""
+        """Return the result; it is the same object while the same maps are in use."""
         maps, latest = find_linear_maps(anatomy), self._latest
         if latest is None or latest[0] is not anatomy or latest[1] != maps:
             self._latest = latest = (anatomy, maps, self._find(anatomy, maps))
@@ -117,6 +123,7 @@ class PerMaps(Generic[Findings]):
 def _weight_map(
     module: nn.Module, layer: nn.Module, factor: str, names: dict[int, str]
 ) -> Iterator[LinearMap]:
+    """Yield the map of a module's weight, if it is an ``nn.Linear`` or a ``Conv1D``."""
     weight = module._parameters.get("weight")
     fused = type(module).__name__ == "Conv1D"
     if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or fused):
@@ -129,13 +136,14 @@ def _weight_map(
 def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
     """Yield the factors of a layer's active adapters, which ``walk`` does not enter.
 
-    They are PEFT's, or the only one of a layer of litgpt, also of its fused queries and values,
-    which multiplies by its factors itself as AdaLoRA does.
+    A layer of litgpt has at most one adapter, whose factors are its own parameters. A layer of PEFT
+    has them in dictionaries by adapter: modules for LoRA, parameters for AdaLoRA. Where a factor is
+    a parameter, no module is called with A's output, so that only A is yielded.
     """
-    own, drop = module._parameters.get("lora_A"), module._modules.get("lora_dropout")
-    if own is not None and own.dim() == 2 and id(own) in names:
+    lora_a, drop = module._parameters.get("lora_A"), module._modules.get("lora_dropout")
+    if lora_a is not None and lora_a.dim() == 2 and id(lora_a) in names:
         before = () if drop is None else (drop,)
-        yield LinearMap(names[id(own)], module, module, 1, len(own), "A", dropouts=before)
+        yield LinearMap(names[id(lora_a)], module, module, 1, len(lora_a), "A", dropouts=before)
     for kind in _LOW_RANK:
         factors = module._modules.get(kind)
         if not isinstance(factors, nn.ModuleDict | nn.ParameterDict):
@@ -151,13 +159,13 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)
             elif factor == "A":
-                # AdaLoRA multiplies by its matrices itself: only A's input passes a module.
+                # AdaLoRA's layer multiplies by its parameters itself: only its input is hooked.
                 name, rows = names[id(inner)], len(inner)
                 yield LinearMap(name, module, module, 1, rows, factor, True, dropouts)
 
 
 def adalora_factors(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield AdaLoRA's factors A and B, each of which has a term of its own in the loss."""
+    """Yield AdaLoRA's factors A and B; the loss has a term for each of them."""
     for module in model.modules():
         for kind in _LOW_RANK:
             factors = module._modules.get(kind)
@@ -166,6 +174,7 @@ def adalora_factors(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _dropouts(layer: nn.Module, adapter: str) -> tuple[nn.Module, ...]:
+    """Return the dropout of a PEFT layer's adapter, if it has one."""
     adapters = layer._modules.get("lora_dropout")
     if not isinstance(adapters, nn.ModuleDict) or adapter not in adapters:
         return ()
@@ -184,7 +193,7 @@ class SharedInput:
 
     Attributes:
         maps: the maps that read it, each called once in a forward.
-        width: d, numbers in the input of one token.
+        width: d, the length of one token's input vector.
     """
 
     maps: tuple[LinearMap, ...]
@@ -192,16 +201,16 @@ class SharedInput:
 
     @property
     def reader(self) -> nn.Module:
-        """Return a module that is called with it, and with nothing else."""
+        """Return a module that is called with the input; that of a whole matrix if there is one."""
         whole = (m for m in self.maps if m.factor == "whole")
         return next(whole, self.maps[0]).reader
 
     def trainable_maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
-        """Return the maps whose parameter is trained now."""
+        """Return the maps whose parameter is currently trained."""
         return tuple(m for m in self.maps if anatomy.trainable(m.name))
 
     def trained_readers(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
-        """Return the trained maps that read the input itself, which LoRA's B does not."""
+        """Return the trained maps without LoRA's factors B, which read the output of A."""
         return tuple(m for m in self.trainable_maps(anatomy) if m.factor != "B")
 
 
@@ -211,8 +220,9 @@ class KnownInput(SharedInput):
 
     Attributes:
         positional: whether it depends on the position too.
-        lone_token_maps: result of :func:`lone_token_maps`.
-        dropouts: those before it in the model, such as that of the embeddings.
+        lone_token_maps: names of the maps whose gradient shows a token that attends to no other,
+            from :func:`lone_token_maps`.
+        dropouts: dropout modules before the input, such as that of the embeddings.
     """
 
     positional: bool
@@ -221,10 +231,10 @@ class KnownInput(SharedInput):
 
 
 def nonzero_gradients(view: Observation, maps: Iterable[LinearMap]) -> dict[LinearMap, Tensor]:
-    """Return what was shared of maps, a row for each of their rows, without those that are zero.
+    """Return the non-zero shared gradients of maps, each with one row per output of its map.
 
     Raises:
-        UnusableObservation: NaN or infinity.
+        UnusableObservation: a gradient has NaN or infinity.
         KeyError: a map's gradient is not in ``view``.
     """
     gradients = {}
@@ -240,8 +250,8 @@ def refuse_zeros(maps: Iterable[LinearMap], name: str = "every map that is read"
     """Raise the error for maps whose gradients are all zero.
 
     Raises:
-        NotYet: one is a LoRA's A, whose B has not moved yet.
-        UnusableObservation: all others.
+        NotYet: a map is a LoRA's A, which has no gradient while B is zero.
+        UnusableObservation: no map is.
     """
     if any(m.factor == "A" for m in maps):
         raise NotYet(NO_GRADIENT_YET)
@@ -249,7 +259,10 @@ def refuse_zeros(maps: Iterable[LinearMap], name: str = "every map that is read"
 
 
 def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
-    """Return the inputs that maps of one block share, in the order of the forward."""
+    """Return the distinct inputs of maps, in the order of the forward.
+
+    Maps of the same block that read the same input are grouped.
+    """
     ids = _distant_tokens(anatomy, 8).view(2, 4)
     inputs = _inputs(anatomy, [m.reader for m in maps], ids)
     groups = _group_by_input([m for m in maps if id(m.reader) in inputs], inputs)
@@ -261,25 +274,26 @@ def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Shar
 def _group_by_input(
     maps: Sequence[LinearMap], inputs: Mapping[int, Tensor]
 ) -> list[tuple[Tensor, list[LinearMap]]]:
-    """Return each input with the maps of one block that read it."""
+    """Return each distinct input of a block with the maps of the block that read it."""
     groups: list[tuple[Tensor, list[LinearMap]]] = []
     for linear in maps:
-        a = inputs[id(linear.reader)]
+        map_input = inputs[id(linear.reader)]
         for x, members in groups:
             same_block = block_name(members[0].name) == block_name(linear.name)
-            if same_block and x.shape == a.shape and torch.equal(x, a):
+            if same_block and x.shape == map_input.shape and torch.equal(x, map_input):
                 members.append(linear)
                 break
         else:
-            groups.append((a, [linear]))
+            groups.append((map_input, [linear]))
     return groups
 
 
 def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput]:
     """Return the inputs that a token (and its position) determines, widest first.
 
-    They are found by runs on texts of four tokens. An input that changes with the tokens around it
-    has been mixed by attention.
+    They are found by three runs on texts of four tokens: as they are, with other tokens at places 0
+    and 2, and with one token repeated. An input at places 1 and 3 that changes with its neighbours
+    has been mixed by attention. One that differs between places of a repeated token is positional.
 
     Args:
         anatomy: The model.
@@ -290,18 +304,18 @@ def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Known
     neighbours[:, ::2] = tokens[8:].view(2, 2)
     same = ids[:1, 1:2].expand(2, 4).contiguous()
     readers = list({id(m.reader): m.reader for m in maps}.values())
-    first, second, third = (_inputs(anatomy, readers, text) for text in (ids, neighbours, same))
+    plain, replaced, constant = (_inputs(anatomy, readers, t) for t in (ids, neighbours, same))
     token_maps = []
     for linear in maps:
-        a, b, c = (inputs.get(id(linear.reader)) for inputs in (first, second, third))
+        a, b, c = (inputs.get(id(linear.reader)) for inputs in (plain, replaced, constant))
         if a is None or b is None or c is None:
             continue
         if _same_states(a[:, 1::2], b[:, 1::2]) and not _same_states(a[:, 1], a[:, 3]):
             token_maps.append(linear)
     known_inputs = []
     lone = lone_token_maps(anatomy, token_maps)
-    for x, members in _group_by_input(token_maps, first):
-        repeated = third[id(members[0].reader)]
+    for x, members in _group_by_input(token_maps, plain):
+        repeated = constant[id(members[0].reader)]
         positional = not _same_states(repeated[:, 1], repeated[:, 3])
         dropouts = _dropouts_before(anatomy, members[0].reader, ids)
         names = lone & {m.name for m in members}
@@ -310,12 +324,12 @@ def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Known
 
 
 def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
-    """Return the names of the maps whose gradient shows a token without others to attend to.
+    """Return the names of the maps whose gradient shows a token that attends only to itself.
 
-    Values, outputs and feed-forwards do. Queries and keys do not, because a softmax over a single
-    key is 1 whatever they are. So the gradient of queries misses the first token of a causal text,
-    the gradient of keys misses texts of two tokens, and in an encoder both miss texts of one token.
-    Such gradients are explained without these tokens.
+    Values, outputs and feed-forwards show it. Queries and keys do not, because a softmax over a
+    single key is 1 whatever they are. So the gradient of queries misses the first token of a causal
+    text, the gradient of keys misses texts of two tokens, and in an encoder both miss texts of one
+    token. A certificate from such gradients alone would ignore these tokens.
 
     The maps are found by runs on a text of one token, with the output of each map changed in turn.
 
@@ -338,7 +352,7 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
 
 
 def _change_output(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Return another output, which differs after a norm too."""
+    """Return a changed output, such that the output of a norm after it changes too."""
     return output.flip(-1) + 1
 
 
@@ -353,7 +367,7 @@ def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:
 
 
 def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[nn.Module, ...]:
-    """Return the dropouts that run before a reader, without those of a LoRA."""
+    """Return the dropout modules that run before a reader, without those of a LoRA."""
     calls: list[nn.Module] = []
     dropouts = [
         m
@@ -369,7 +383,10 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
 def _untraced(
     anatomy: Anatomy, modules: Iterable[nn.Module] = (), hook: Callable[..., None] = lambda *_: None
 ) -> Iterator[nn.Module]:
-    """Yield the model for runs without a trace; a hook is called before each of some modules."""
+    """Yield the model for runs that leave its state unchanged.
+
+    ``hook`` is called before each of ``modules``.
+    """
     with (
         model_runs.undisturbed(anatomy) as model,
         torch.no_grad(),
@@ -382,22 +399,25 @@ def _untraced(
 
 
 def _distant_tokens(anatomy: Anatomy, n: int) -> Tensor:
-    """Return (n,) token ids far from the mean embedding: untrained tokens are nearly equal."""
+    """Return (n,) token ids far from the mean embedding, because untrained tokens are nearly equal.
+
+    They repeat if the vocabulary is small.
+    """
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     rows = vocabulary_size(anatomy)
     ids = torch.arange(0, rows, max(1, rows // 256))
     if weight is not None and weight.is_floating_point():
-        some = whole_rows(weight, ids).float()
-        far = (some - some.mean(0)).norm(dim=1).argsort(descending=True)
-        ids = ids[far.cpu()]
+        embeddings = whole_rows(weight, ids).float()
+        order = (embeddings - embeddings.mean(0)).norm(dim=1).argsort(descending=True)
+        ids = ids[order.cpu()]
     return ids.repeat(-(-n // len(ids)))[:n]
 
 
 def block_name(name: str) -> str:
-    """Return a parameter's name up to its first number: the block of an encoder or decoder."""
+    """Return a parameter's name up to its first number, which names a block; else all of it."""
     parts = name.split(".")
-    last = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: last + 1])
+    end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: end + 1])
 
 
 def in_decoder(name: str) -> bool:
@@ -411,13 +431,14 @@ def vocabulary_size(anatomy: Anatomy) -> int:
     return anatomy.vocab_size if weight is None else int(weight.shape[0])
 
 
-def _same_states(first: Tensor, other: Tensor) -> bool:
-    scale = float(first.abs().max())
-    return scale > 0 and float((first - other).abs().max()) <= _TOLERANCE * scale
+def _same_states(states: Tensor, other_states: Tensor) -> bool:
+    """Return whether two states are equal up to rounding; not if they are all zero."""
+    scale = float(states.abs().max())
+    return scale > 0 and float((states - other_states).abs().max()) <= _TOLERANCE * scale
 
 
 def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:
-    """Return a forward's arguments: the text, for both sides of an encoder-decoder."""
+    """Return the arguments of a forward on a text, on both sides of an encoder-decoder."""
     ids = ids.to(anatomy.device)
     text: dict[str, object] = {"input_ids": ids}
     if anatomy.kind == "seq2seq" and model_runs.takes(anatomy.model, "decoder_input_ids"):
@@ -429,7 +450,10 @@ def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:
 
 
 def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict[int, Tensor]:
-    """Return the inputs (B, L, d) float of readers that are called once, by their id."""
+    """Return the float32 input (B, L, d) of each reader, by its id.
+
+    Readers that are called several times, or not once per token, are left out.
+    """
     calls: dict[int, list[Tensor]] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
@@ -442,9 +466,9 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
     inputs = {}
     length = ids.shape[1] + model_runs.virtual_tokens(anatomy)
     for key, tensors in calls.items():
-        # DoRA also multiplies a unit matrix, for a norm through which no gradient goes.
-        x, *more = [c for c in tensors if not _is_unit(c)] or [ids]
-        if more or not x.is_floating_point() or x.numel() != len(ids) * length * x.shape[-1]:
+        # DoRA also calls readers with a unit matrix, for a norm that is detached from the gradient.
+        x, *further = [c for c in tensors if not _is_unit(c)] or [ids]
+        if further or not x.is_floating_point() or x.numel() != len(ids) * length * x.shape[-1]:
             continue
         x = x.detach().reshape(len(ids), length, x.shape[-1])
         inputs[key] = x[:, -ids.shape[1] :].float()
@@ -452,6 +476,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
 
 
 def _is_unit(x: Tensor) -> bool:
+    """Return whether a tensor is a unit matrix."""
     square = x.dim() == 2 and x.shape[0] == x.shape[1]
     return square and bool(torch.equal(x, torch.eye(len(x), dtype=x.dtype, device=x.device)))
 
@@ -472,7 +497,7 @@ def input_rows(
     """
     rows = torch.empty(0)
     for part, x in input_blocks(anatomy, known_input, ids, autocast=autocast):
-        if not part.start:  # joined at the end, parts would take twice the memory
+        if not part.start:  # allocated once: concatenated parts would take twice the memory
             rows = x.new_empty(len(ids), *x.shape[1:])
         rows[part] = x
     return rows
@@ -481,7 +506,7 @@ def input_rows(
 def input_blocks(
     anatomy: Anatomy, known_input: SharedInput, ids: Tensor, *, autocast: torch.dtype | None = None
 ) -> Generator[tuple[slice, Tensor], None, None]:
-    """Yield the places of some texts and what :func:`input_rows` returns for them, one by one."""
+    """Yield the result of :func:`input_rows` in blocks: a slice of the texts, and their rows."""
     run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
     n_tokens = model_runs.TOKENS_AT_ONCE
     if ids.device.type == "cpu":
@@ -501,7 +526,7 @@ def input_blocks(
 def input_states(
     anatomy: Anatomy, inputs: Sequence[SharedInput], ids: Tensor, mask: Tensor | None = None
 ) -> list[Tensor]:
-    """Return the values of several inputs for texts, from one run up to the last of them.
+    """Return the values of several inputs for texts, from one run that ends at the last input.
 
     Args:
         anatomy: The model.

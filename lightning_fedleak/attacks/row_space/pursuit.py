@@ -2,13 +2,16 @@
 
 A gradient ``G = M^T X`` has few rows (a LoRA of rank r shares r of them for each map) that are
 combinations of as many atoms as the batch holds types: multiple measurement vectors with a common
-support. Where the rank reaches the number of types, the span test (MUSIC) finds them one by one.
-Below it, rank-aware order-recursive matching pursuit does, which is the same test at full rank
+support. If the rank reaches the number of types, the span test (MUSIC) finds them one by one. For a
+lower rank there is rank-aware order-recursive matching pursuit, which is the same test at full rank
 (Davies & Eldar 2012, "Rank awareness in joint sparse recovery", algorithm RA-ORMP). Two things are
 added. Atoms are whitened first, because the inputs of a language model share most of their
 direction. Atoms are compared by a likelihood ratio that includes how frequent the token is.
 
-Rows are in units of their noise: rounding, and what a defence is known to have added.
+:func:`explain` runs the pursuit: it chooses atoms until only noise remains of the rows. Chosen
+atoms that are not needed are then removed, and the result is certified
+(:mod:`~lightning_fedleak.attacks.row_space.certificate`). Rows are in units of their noise, which
+is rounding and the noise that a defence is known to have added.
 """
 
 from __future__ import annotations
@@ -25,18 +28,19 @@ from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, Sha
 
 # Thresholds of the pursuit; none was tuned.
 NOISE_FLOOR = 4.0  # variance of a residual over the noise's, below which the pursuit ends
-NEARLY_CERTIFIED = 100.0  # residual over the noise's up to which pruning and exchanging are tried
-LITTLE = 1e4  # the same, from which they are tried before all is explained; 1e-3 of the rows
+NEARLY_CERTIFIED = 100.0  # residual over the noise up to which pruning and exchanging are tried
+LITTLE = 1e4  # residual over the noise at which they are tried early; about 1e-3 of the rows
 CERTAIN = 1e-4  # share of an atom outside of the residual's span up to which it is surely used
-GIVE_UP = 0.9  # types over directions from which it ends uncertified: too many atoms fit then
+GIVE_UP = 0.9  # types over directions above which it ends uncertified: too many atoms fit then
 CHOSEN_AT_ONCE = 8  # atoms that are chosen between two scorings of a pool: for speed
 POOL = 4096
-"""Atoms that scored best in the whole vocabulary, and are scored alone until the next time: for
-speed. With 2,048 of 32,000, too, F1 stayed (14 looks as below, .69 and .68 for .66 without)."""
+"""Number of atoms that scored best in the whole vocabulary. Only they are scored until the whole
+vocabulary is scored again, for speed. F1 did not fall: it was .69 and, with 2,048 of 32,000, .68,
+for .66 without a pool (14 measurements as below)."""
 POOL_SCORINGS = 4  # scorings of a pool, that of the whole vocabulary among them; 8 are no faster
 SCREENED = 1024
-"""Atoms that are compared between two scorings: for speed. 4,096 took a tenth longer, with F1
-.770 for .774 (7 looks at a LoRA of stories15M on IMDB, 8 x 64, November 2026)."""
+"""Atoms that are compared between two scorings, for speed. 4,096 took a tenth longer, with F1
+.770 for .774 (7 measurements of a LoRA of stories15M on IMDB, 8 x 64, November 2026)."""
 RESCORED = 8  # atoms that are compared in double precision: for speed
 
 
@@ -45,15 +49,15 @@ class PursuitResult:
     """The types that a pursuit chose.
 
     Attributes:
-        types: (k,) token ids, the surest first.
-        scores: (V,) the higher the surer.
-        expected: estimated number of types; NaN where the directions ran out before the types.
-        residual: root mean square of what the types leave of the rows, in units of the noise.
-        certified: whether the types explain all that was shared, and every token leaves a trace.
-            Then no type is missing whose part lies above rounding, and no type replaces another
-            one that nearly equals it.
-        silent: (m,) tokens that would leave no trace beside the types, because their inputs are
-            zero, or equal to a type's; None where the types do not explain all that was shared.
+        types: (k,) token ids, in order of descending certainty.
+        scores: (V,) certainty of each token, higher is more certain.
+        expected: estimated number of types; NaN if there may be more than the rows distinguish.
+        residual: root mean square of the rows' residual after the types, in units of the noise.
+        certified: whether the types explain the rows, and every token would leave a trace. Then no
+            type is missing whose part lies above rounding, and no type was mistaken for one with a
+            nearly equal atom.
+        silent: (m,) tokens that would leave no trace next to the types, because their inputs are
+            zero or equal to a type's; None if the types are not shown to explain the rows.
     """
 
     types: Tensor
@@ -69,8 +73,8 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
 
     Args:
         atoms: The atoms of all tokens.
-        shared: the rows.
-        log_odds: (V,) prior of each token being in the batch.
+        shared: The rows.
+        log_odds: The prior log odds that each token is in the batch, (V,).
     """
     path = _Pursuit(atoms, shared, log_odds)
     solved, types = _search(path, atoms, shared)
@@ -102,10 +106,11 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
 
 
 def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Tensor]:
-    """Run a pursuit, and return whether it explains the rows, and the types without needless ones.
+    """Run a pursuit; return whether its types explain the rows, and the types, pruned if so.
 
-    Nearly equal types are exchanged when little is left, or else many unlike ones would be chosen,
-    one by one, for what a wrong one among them leaves.
+    If a type was mistaken for a nearly equal one, a small residual remains. Types are therefore
+    exchanged once the residual is small; otherwise the pursuit would choose many unrelated types to
+    explain it.
     """
     for early in (shared.exact, False):
         nearly, max_residual = NEARLY_CERTIFIED, MAX_NOISE_RATIO
@@ -125,10 +130,10 @@ def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Ten
 
 
 class _Pursuit:
-    """One run of the pursuit: the residual of the rows, and the atoms that were chosen.
+    """The state of a pursuit: the residual of the rows, and the chosen atoms.
 
-    Atoms are compared after whitening. Whether to end is decided before whitening, where noise is
-    equal in all directions.
+    Atoms are compared after whitening. The decision to end is made before whitening (``_plain``),
+    where noise is equal in all directions.
     """
 
     def __init__(self, atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> None:
@@ -156,8 +161,8 @@ class _Pursuit:
         """Choose atoms until only noise remains, or no atom has evidence.
 
         Args:
-            early: whether to end where little remains, which exchanges of nearly equal atoms may
-                explain.
+            early: whether to end already at a small residual, which exchanges of nearly equal atoms
+                may explain.
 
         Returns:
             Whether it ended early.
@@ -179,7 +184,7 @@ class _Pursuit:
             if not self._choose_likeliest(directions, pool, max_types):
                 if pool.scorings == 1:
                     return False
-                self._pool = None  # the rest of the vocabulary may have evidence
+                self._pool = None  # tokens outside of the pool may have evidence
         return False
 
     @property
@@ -188,14 +193,14 @@ class _Pursuit:
         return torch.tensor(self.chosen, dtype=torch.int64, device=self.log_odds.device)
 
     def dependent_tokens(self) -> Tensor:
-        """Return the (n,) tokens not chosen whose atoms the chosen ones nearly explain."""
+        """Return the (n,) tokens that were not chosen and nearly lie in the span of the chosen."""
         self._compare(self.basis[:0])
         dependent = self.atoms.usable & (self.outside < certificate.DEPENDENT**2)
         dependent[self.tokens] = False
         return dependent.nonzero()[:, 0]
 
     def _is_noise(self) -> bool:
-        """Return whether the residual is noise alone, and record it."""
+        """Return whether the residual is only noise, and store the result in ``at_floor``."""
         if not len(self.residual):
             self.at_floor = True
             return True
@@ -215,9 +220,9 @@ class _Pursuit:
         return directions
 
     def _compare(self, directions: Tensor) -> Tensor:
-        """Update ``outside``, and return (V,) the square of each atom's part in (k, d) directions.
+        """Update ``outside``, and return (V,) each atom's squared projection on (k, d) directions.
 
-        ``outside`` is the share of each atom outside of the chosen ones.
+        ``outside`` is each atom's squared norm outside of the span of the chosen ones.
         """
         new = len(self.basis) - self._projected
         rows = torch.cat([self.basis[self._projected :], directions])
@@ -230,7 +235,7 @@ class _Pursuit:
         return squares[:, new:].sum(1)
 
     def _orthogonal_parts(self, types: Tensor) -> Tensor:
-        """Return atoms without their part in the chosen ones, (n, d) float64, not normalised."""
+        """Return atoms minus their projection on the span of the chosen, (n, d) float64."""
         x = self.atoms.whitened(types)
         for _ in range(2):
             x = x - (x @ self.basis.T) @ self.basis
@@ -239,8 +244,9 @@ class _Pursuit:
     def _evidence(self, score: Tensor, chance: float, k: int) -> Tensor:
         """Return the log likelihood ratio of scores: uniform if used, Beta around chance if not.
 
-        k of m orthogonal directions hold a share of an unused atom that is Beta(k/2, (m-k)/2)
-        distributed; m = k / chance, because atoms fill fewer directions than there are.
+        A score is the share of an atom's squared norm in k directions. For an unused atom in m
+        dimensions it has the distribution Beta(k/2, (m-k)/2). The effective dimension is
+        m = k / chance, with the mean score ``chance``, because atoms do not fill all dimensions.
         """
         a, b = k / 2, max(k / chance / 2 - k / 2, 1e-3)
         s = score.clamp(chance, 1 - 1e-6)
@@ -248,7 +254,7 @@ class _Pursuit:
         return -(constant + (a - 1) * s.log() + (b - 1) * (-s).log1p())
 
     def _screen(self, directions: Tensor) -> _Pool:
-        """Score every atom, or those of the pool at work, and return the pool."""
+        """Score the atoms of the current pool, or all atoms for a new pool, and return the pool."""
         pool = self._pool
         if pool is not None and pool.scorings < POOL_SCORINGS and len(self.scores) > POOL:
             pool.score(self, directions)
@@ -266,6 +272,7 @@ class _Pursuit:
         return self._pool
 
     def _append(self, token: int, part: Tensor, evidence: float) -> None:
+        """Add a token to the chosen ones, given its part outside of their span."""
         q = part - self.basis.T @ (self.basis @ part)
         q = q / q.norm()
         self.basis = torch.cat([self.basis, q[None]])
@@ -281,7 +288,7 @@ class _Pursuit:
         self.alive[token] = False
 
     def _choose_certain(self, directions: Tensor, max_types: int) -> bool:
-        """Choose all atoms within the residual's span that do not explain each other.
+        """Choose all linearly independent atoms that lie in the span of the residual.
 
         Returns:
             Whether any was chosen.
@@ -289,7 +296,7 @@ class _Pursuit:
         types = ((self._raw > 1 - CERTAIN) & self.alive).nonzero()[:, 0]
         if not len(types):
             return False
-        # Of thousands that were never trained and equal a type, one is chosen, and then none.
+        # Thousands of untrained tokens may equal a used one: only one of them is chosen.
         types = types[self.scores[types].topk(min(len(types), SCREENED)).indices]
         types = types[self._raw[types].argsort(descending=True, stable=True)]
         parts = self._orthogonal_parts(types)
@@ -310,10 +317,10 @@ class _Pursuit:
         return len(self.basis) > start
 
     def _choose_likeliest(self, directions: Tensor, pool: _Pool, max_types: int) -> bool:
-        """Choose a few atoms one by one, among those that scored best in the pool.
+        """Choose up to :data:`CHOSEN_AT_ONCE` atoms among those that scored best in the pool.
 
         Returns:
-            Whether the pursuit goes on.
+            Whether the pursuit continues; False if no atom was chosen.
         """
         best_places = self.scores[pool.types].topk(min(SCREENED, len(pool.types))).indices
         subset, screen, outside = pool.select(best_places)
@@ -352,15 +359,15 @@ class _Pursuit:
 
 @dataclass(eq=False)
 class _Pool:
-    """Atoms that are compared until the whole vocabulary is again.
+    """The atoms that are scored until the whole vocabulary is scored again.
 
     Attributes:
-        types: (n,) their tokens.
-        screen: for :meth:`Atoms.products`.
-        outside: (n,) share of each outside of the chosen ones.
-        chance: mean score of the whole vocabulary.
-        projected: number of chosen ones that ``outside`` is outside of.
-        scorings: how many times they were scored.
+        types: (n,) the tokens of the atoms.
+        screen: the gathered atoms, for :meth:`Atoms.products`.
+        outside: (n,) squared norm of each atom outside of the span of the chosen ones.
+        chance: mean score in the whole vocabulary.
+        projected: number of chosen atoms that ``outside`` takes into account.
+        scorings: number of times that the pool was scored, with that of the whole vocabulary.
     """
 
     types: Tensor
@@ -371,12 +378,12 @@ class _Pool:
     scorings: int = 1
 
     def select(self, places: Tensor) -> tuple[Tensor, Subset, Tensor]:
-        """Return the types, the screen and the outside shares of some places."""
+        """Return the types, the atoms and the outside norms at some places of the pool."""
         rows, scales = self.screen
         return self.types[places], (rows[places], scales[places]), self.outside[places].clone()
 
     def score(self, path: _Pursuit, directions: Tensor) -> None:
-        """Score the atoms of the pool, as of a pursuit, for what was chosen since."""
+        """Score the atoms of the pool again, after the latest choices of a pursuit."""
         new = path.basis[self.projected :]
         squares = path.atoms.products(torch.cat([new, directions]), self.screen).square_()
         self.outside -= squares[:, : len(new)].sum(1)

@@ -1,1 +1,1 @@
-"""Attacks on words: the word types of a batch, from gradients."""
+"""Attacks on words: they recover the word types (distinct token ids) of a batch from gradients."""

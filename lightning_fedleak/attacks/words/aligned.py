@@ -1,4 +1,10 @@
-"""Word types from the output head's gradient, projected along the hidden states of public text."""
+"""Word types from the output head's gradient, projected along the hidden states of public text.
+
+:class:`AlignedFlatChat` calibrates on public text in ``prepare``: it computes the parts of its
+gradients (:mod:`~lightning_fedleak.attacks.words.head_gradients`), and fits a classifier of rows,
+the *readout* (:mod:`~lightning_fedleak.attacks.words.aligned_readout`). ``run`` computes the
+features of the rows that were shared and classifies them.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +51,11 @@ _LORA_UPDATE = (
     "a LoRA head's updates by {} are not supported: measure the gradients of single steps (omit "
     "local_steps)"
 )
-# Numbers of tokens and texts if the model writes its public text itself. On stories15M F1 was .975;
-# it was .971 with 4,000 tokens of 128 texts and .967 with 2,000 tokens of 64 (means of two seeds,
+# Numbers of tokens and texts if the model generates its public text. On stories15M F1 was .975; it
+# was .971 with 4,000 tokens of 128 texts and .967 with 2,000 tokens of 64 (means of two seeds,
 # 12 IMDB batches of 8 x 64 and of 4 x 16 each, November 2026).
 _SAMPLED_TOKENS, _SAMPLED_TEXTS = 3_000, 96
-# Tokens in one public batch for rehearsed updates, at most; bounds time, not tuned.
+# Maximal number of tokens in one public batch of a simulated update; bounds time, not tuned.
 _MAX_BATCH_TOKENS = 1600
 
 
@@ -58,13 +64,13 @@ class AlignedFlatChat(base.Attack):
 
     Row t of the head's gradient is ``sum_i (p_i(t) - [y_i = t]) h_i``. The attack projects it on a
     direction u on which the hidden states are positive, so that a row is negative only if its type
-    was used. The rows of common words, which the model predicts more often than they occur, are
-    not. So each row is compared with the row that public text predicts for an unused type. A small
-    classifier, fitted on gradients of public text, gives the probability that the type was used,
-    and as many types are named as make the expected F1 largest.
+    was used. The rows of common words, which the model predicts more often than they occur, are not
+    negative. So each row is compared with the row that public text predicts for an unused type. A
+    small classifier, fitted on gradients of public text, gives the probability that the type was
+    used. The number of types that are named maximises the expected F1.
 
-    Nothing depends on the gradient's scale. The gradient of a tied matrix is read as a whole, the
-    sum of its head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of
+    Nothing depends on the gradient's scale. For a matrix that is tied to the embedding, the sum of
+    both parts is read. For a LoRA on the head, the gradient of its factor B is read. Rounds of
     SGD are sums of gradients; for Adam and similar optimizers the classifier is fitted on public
     updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
     that does not begin with a fresh optimizer is *unknown*. For gradients compressed by
@@ -74,7 +80,7 @@ class AlignedFlatChat(base.Attack):
 
     Args:
         public_text: A text like the clients' (strings need ``tokenizer``), token ids, or
-            ``"sampled"``: text that a causal model writes itself, or random frequent tokens for
+            ``"sampled"``: text that a causal model generates itself, or random frequent tokens for
             other models.
         tokenizer: The tokenizer of strings; a masked language model needs its ``mask_token_id``.
         calibration_tokens: The largest number of public tokens for the calibration (on SmolLM2-135M
@@ -164,7 +170,10 @@ class AlignedFlatChat(base.Attack):
 
     @property
     def _adaptive_steps(self) -> LocalSteps | None:
-        """Return the round whose updates the readout is fitted on; None if it reads gradients."""
+        """Return the round of an adaptive optimizer that the readout is fitted on, or None.
+
+        None means that the readout is fitted on gradients, also for rounds of SGD.
+        """
         return None if self.steps is None or self.steps.linear else self.steps
 
     @property
@@ -183,7 +192,7 @@ class AlignedFlatChat(base.Attack):
         check_compressed(facts)
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
-        """Return the output head's weight, or the B of a LoRA on it."""
+        """Return the output head's weight, or the factor B of a LoRA on the head."""
         self._role = head_surface(anatomy).role
         return base.Surfaces(gradients=(self._role,))
 
@@ -242,9 +251,11 @@ class AlignedFlatChat(base.Attack):
         self._before = None if weight is None else whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Align with the current model, every ``refresh_every`` steps and in another fit.
+        """Compute directions and expectations for the current model, every ``refresh_every`` steps.
 
-        The steps count from the last alignment here; :meth:`prepare` does not know its step.
+        The readout is not fitted again. Steps are counted from the last refresh, because
+        :meth:`prepare` does not know its step. A smaller step than that one means another fit, in
+        which the attack is refreshed at once.
         """
         self._keep_weights(anatomy)
         if self._why_unreadable is not None or 0 <= step - self._aligned_at < self.refresh_every:
@@ -268,8 +279,7 @@ class AlignedFlatChat(base.Attack):
         """Return the types used in one update.
 
         Returns:
-            ``scores`` are log odds (-30 without any evidence); ``n_types`` is the expected number
-            of used types.
+            ``scores`` are log odds, at least -30; ``n_types`` is the expected number of used types.
 
         Raises:
             Inapplicable: the gradient is compressed in a way that the readout is not fitted on.
@@ -280,12 +290,12 @@ class AlignedFlatChat(base.Attack):
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
         gradient = whole_tensor(view.gradient(self._role))
-        last = view.gradients[-1]
+        snapshot = view.gradients[-1]
         steps = self._adaptive_steps
-        if last.compression not in ("", getattr(self._fitted_compression, "method", "")):
-            raise Inapplicable(explain_compression(last.compression))
-        if isinstance(last, UpdateSnapshot):
-            gradient = self._readable(gradient, last)
+        if snapshot.compression not in ("", getattr(self._fitted_compression, "method", "")):
+            raise Inapplicable(explain_compression(snapshot.compression))
+        if isinstance(snapshot, UpdateSnapshot):
+            gradient = self._convert_update(gradient, snapshot)
             if steps is not None:
                 return self._read_update(gradient)
         if steps is not None:
@@ -294,14 +304,14 @@ class AlignedFlatChat(base.Attack):
                 "this is a gradient: omit local_steps to attack gradients"
             )
         guess = self._read_gradient(gradient)
-        if not len(guess.types) and not last.noise_std > 0:
+        if not len(guess.types) and not snapshot.noise_std > 0:
             raise base.UnusableObservation(
                 "the rows of the head's gradient are not zero, but none could be assigned to a "
                 "used type, and no defence reports added noise: leakage is unknown"
             )
         return guess
 
-    def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
+    def _convert_update(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
         """Return an update in the readout's form: a sum of gradients for SGD, else normalized."""
         if self._why_unreadable is not None:
             raise base.UnusableObservation(self._why_unreadable)
@@ -318,10 +328,11 @@ class AlignedFlatChat(base.Attack):
         return normalize_update(update, before, rate, steps)
 
     def _read_update(self, update: Tensor) -> base.WordGuess:
+        """Return the guess for a normalized update of an adaptive optimizer."""
         assert self._before is not None
-        model = self._calibration_on(update.device)
-        features = update_features(update, self._before.float(), model.directions, model.expected)
-        odds = model.readout.logits(features)
+        fitted = self._calibration_on(update.device)
+        features = update_features(update, self._before.float(), fitted.directions, fitted.expected)
+        odds = fitted.readout.logits(features)
         used = odds.sigmoid()
         types = odds.argsort(descending=True)[: int(best_count(used))]
         return base.WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
@@ -331,6 +342,7 @@ class AlignedFlatChat(base.Attack):
         return self._calibration
 
     def _read_gradient(self, gradient: Tensor) -> base.WordGuess:
+        """Return the guess for a gradient, or a sum of gradients."""
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = row_summary.RowSummary.read(gradient, directions.u)
@@ -379,7 +391,7 @@ class AlignedFlatChat(base.Attack):
         return sorted({min(n, longest or n) for n in self.lengths})
 
     def _batches(self, anatomy: Anatomy) -> list[TokenBatch]:
-        """Return batches of public texts, one of each length, with no text twice."""
+        """Return batches of public texts, one batch per length, with no text in two of them."""
         generator = torch.Generator().manual_seed(self.seed)
         text = self._text(anatomy)
         if anatomy.kind == "causal":

@@ -1,8 +1,9 @@
 """A small classifier of the rows of a head's gradient: is the row's type in the batch?
 
-:func:`rehearse` fits it on gradients of simulated batches of public text, whose words are known.
-Before a gradient is classified, :func:`refit_direction` fits the direction of its projection to it,
-because the direction of public text may not suit the client's text.
+:func:`rehearse` fits it on "rehearsals": simulated gradients of batches of public text, whose words
+are known. Before a gradient is classified, :func:`refit_direction` refits the direction that its
+rows are projected on, because the direction of public text may not suit the client's text.
+:func:`best_count` then chooses how many types to name.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.progress import track
 
 # For `refit_direction`. None of these constants is tuned.
-_MAX_ROWS = 512  # longest unused rows that the direction is fitted to: a limit of time
-_MIN_ROWS = 64  # rows, below which the direction of public text is kept
-_STEPS = 12  # directions tried; more cost time at every look
-_RATE = 0.25  # length of a move of the direction, which is a unit vector
+_MAX_ROWS = 512  # maximal number of unused rows, the longest, that the direction is fitted to
+_MIN_ROWS = 64  # number of rows below which the direction of public text is kept
+_STEPS = 12  # directions that are tried; more cost time in every run
+_RATE = 0.25  # length of a step of the direction, which is a unit vector
 _MIN_USED = 0.3  # norm from which a row is a used type's, in norms of a token's row
 _MAX_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a token's row
 
@@ -35,7 +36,7 @@ _MAX_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a t
 def refit_direction(
     gradient: Tensor, summary: RowSummary, u: Tensor, rows: Tensor | None = None
 ) -> tuple[RowSummary, Tensor]:
-    """Return a direction on which the hidden states that made this gradient are positive.
+    """Return a summary along a direction on which this gradient's hidden states are positive.
 
     The row of an unused type is a positive combination of the hidden states. If the text differs
     from the public text, or the model was trained further, hidden states project on ``u`` with
@@ -48,7 +49,7 @@ def refit_direction(
         summary: The summary of ``gradient`` along ``u``.
         u: The direction of public text, (d,). It stays if too few rows are usable. It also stays if
             the large rows would be mostly positive along the new direction, because the rows of
-            used types are negative along a right one.
+            used types are negative along a correct one.
         rows: The indices of the rows to choose unused ones from; all by default.
 
     Returns:
@@ -84,8 +85,8 @@ _WARMUP = 0.25  # share of that fit in which the learning rate rises
 _CLUSTERS = 32  # clusters of hidden states whose mass is refitted to a gradient
 _SIZES = 9  # maximal number of sizes of rehearsed batches; more cost time
 _REPEATS = 12  # maximal number of rehearsed batches of one size; more cost time
-_FREQUENT = 4096  # likely types that every rehearsal holds; more cost memory
-_RANDOM = 2048  # remaining types drawn for a rehearsal; more cost memory
+_FREQUENT = 4096  # most probable types, whose rows are in every rehearsal; more cost memory
+_RANDOM = 2048  # further types that are drawn for a rehearsal; more cost memory
 _MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss
 
 
@@ -244,14 +245,14 @@ def rehearse(
     generator: torch.Generator,
     compression: Compression | None = None,
 ) -> HeadCalibration:
-    """Return a calibration fitted on simulated batches of public sentences.
+    """Return a calibration that is fitted on simulated batches of public sentences.
 
-    Batches are drawn from one half of the sentences, the expectations of unused rows from the other
-    half, and then the halves are exchanged: in an attack, too, the expectations come from another
-    text than the batch.
+    Batches are drawn from one half of the sentences. The expectations of unused rows are computed
+    on the other half, because in an attack, too, they come from another text than the batch. Then
+    the halves are exchanged.
 
     Args:
-        parts: The gradients of at least 4 public sentences.
+        parts: The hidden states and gradients of at least 4 public sentences.
         weight: The head's weight, (V, d).
         bias: The head's bias (V,), or None.
         generator: The CPU generator of all draws.
@@ -302,7 +303,7 @@ def rehearse(
 def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[GradientParts]:
     """Yield batches of 1 to all sentences, log-spaced, that have a label to predict.
 
-    Small batches are repeated to even out the work, up to :data:`_REPEATS` times.
+    There are several batches of a small size, up to :data:`_REPEATS`.
     """
     n = parts.n_sentences
     sizes = {round(n ** (i / (_SIZES - 1))) for i in range(_SIZES)}
@@ -319,21 +320,22 @@ def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[
 def _draw_pool(by_length: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Return the sentences to draw a batch from: all, or in half of the cases a third of them.
 
-    The third has similar lengths, as the texts of one client often have. A gradient does not show
-    the lengths, so that the readout has to be right for either case.
+    The sentences of the third have similar lengths, as the texts of one client often have. A
+    gradient does not show lengths, so that the readout must be accurate in both cases.
     """
     draw = torch.rand(2, generator=generator)
     third = len(by_length) // 3
     if size > third or draw[0] < 0.5:
         return by_length
-    first = int(draw[1] * (len(by_length) - third + 1))
-    return by_length[first : first + third]
+    start = int(draw[1] * (len(by_length) - third + 1))
+    return by_length[start : start + third]
 
 
 def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
     """Return a defence's noise for a third of the batches, and zero for the remaining ones.
 
-    Its standard deviation is log-uniform from 1e-4 to 0.3 norms of a token's row.
+    Its standard deviation per coordinate is log-uniform between 1e-4 and 0.3 of ``token``, the norm
+    of a token's row.
     """
     draw = torch.rand(2, generator=generator)
     if draw[0] > 1 / 3:
@@ -348,8 +350,8 @@ def _draw_types(
 ) -> tuple[Tensor, Tensor]:
     """Return the types whose rows a rehearsal holds, and their weights in the loss.
 
-    They are the batch's labels and inputs, the reference types, the likely types, and a random
-    sample of the remaining ones, each of which stands for several.
+    They are the batch's labels and inputs, the reference types, the most probable types, and a
+    random sample of the remaining types, each of which represents several in the loss.
     """
     vocab = len(expected.probability)
     likely = expected.probability.topk(min(_FREQUENT, vocab)).indices

@@ -1,11 +1,11 @@
-"""Rows of the head's gradient: those expected of unused words, and the features of a readout.
+"""Features of the rows of the head's gradient, by which a classifier recognises used types.
 
-An unused type has a row too: ``sum_i p_i(t) h_i``, its predicted mass in the direction of the
-hidden states that predict it. :class:`ExpectedRows` holds what public text predicts for these rows,
-projected on a few :class:`Directions`.
-
-Nothing depends on the gradient's scale: rows are measured in units of one used token, which is
-estimated from the gradient itself.
+An unused type has a row too: ``sum_i p_i(t) h_i``, where ``p_i(t)`` is the probability that the
+model gives type t at token i, and ``h_i`` is the hidden state. So each row is compared with the row
+that public text predicts for an unused type. :class:`Directions` are fitted to public hidden
+states; :class:`ExpectedRows` holds the predicted rows, projected on them. :func:`estimate_units`
+estimates the scale of a gradient, the row of a type that was used once, so that no feature depends
+on it. :func:`row_features` computes the features.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning_fedleak.attacks.words.head_gradients import GradientParts
 from lightning_fedleak.attacks.words.row_summary import RowSummary
 
 _TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
-_CENTRES = 64  # clusters of hidden states that rows are projected on; not tuned
+_CENTRES = 64  # cluster centres of hidden states that rows are projected on; not tuned
 _PRINCIPAL = 64  # principal directions of the hidden states, for the whitening; not tuned
-_ERROR = 0.25  # variance of the relative error of expected rows; not tuned
-_OPENING = 4  # directions in which the input gradients of first tokens are read; not tuned
-_TINY = 1e-4  # added to numbers in used tokens before a logarithm or a division; not tuned
+_ERROR = 0.25  # assumed variance of the relative error of expected rows; not tuned
+_OPENING = 4  # principal directions of the input gradients of first tokens; not tuned
+_TINY = 1e-4  # added to sizes in units of a used token before a logarithm or division; not tuned
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Directions:
         whitening: (d, m); the m leading principal directions of the unit hidden states, each
             divided by its standard deviation.
         deviations: (m,) these standard deviations.
-        opening: (d, k) orthonormal; where the input gradients of first tokens lie (k = 0 untied).
-        scale: () median of ``h . u``; what one used token puts on ``u``.
+        opening: (d, k) orthonormal; the principal directions of the input gradients of sentences'
+            first tokens (k = 0 if head and embedding are not tied).
+        scale: () median of ``h . u``, the projection of one used token on ``u``.
         norm: () median norm of a hidden state.
     """
 
@@ -54,7 +55,7 @@ class Directions:
 
     @classmethod
     def fit(cls, parts: GradientParts, generator: torch.Generator) -> Directions:
-        """Return the directions of public text."""
+        """Return the directions fitted to the hidden states of public text."""
         states = parts.states
         unit = F.normalize(states, dim=1)
         u = separating_direction(unit)
@@ -62,20 +63,20 @@ class Directions:
         spread = (unit - mean).T @ (unit - mean) / len(unit)
         values, vectors = torch.linalg.eigh(spread)
         m = min(_PRINCIPAL, unit.shape[1], len(unit))
-        first = F.normalize(parts.input_grads[parts.input_first], dim=1)
+        openings = F.normalize(parts.input_grads[parts.input_first], dim=1)
         values, vectors = values.flip(0)[:m].clamp(min=1e-12), vectors.flip(1)[:, :m]
         return cls(
             u=u,
             centres=cluster_centres(unit, _CENTRES, generator),
             whitening=vectors / values.sqrt(),
             deviations=values.sqrt(),
-            opening=torch.linalg.svd(first, full_matrices=False).Vh[:_OPENING].T.contiguous(),
+            opening=torch.linalg.svd(openings, full_matrices=False).Vh[:_OPENING].T.contiguous(),
             scale=(states @ u).median(),
             norm=states.norm(dim=1).median(),
         )
 
     def follow(self, states: Tensor) -> Directions:
-        """Return the directions with ``u`` and its units fitted to other hidden states."""
+        """Return the directions with ``u``, ``scale`` and ``norm`` fitted to new hidden states."""
         u = separating_direction(states)
         return replace(self, u=u, scale=(states @ u).median(), norm=states.norm(dim=1).median())
 
@@ -122,21 +123,21 @@ def cluster_centres(unit: Tensor, k: int, generator: torch.Generator, rounds: in
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Means over the tokens of public text, for each of V types.
+    """What public text predicts for the rows of unused types: means over its tokens, for V types.
 
-    If the model caps its logits, ``p(t)`` is the probability times the cap's derivative, as it
-    enters the gradient.
+    ``p(t)`` is the probability of type t, and h the hidden state. If the model caps its logits,
+    ``p(t)`` is the probability times the cap's derivative, as it enters the gradient.
 
     Attributes:
-        mass: (V, C) ``p(t) h . u`` in units of ``scale``, by cluster of the hidden state, so that
-            the clusters' weights can be fitted to the text under attack.
+        mass: (V, C) mean of ``p(t) h . u`` in units of ``scale``, by cluster of the hidden state.
+            The clusters' weights are fitted to the gradient under attack.
         probability: (V,) mean of ``p(t)``.
         energy: (V,) mean of ``p(t)^2``.
         whitened: (V, m) mean of ``p(t) h``, whitened, in units of ``norm``.
-        share: (C,) of the mass in each cluster.
-        frequency: (V,) share of the labels.
-        opening: (V,) share of the sentences that it opens.
-        reference: (R,) types that public text did not use, to fit clusters' weights on.
+        share: (C,) share of all mass that is in each cluster.
+        frequency: (V,) share of the labels that are this type.
+        opening: (V,) share of the sentences that begin with this type.
+        reference: (R,) types that public text does not use, to which clusters' weights are fitted.
     """
 
     mass: Tensor
@@ -161,12 +162,12 @@ class ExpectedRows:
         """Return the expectations over all tokens of ``parts``.
 
         Args:
-            parts: The parts of public text.
-            weight: (V, d) of the head.
-            bias: (V,) or None.
+            parts: The hidden states and gradients of public text.
+            weight: (V, d), the head's weight.
+            bias: (V,), the head's bias, or None.
             directions: The directions to project on.
             clusters: (C, d) unit centres that tokens are assigned to.
-            reference: types to fit clusters' weights on; chosen if it is None.
+            reference: types that clusters' weights are fitted to; chosen if it is None.
         """
         n, vocab = len(parts.labels), len(weight)
         states = parts.states
@@ -204,7 +205,7 @@ class ExpectedRows:
 
     @classmethod
     def average(cls, first: ExpectedRows, second: ExpectedRows) -> ExpectedRows:
-        """Return the mean of the expectations of two halves of equal size."""
+        """Return the mean of the expectations of two equal halves of public text."""
         means = {
             f.name: (getattr(first, f.name) + getattr(second, f.name)) / 2
             for f in fields(cls)
@@ -213,7 +214,7 @@ class ExpectedRows:
         return replace(first, **means)
 
     def rows(self, types: Tensor) -> ExpectedRows:
-        """Return the expectations of some types; ``reference`` is empty."""
+        """Return the expectations of some types, with an empty ``reference``."""
         columns = {
             f.name: getattr(self, f.name)[types]
             for f in fields(self)
@@ -222,15 +223,16 @@ class ExpectedRows:
         return replace(self, **columns, reference=self.reference[:0])
 
     def weights(self, observed: Tensor, noise: Tensor) -> Tensor:
-        """Return factors on the clusters' mass, fitted to a gradient's rows of the reference types.
+        """Return the clusters' weights, fitted to a gradient's rows of the reference types.
 
         The number of tokens n is fitted first, then ``observed_t ~ n sum_c x_c mass_tc`` with
-        relative error and noise, a prior at ``x_c = 1`` of variance 1, and ``x_c >= 0``. Outliers,
-        which may be used types, are excluded.
+        relative error and noise, a prior of mean 1 and variance 1 on ``x_c``, and ``x_c >= 0``. The
+        weights are ``n x_c``. Outliers, which may be used types, are excluded.
 
         Args:
-            observed: (R,) rows of the reference types along ``u``, one used token being -1.
-            noise: () standard deviation of noise on ``observed``.
+            observed: (R,) projections of the reference types' rows on ``u``, in units in which one
+                used token gives -1.
+            noise: () standard deviation of the noise on ``observed``.
 
         Returns:
             (C,); all zero if fewer than 8 rows are usable.
@@ -257,7 +259,7 @@ class ExpectedRows:
 
 
 def _amount(observed: Tensor, expected: Tensor, noise: Tensor, rounds: int = 5) -> Tensor:
-    """Return n of ``observed ~ n expected``: the median ratio of the rows far above the noise."""
+    """Return n of ``observed ~ n expected``: the median ratio over the rows far above the noise."""
     order = expected.argsort(descending=True)
     n = (observed / expected)[order[: max(8, len(order) // 8)]].median().clamp(min=0)
     for _ in range(rounds):
@@ -269,7 +271,7 @@ def _amount(observed: Tensor, expected: Tensor, noise: Tensor, rounds: int = 5) 
 
 
 def _reference(probability: Tensor, used: Tensor, size: int = 4096) -> Tensor:
-    """Return the unused types of largest expected mass, in ascending order."""
+    """Return the most probable types that public text does not use, in ascending order."""
     unused = probability.masked_fill(used > 0, -1.0)
     k = min(size, int((unused > 0).sum()))
     return unused.topk(k).indices.sort().values
@@ -285,14 +287,15 @@ def _non_negative(gram: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Units:
-    """The scale and the size of a gradient, estimated from its rows.
+    """The scale of a gradient and the size of its batch, estimated from its rows.
 
     Attributes:
-        noise: () upper bound on the standard deviation of noise on each coordinate.
-        token: () norm of the row of a type used once.
+        noise: () upper bound on the standard deviation of the noise on each coordinate.
+        token: () norm of the row of a type that was used once.
         cosine: () median cosine between ``u`` and the hidden states of used tokens.
-        tokens: () used tokens in the rows that are negative along ``u``, net of predictions.
-        clusters: (C,) factors on the clusters' expected rows that make up this gradient's.
+        tokens: () number of used tokens in the large rows that are negative along ``u``, less the
+            model's predictions of their types.
+        clusters: (C,) weights of the clusters in this gradient, from :meth:`ExpectedRows.weights`.
         n_tokens: () estimate of the number of tokens in the batch.
     """
 
@@ -305,16 +308,20 @@ class _Units:
 
 
 def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
-    """Return the norm () of the row of a type used once; None if no row is negative."""
+    """Return the norm () of the row of a type that was used once; None if no row is negative.
+
+    It starts at the norm above which half of the sum of norms lies, and is refined to the median of
+    the norms above 0.3 of it.
+    """
     negative = (summary.projection < -4 * noise).nonzero()[:, 0]
     if len(negative) == 0:
         return None
     norms = np.sort(summary.select(negative).denoised_norms(noise).cpu().numpy())
     sums = norms.cumsum()
     token = norms[min(np.searchsorted(sums, sums[-1] / 2), len(norms) - 1)]
-    for _ in range(4):  # the median of the norms above 0.3 of it
-        first = np.searchsorted(norms, 0.3 * token, side="right")
-        token = norms[(first + len(norms) - 1) // 2]
+    for _ in range(4):
+        start = np.searchsorted(norms, 0.3 * token, side="right")
+        token = norms[(start + len(norms) - 1) // 2]
     return summary.norms.new_tensor(token)
 
 
@@ -322,8 +329,8 @@ def estimate_units(summary: RowSummary, expected: ExpectedRows, reference: Tenso
     """Return the units of a gradient; None if no row is negative along ``u``.
 
     Args:
-        summary: of the gradient, or of a subset of its rows that holds every used type.
-        expected: of public text.
+        summary: The summary of the gradient, or of some of its rows, with those of all used types.
+        expected: The expectations of public text.
         reference: indices of the reference types in ``summary``.
     """
     noise = (summary.select(reference) if len(reference) else summary).noise()
@@ -351,7 +358,7 @@ def _signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
 
 
 def plausible(summary: RowSummary, units: _Units) -> Tensor:
-    """Return (V,) whether a row may be that of a used type: negative along ``u``, or not small."""
+    """Return (V,) whether a row may belong to a used type: negative along ``u``, or not small."""
     noise, width = units.noise, summary.width
     above = summary.norms.square() - width * noise * noise
     floor = torch.maximum((0.1 * units.token) ** 2, 3 * (2 * width) ** 0.5 * noise * noise)
@@ -402,11 +409,11 @@ def row_features(
         *(_signed_log(v) for v in ranks),
         (near < 0).float().mean(1),
         *(v / (r + _TINY) for v in (ranks[0], ranks[2], ranks[4])),
-        # its projection on u beside that of an unused type
+        # its projection on u, compared with that of an unused type
         (predicted + _TINY).log(),
         _signed_log(predicted - s),
         (s / predicted).clamp(-50, 5),
-        # how likely the model finds the type: mean probability, and how concentrated it is
+        # the type's mean probability under the model, and how concentrated it is on few tokens
         (expected.probability * n + 1e-6).log(),
         (expected.energy * n + 1e-8).log(),
         expected.energy / (expected.probability + 1e-30),

@@ -1,14 +1,15 @@
 """Word types from updates of the output head by Adam and similar optimizers.
 
-After one step of Adam every entry is ``g / (|g| + eps)``: the sign of a gradient, and how far it is
-from a size of eps. The common size of a row's entries, which separates used types from others, is
-lost. Three signs remain. Rows of used types point against the hidden states, other rows along them.
-Rows of types that no hidden state predicts are small enough to show their size. And types that are
-predicted in the same way move in the same way, unless one of them is used: each row is compared
-with the mean of its group.
+After one step of Adam every entry is ``g / (|g| + eps)``. It shows the sign of the gradient g, and
+its size only if g is not much larger than eps. So the size of a row, which distinguishes used from
+unused types, is mostly lost. Three hints remain. Rows of used types point against the hidden
+states, rows of unused types along them. Rows of types that no hidden state predicts are small
+enough to show their size. And types that are predicted in the same way change in the same way,
+unless one of them is used: each row is compared with the mean of its group.
 
-A classifier of these features is fitted on public updates made by the optimizer's own class: from
-gradients of public text for rounds of one step, from training on it for longer rounds.
+:func:`rehearse_updates` fits a classifier of these features on public updates, which the
+optimizer's class computes: from gradients of public text for rounds of one step, from training on
+public text for longer rounds. :func:`update_features` computes the features.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _GROUPS = 128  # groups of types that are compared with each other; not tuned
 _ROWS_AT_ONCE = 4096  # rows whose features are computed at once, which bounds the memory
 _UNUSED = 2000  # unused types drawn from each public update, on average; not tuned
 _MAX_IMPORTANCE = 50.0  # largest weight of a drawn type in the loss; not tuned
-_NOISE = 3e-3  # size of an entry, in units of its largest, that rounding explains; not tuned
-_SATURATED = 1e-5  # distance from the largest size that float32 resolves; not tuned
-_PRINCIPAL = 32  # principal directions that are features themselves; not tuned
+_NOISE = 3e-3  # size that rounding explains, as a share of an entry's largest change; not tuned
+_SATURATED = 1e-5  # distance to an entry's largest change that float32 resolves; not tuned
+_PRINCIPAL = 32  # principal directions on which projections are features; not tuned
 _PASSES = 6  # passes of the fit over the rows; more cost time, not tuned
-_UPDATES = 80  # public updates; more cost time, not tuned
+_UPDATES = 80  # number of public updates; more cost time, not tuned
 _TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
 _QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)  # of a row's entries, as features; not tuned
 
@@ -58,9 +59,9 @@ def one_step_updates(
     """Yield updates of one step, from the gradients of public sentences.
 
     Args:
-        parts: The parts of public sentences.
-        weight: (V, d) of the head.
-        bias: (V,) or None.
+        parts: The hidden states and gradients of public sentences.
+        weight: (V, d), the head's weight.
+        bias: (V,), the head's bias, or None.
         steps: the round.
         generator: CPU generator.
     """
@@ -68,8 +69,8 @@ def one_step_updates(
     while True:
         size = min(_draw_size(generator), parts.n_sentences)
         third = max(size, len(by_length) // 3)
-        first = int(torch.rand((), generator=generator) * (len(by_length) - third + 1))
-        pool = by_length[first : first + third]
+        start = int(torch.rand((), generator=generator) * (len(by_length) - third + 1))
+        pool = by_length[start : start + third]  # sentences of similar lengths
         sentences = pool[torch.randperm(len(pool), generator=generator)[:size]]
         batch = parts.select(sentences.to(parts.labels.device))
         parameter = nn.Parameter(weight.clone())
@@ -88,7 +89,7 @@ def training_updates(
 
     Args:
         anatomy: the model, which is not changed.
-        batch: draws a batch of that many texts of one length.
+        batch: draws a batch of a given number of texts, all of one length.
         steps: the round.
         generator: CPU generator.
     """
@@ -108,13 +109,13 @@ def _train_copies(
 ) -> dict[str, Tensor]:
     """Return the trained parameters after a round of training, by name in ``anatomy.root``.
 
-    Copies are trained: the model, its gradients and the random generators stay as they are. It runs
-    in eval mode, without dropout.
+    Copies of the weights are trained, so that the model, its gradients and the random generators do
+    not change. The model runs in eval mode, without dropout.
 
     Args:
         anatomy: the model.
         batches: The batches of each step.
-        steps: the optimizer of the round, which begins fresh.
+        steps: the round; its optimizer begins fresh.
     """
     names = {id(p): name for name, p in anatomy.root.named_parameters()}
     trained = {n: p for n, p in anatomy.model.named_parameters() if p.requires_grad}
@@ -130,6 +131,7 @@ def _train_copies(
 
 
 def _draw_size(generator: torch.Generator) -> int:
+    """Return a random number of texts of a public batch."""
     return _TEXTS[int(torch.randint(len(_TEXTS), (), generator=generator))]
 
 
@@ -148,7 +150,7 @@ def normalize_update(update: Tensor, before: Tensor, rate: float, steps: LocalSt
     Args:
         update: (V, d), ``(before - after) / rate``.
         before: (V, d) weights.
-        rate: learning rate that the update is divided by.
+        rate: learning rate that the update was divided by.
         steps: the round.
     """
     plain = steps.without_decay(update.float(), before.float(), rate)
@@ -165,13 +167,13 @@ def rehearse_updates(
     """Return a readout fitted on public updates.
 
     For rounds of one step, expectations come from one half of the sentences and updates from the
-    other half, and the reverse, because the attack meets other text than it has.
+    other half, and then the reverse, because an attacked text is another one than the public text.
 
     Args:
         anatomy: the model, which is not changed.
-        parts: The parts of at least 4 public sentences.
+        parts: The hidden states and gradients of at least 4 public sentences.
         steps: the round.
-        batch: draws a batch of that many texts of one length.
+        batch: draws a batch of a given number of texts, all of one length.
         generator: CPU generator.
     """
     weight, bias = head_parameters(anatomy)
@@ -184,8 +186,8 @@ def rehearse_updates(
     expected = [ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves]
     if steps.steps == 1:
         sources = [
-            (other, source)
-            for half, other in zip(halves, reversed(expected), strict=True)
+            (half_expected, source)
+            for half, half_expected in zip(halves, reversed(expected), strict=True)
             for source in [one_step_updates(half, weight, bias, steps, generator)] * (_UPDATES // 2)
         ]
     else:
@@ -206,15 +208,18 @@ def rehearse_updates(
 def _draw_rows(
     used: Tensor, expected: ExpectedRows, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of used types and a sample of others, likely ones more often, and weights."""
-    others = (~used).nonzero()[:, 0]
-    likely = expected.probability[others].sqrt() + 1e-6
-    share = _UNUSED / 2 * (likely / likely.sum() + 1 / max(1, len(others)))
+    """Return the types whose rows the classifier is fitted on, and their weights in the loss.
+
+    They are all used types and a sample of unused ones, in which probable types are more frequent.
+    """
+    unused = (~used).nonzero()[:, 0]
+    likely = expected.probability[unused].sqrt() + 1e-6
+    share = _UNUSED / 2 * (likely / likely.sum() + 1 / max(1, len(unused)))
     share = share.clamp(max=1.0)
-    sample = torch.rand(len(others), generator=generator).to(share.device) < share
-    sure = used.nonzero()[:, 0]
+    sample = torch.rand(len(unused), generator=generator).to(share.device) < share
+    types = used.nonzero()[:, 0]
     weights = (1 / share[sample]).clamp(max=_MAX_IMPORTANCE)
-    return torch.cat([sure, others[sample]]), torch.cat([torch.ones_like(sure).float(), weights])
+    return torch.cat([types, unused[sample]]), torch.cat([torch.ones_like(types).float(), weights])
 
 
 def update_features(
@@ -224,9 +229,9 @@ def update_features(
 
     Args:
         update: (V, d), see :func:`normalize_update`.
-        weight: (V, d) of the head.
+        weight: (V, d), the head's weight.
         directions: directions that rows are projected on.
-        expected: expectations of all types.
+        expected: expectations of all types, from public text.
     """
     groups = _Groups.build(update, expected)
     features = []
@@ -237,19 +242,22 @@ def update_features(
 
 
 def _soft_sign(update: Tensor) -> Tensor:
-    """Return signs that are near 0 for entries that rounding explains."""
+    """Return the signs of entries, damped towards 0 for entries that rounding explains."""
     return update / (update.abs() + _NOISE)
 
 
 def _odds(size: Tensor) -> Tensor:
-    """Return the logarithm of an entry's gradient in units of Adam's eps, within its rounding."""
+    """Return the log size of an entry's gradient in units of Adam's eps, clamped to its rounding.
+
+    It is the logit of the size of the update: ``s = |g| / (|g| + eps)`` gives ``s / (1 - s)``.
+    """
     size = size.clamp(max=1.0)
     odds: Tensor = (size / (1 - size).clamp(min=_SATURATED) + 1e-6).log()
     return odds
 
 
 def _row_features(rows: Tensor, weight: Tensor, d: Directions, expected: ExpectedRows) -> Tensor:
-    """Return the features of rows by themselves, and the expectations of their types."""
+    """Return the features that need no other row: the row's own and its type's expectations."""
     size = rows.abs()
     odds = _odds(size)
     norm = rows.norm(dim=1, keepdim=True) + 1e-12
@@ -292,15 +300,15 @@ def _row_features(rows: Tensor, weight: Tensor, d: Directions, expected: Expecte
 
 @dataclass(frozen=True)
 class _Groups:
-    """Groups of types that are predicted in the same way, and the changes of their rows.
+    """Groups of types that are predicted in the same way, and the mean changes of their rows.
 
     Attributes:
-        group: (V,) number of each type's group.
-        size: (G,) types in each group.
-        rows: (G, d) sums of their rows.
-        signs: (G, d) sums of their signs.
-        mean: (G, M) means of the numbers in which a type is compared with its group.
-        deviation: (G, M) standard deviations of these.
+        group: (V,) index of each type's group.
+        size: (G,) number of types in each group.
+        rows: (G, d) sums of the rows of each group.
+        signs: (G, d) sums of the rows' signs.
+        mean: (G, M) means of the comparisons of types with their group, see :meth:`_compare`.
+        deviation: (G, M) standard deviations of these comparisons.
     """
 
     group: Tensor
@@ -333,12 +341,16 @@ class _Groups:
         return replace(groups, mean=mean, deviation=deviation)
 
     def _compare(self, types: Tensor, rows: Tensor) -> Tensor:
-        """Return (k, 5) cosines to the group's mean sign and row, distance, size, mean's norm."""
+        """Return (k, 5) comparisons of rows with the mean of the remaining rows of their group.
+
+        These are the cosines to its mean sign and its mean row, the distance to the mean row, the
+        mean size of the row's entries, and the norm of the mean row.
+        """
         group = self.group[types]
-        others = (self.size[group] - 1).clamp(min=1)[:, None]
+        n_others = (self.size[group] - 1).clamp(min=1)[:, None]
         signs = _soft_sign(rows)
-        template = (self.signs[group] - signs) / others
-        mean = (self.rows[group] - rows) / others
+        template = (self.signs[group] - signs) / n_others
+        mean = (self.rows[group] - rows) / n_others
         width = rows.shape[1] ** 0.5
         return torch.stack(
             [
@@ -352,7 +364,7 @@ class _Groups:
         )
 
     def features(self, types: Tensor, rows: Tensor) -> Tensor:
-        """Return (k, 10) features of rows in comparison with their groups."""
+        """Return (k, 10) features: the comparisons, four of them standardised, and group sizes."""
         group = self.group[types]
         numbers = self._compare(types, rows)
         scores = (numbers[:, :4] - self.mean[group]) / self.deviation[group]

@@ -1,4 +1,8 @@
-"""Word types from non-zero embedding rows, and from signs of the head's bias."""
+"""Two attacks on words that need no calibration.
+
+:class:`BagOfWords` names the non-zero rows of the input embedding's gradient, :class:`BiasSign` the
+negative entries of the gradient of the head's bias.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,14 @@ def bag_of_words(gradient: Tensor) -> base.WordGuess:
 
     Only the rows that a batch looks up receive a gradient, so that the guess is exact. It misses
     padding, and tokens that influence no predicted position (the last token of a causal text).
-    Weight decay or noise in the update makes every row non-zero, and then every type is named.
+    With weight decay or noise in the update every row is non-zero, so that every type is named.
 
     Args:
         gradient: (V, d) of the input embedding, strided or sparse.
 
     Returns:
-        The non-zero rows, largest magnitude first, on the input side; scores are each row's largest
-        magnitude.
+        The types of non-zero rows, with ``surface="input"``. A score is the largest magnitude in
+        the type's row; types are in descending order of it.
 
     Raises:
         UnusableObservation: the gradient is non-finite or all zero.
@@ -59,13 +63,13 @@ _MAX_RATE_RATIO = 50.0
 
 
 class BagOfWords(base.Attack):
-    """The non-zero rows of the input embedding's gradient, which are the words that were read.
+    """The word types whose rows in the input embedding's gradient are not zero.
 
     For a LoRA on the embedding it reads the columns of A's gradient, from the first step on and
-    even if the head is tied to the embedding. In a round of local steps it names the rows that
-    changed by more than decoupled weight decay, which shrinks a row and does not rotate it: the
-    words of all steps, of Adam and AdamW too. An optimizer that keeps momentum or Adam's sums from
-    earlier rounds gives *unknown*. See :func:`bag_of_words`.
+    even if the head is tied to the embedding. In a round of local steps, also of Adam and AdamW, it
+    names the words of all steps: the rows that changed by more than decoupled weight decay, which
+    shrinks a row but does not rotate it. The result is *unknown* if the optimizer keeps momentum or
+    Adam's averages from earlier rounds. See :func:`bag_of_words`.
 
     Args:
         name: The name in the logs.
@@ -100,7 +104,7 @@ class BagOfWords(base.Attack):
         self._before: dict[str, Tensor] = {}
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Store the weights that a round begins with, if they decay."""
+        """Store the weights that a round begins with, if decoupled decay changes them."""
         if decays_apart(self._facts):
             self._before = copy_weights(anatomy, self._low_rank or (EMBEDDING_WEIGHT,))
 
@@ -121,8 +125,8 @@ class BagOfWords(base.Attack):
         """Return the types whose embedding row changed in the newest snapshot.
 
         Raises:
-            UnusableObservation: the gradient is non-finite or all zero, or an update in which rows
-                of other words change too.
+            UnusableObservation: the gradient is non-finite or all zero, or it is an update in which
+                rows of words that were not read change too.
         """
         if self._low_rank:
             rows = [self._without_decay(view, name).T for name in self._low_rank]
@@ -130,14 +134,14 @@ class BagOfWords(base.Attack):
         return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT))
 
     def _without_decay(self, view: Observation, name: str) -> Tensor:
-        """Return what was shared, with zeros in rows that only decay has changed."""
+        """Return the shared gradient or update, with zeros in rows that only decay has changed."""
         shared, update = view.gradient(name), view.gradients[-1]
         if not isinstance(update, UpdateSnapshot):
             return shared
         steps = LocalSteps.from_facts(self._facts)
         if steps is None or steps.plain:
             return shared
-        steps.check_fresh(update.fresh)  # else rows of earlier rounds' words move too
+        steps.check_fresh(update.fresh)  # else rows of words of earlier rounds change too
         if not steps.settings.get("weight_decay"):
             return shared
         if not steps.decays_apart:
@@ -155,12 +159,12 @@ class BagOfWords(base.Attack):
         common = share.median()  # most rows are of words that were not read
         if change.shape[1] == 1:  # a row of one number has no direction
             share = common
-        rest = (change - share * weights).abs().amax(1)
+        rotation = (change - share * weights).abs().amax(1)  # the part that is not along the row
         rounding = (steps.steps + 2) * torch.finfo(before.dtype).eps / update.learning_rate
         # A narrow row's gradient may be along it by chance, but changes it much more than decay.
         decay = steps.steps * float(steps.settings["weight_decay"])
         shrunk = share.abs().flatten() <= max(2 * float(common.abs()), _MAX_RATE_RATIO * decay)
-        unread = shrunk & (rest <= rounding * weights.abs().amax(1))
+        unread = shrunk & (rotation <= rounding * weights.abs().amax(1))
         change = change.masked_fill(unread[:, None], 0.0)
         return change.T if low_rank else change
 
@@ -183,7 +187,7 @@ def _low_rank(anatomy: Anatomy) -> tuple[str, ...]:
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, because a sum of squares could underflow."""
+    """Return the largest magnitude of each row; a sum of squares could underflow."""
     low, high = rows.aminmax(dim=1)
     return high.maximum(-low)
 
@@ -192,16 +196,16 @@ def bias_sign(gradient: Tensor) -> base.WordGuess:
     """Return the types whose bias gradient is negative (Zhao et al. 2020, iDLG, for many samples).
 
     The bias gradient of a softmax with cross-entropy is ``sum_i (p_i - onehot(y_i))``, over the
-    tokens i of the batch. A row of an unused type is a sum of probabilities and never negative, so
+    tokens i of the batch. The entry of an unused type is a sum of probabilities, never negative, so
     that every named type was used. A used type is missed if the model's probabilities for it over
     the whole batch exceed its count, as for frequent words. The rule does not hold with label
-    smoothing, which makes rows of unused types negative too.
+    smoothing, which makes entries of unused types negative too.
 
     Args:
         gradient: (V,) of the output head's bias; its scale does not matter.
 
     Returns:
-        The negative rows, most negative first; scores are ``-gradient``.
+        The types of negative entries, the most negative first; scores are ``-gradient``.
 
     Raises:
         UnusableObservation: the gradient is non-finite or all zero.

@@ -1,11 +1,14 @@
-"""FLATCHAT: word types from the row sums of the output head's gradient, in clusters and ranks.
+"""The FLATCHAT attack: word types from the row sums of the output head's gradient.
 
-The clusters are two Gaussians in one dimension, fitted in time that does not grow with EM. There
-the data enters EM only through ``n``, ``sum x`` and ``sum x**2`` weighted by the responsibilities.
-Values are therefore collected once into bins that keep those three sums, and EM runs on the bins:
-with one responsibility per bin it is a variational EM whose objective is a lower bound on the
-log-likelihood, tight as the bins get narrow. The values themselves are read only for the start and
-for the bins.
+:func:`flatchat` sums each row, fits a mixture of two Gaussians to the sums, and names the types
+that fit the wide Gaussian best.
+
+EM on the V row sums themselves would be slow. It needs the data only through ``n``, ``sum x`` and
+``sum x**2``, weighted by the responsibilities. So the values are collected once into bins that keep
+these three sums, and EM runs on the bins. With one responsibility per bin it is a variational EM:
+its objective is a lower bound on the log-likelihood, which is tight for narrow bins.
+
+"Algorithm", "Eq." and "Remark" refer to the FLATCHAT paper.
 """
 
 from __future__ import annotations
@@ -29,16 +32,16 @@ from lightning_fedleak.validate import check_choice
 
 _Array = NDArray[np.float64]
 _Step = Callable[[_Array], _Array | None]
-"""A step from parameters to the next ones; None if a component is empty. The parameters are the log
-odds w1 / w0, both means, and both log variances."""
+"""An EM step: maps parameters to updated ones, or to None if a component is empty. The parameters
+are (5,): ``log(w1 / w0)``, both means, and both log variances."""
 
-_RESOLUTION = 128  # bins in one deviation of the narrow component and in each doubling beyond
-_TOLERANCE = 1e-7  # change in a step, of numbers of _distance, below which EM ends; not tuned
+_RESOLUTION = 128  # bins in one standard deviation of the narrow component, and per octave beyond
+_TOLERANCE = 1e-7  # largest change in a step (see _distance) at which EM has converged; not tuned
 _MAX_STEPS = 3000  # EM steps of a fit; real row sums take some ten
-_START_VALUES = 8192  # values that a start is computed from; more cost time, not tuned
-_VARIANCE_FLOOR = 1e-20  # smallest variance of a component over the total: float64's rounding
-_REBINNINGS = 12  # times that finer bins are made at most; not tuned
-_MIN_SHRINKAGE = 0.3  # shrinkage of the narrow deviation below which finer bins are made; not tuned
+_START_VALUES = 8192  # values that the start is computed from; more cost time, not tuned
+_VARIANCE_FLOOR = 1e-20  # smallest variance of a component over the total one: float64 rounding
+_REBINNINGS = 12  # maximal number of fits, each on finer bins; not tuned
+_MIN_SHRINKAGE = 0.3  # narrow deviation after over before EM, below which bins are refined
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,19 @@ class _Mixture:
 
 
 def tail_start(x: _Array, tail: float, floor: float = 0.0) -> _Mixture:
-    """Return a start for the fit without randomness: the tails and the centre.
+    """Return a deterministic initial mixture for the fit: the centre and the tails.
 
     The wide component gets the share ``tail`` of the values that are farthest from the median, the
-    narrow one the rest. Each has the mean of its values, and their mean square about the *narrow*
-    mean, so that a few far values on one side do not start as a component of no width.
+    narrow one the remaining values. Each has the mean of its values. Each variance is the mean
+    square about the *narrow* mean, so that a few far values on one side do not start as a component
+    of no width.
 
     Args:
         x: (n,) finite values, not all equal.
         tail: share of the values that starts in the wide component, between 0 and 1.
         floor: smallest variance of a component.
     """
-    if len(x) > 2 * _START_VALUES:  # a start needs no more
+    if len(x) > 2 * _START_VALUES:  # a sample is accurate enough
         thinned = x[:: len(x) // _START_VALUES]
         if thinned.min() < thinned.max():
             x = thinned
@@ -97,18 +101,19 @@ def _tensor(numbers: list[float]) -> Tensor:
 def fit_two_gaussians(
     values: Tensor, *, start: float = 0.01, regularization: float = 0.0
 ) -> _Mixture:
-    """Return the fit of ``w0 N(m0, v0) + w1 N(m1, v1)`` by maximum likelihood.
+    """Return the maximum-likelihood fit of ``w0 N(m0, v0) + w1 N(m1, v1)``.
 
-    EM runs on bins that are narrow at the centre and grow logarithmically into the tails. It starts
-    again on finer bins if the narrow component shrinks to their scale. The likelihood of a mixture
-    has several optima: the result is the one that exact EM reaches from the start.
+    EM runs on bins that are narrow at the centre and grow logarithmically into the tails. It
+    continues on finer bins if the narrow component shrinks to their scale. The likelihood of a
+    mixture has several optima; the result is the one that exact EM reaches from the initial
+    mixture of :func:`tail_start`.
 
-    It runs in float64 on the CPU whatever the device of ``values``: one copy of n numbers, no
-    synchronisation per step, and the same result everywhere.
+    It runs in float64 on the CPU, whatever the device of ``values``. This takes one copy of n
+    numbers, no synchronisation per step, and gives the same result on every device.
 
     Args:
         values: (n,) finite values, n >= 2, not all equal.
-        start: the share of the values that :func:`tail_start` puts in the wide component.
+        start: share of the values that :func:`tail_start` assigns to the wide component.
         regularization: added to both variances in every step, in the unit of the values squared:
             scikit-learn's ``reg_covar`` (1e-6 there). With it EM ends near, not at, a maximum of
             the likelihood.
@@ -123,7 +128,7 @@ def fit_two_gaussians(
     floor = float(scaled @ scaled) / len(x) * _VARIANCE_FLOOR
     mixture, steps_left = tail_start(x, start, floor), _MAX_STEPS
     for _ in range(_REBINNINGS):
-        # Centre and unit of the narrow component keep x and x**2 of the bulk near one.
+        # In units of the narrow component, x and x**2 of most values are about 1 in size.
         centre = float(mixture.means[0])
         unit = math.sqrt(max(float(mixture.variances[0]), floor))
         np.subtract(x, centre, out=scaled)
@@ -138,10 +143,10 @@ def fit_two_gaussians(
 
 
 def _bin(x: _Array) -> tuple[_Array, _Array]:
-    """Return features (3, b) = 1, mean x, mean x**2 of each non-empty bin, and the counts (b,).
+    """Return (3, b) features of the non-empty bins and their counts (b,).
 
-    A bin holds the values whose ``1 + |x|`` has the same exponent and leading digits of the
-    fraction; negative values have bins of their own.
+    The features of a bin are 1, the mean of x, and the mean of x**2. A bin holds the values of one
+    sign whose ``1 + |x|`` has the same exponent and the same leading bits of the mantissa.
     """
     folded = np.abs(x)
     folded += 1
@@ -154,14 +159,14 @@ def _bin(x: _Array) -> tuple[_Array, _Array]:
     counts = np.bincount(index)
     bins = counts.nonzero()[0]
     count = counts[bins].astype(np.float64)
-    first = np.bincount(index, x)[bins] / count
+    mean = np.bincount(index, x)[bins] / count
     squares = np.multiply(x, x, out=buffer.view(np.float64))
-    second = np.bincount(index, squares)[bins] / count
-    return np.stack([np.ones_like(count), first, second]), count
+    mean_square = np.bincount(index, squares)[bins] / count
+    return np.stack([np.ones_like(count), mean, mean_square]), count
 
 
 def _log_odds(theta: _Array) -> _Array:
-    """Return coefficients of 1, x and x**2 in the posterior log odds of the two components."""
+    """Return coefficients of 1, x and x**2 in the posterior log odds of the wide component."""
     log_odds, m0, m1, log_v0, log_v1 = theta.tolist()
     v0, v1 = math.exp(log_v0), math.exp(log_v1)
     constant = log_odds - 0.5 * (log_v1 - log_v0 + m1 * m1 / v1 - m0 * m0 / v0)
@@ -169,33 +174,33 @@ def _log_odds(theta: _Array) -> _Array:
 
 
 def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _Step:
-    """Return the EM step on (3, b) features with counts (b,).
+    """Return the EM step for the (3, b) features and (b,) counts of :func:`_bin`.
 
     The posterior log odds of the two components are a quadratic in x, so that a step is one
     product for the odds, one exponential, and one product for the moments of each component.
+    Variances are at least ``floor``, and ``added`` is added to them.
     """
     weighted = features * count
 
     def step(theta: _Array) -> _Array | None:
         odds = _log_odds(theta) @ features
-        smaller = np.exp(-np.abs(odds))
-        both = 1 + smaller
-        likelier, other = 1 / both, smaller / both
+        ratio = np.exp(-np.abs(odds))  # of the two posteriors, below 1 so that it cannot overflow
+        larger, smaller = 1 / (1 + ratio), ratio / (1 + ratio)
         wide = odds >= 0
-        n1, first_1, second_1 = (weighted @ np.where(wide, likelier, other)).tolist()
-        n0, first_0, second_0 = (weighted @ np.where(wide, other, likelier)).tolist()
+        n1, sum_1, squares_1 = (weighted @ np.where(wide, larger, smaller)).tolist()
+        n0, sum_0, squares_0 = (weighted @ np.where(wide, smaller, larger)).tolist()
         if not (n0 > 1e-9 and n1 > 1e-9):
             return None
-        m0, m1 = first_0 / n0, first_1 / n1
-        v0 = max(second_0 / n0 - m0 * m0, floor) + added
-        v1 = max(second_1 / n1 - m1 * m1, floor) + added
+        m0, m1 = sum_0 / n0, sum_1 / n1
+        v0 = max(squares_0 / n0 - m0 * m0, floor) + added
+        v1 = max(squares_1 / n1 - m1 * m1, floor) + added
         return np.array([math.log(n1 / n0), m0, m1, math.log(v0), math.log(v1)])
 
     return step
 
 
 def _converge(step: _Step, theta: _Array, max_steps: int) -> tuple[_Array, int, bool]:
-    """Return parameters, steps and convergence of EM."""
+    """Run EM; return the last parameters, the number of steps, and whether it converged."""
     for n in range(max_steps):
         latest = step(theta)
         if latest is None:
@@ -215,6 +220,7 @@ def _distance(before: _Array, after: _Array) -> float:
 
 
 def _pack(mixture: _Mixture, centre: float, unit: float) -> _Array:
+    """Return the parameters of a :data:`_Step` for values ``(x - centre) / unit``."""
     w0, w1 = mixture.weights.tolist()
     m0, m1 = ((mixture.means - centre) / unit).tolist()
     v0, v1 = (mixture.variances / unit**2).tolist()
@@ -222,6 +228,7 @@ def _pack(mixture: _Mixture, centre: float, unit: float) -> _Array:
 
 
 def _unpack(theta: _Array, centre: float, unit: float) -> _Mixture:
+    """Return the mixture whose :func:`_pack` these parameters are, the narrow component first."""
     log_odds, m0, m1, log_v0, log_v1 = theta.tolist()
     weights = _tensor([-log_odds, log_odds]).sigmoid()
     means = _tensor([m0, m1]) * unit + centre
@@ -234,10 +241,10 @@ Scorer = Literal["gmm", "abs"]
 
 TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)  # shares of rows that start in the wide cluster; not tuned
 _ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
-_ROWS_CHECKED = 33  # largest sums that show whether they are rounding: their median decides
-_ROUNDING_UNITS = 16.0  # rounding leaves up to 3 in the median row (measured), a row sum hundreds
+_ROWS_CHECKED = 33  # number of largest sums whose median decides whether all are rounding errors
+_ROUNDING_UNITS = 16.0  # threshold of _is_rounding; rounding gave up to 3 units (measured)
 SHAPES = tuple((size, length) for size in (1, 2, 4, 8, 16, 32) for length in (25, 50, 100))
-"""Sentences and tokens of the public batches that the regression is fitted on."""
+"""(sentences, tokens per sentence) of the public batches that the regression is fitted on."""
 
 
 REGULARIZATION = 1e-6
@@ -247,7 +254,7 @@ Real row sums have a sharper peak than a Gaussian, and the mixture of greatest l
 half of the vocabulary into the wide cluster. This bounds the variance of the narrow cluster from
 below, so that the positive weight follows the number of types (Remark 2).
 """
-MIN_RATIO = 4.0  # of the variances, wide over narrow, from which they count as separated; not tuned
+MIN_RATIO = 4.0  # variance ratio, wide over narrow, from which clusters are separated; not tuned
 
 
 def flatten(gradient: Tensor) -> Tensor:
@@ -276,9 +283,9 @@ def flatten(gradient: Tensor) -> Tensor:
 def normalized_row_sums(gradient: Tensor) -> Tensor:
     """Return the row sums, scaled to norm 1 (line 2 of Algorithm 1).
 
-    They show nothing if all hidden states sum to zero, as after a LayerNorm at its initial gain
-    and bias (the first step of GPT-2 or BERT from scratch). Row sums are rounding errors then, far
-    below the sum of d random signs.
+    Row sums leak nothing if the entries of every hidden state sum to zero, as after a LayerNorm at
+    its initial gain and bias (the first step of GPT-2 or BERT from scratch). They are rounding
+    errors then, and an error is raised.
 
     Args:
         gradient: (V, d) of a floating type.
@@ -303,10 +310,10 @@ def normalized_row_sums(gradient: Tensor) -> Tensor:
 
 
 def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
-    """Return whether rounding explains even the largest sums.
+    """Return whether rounding explains even the largest row sums.
 
-    Rounding leaves a few ``eps / sqrt(d)`` of a row's absolute sum, a real row sum hundreds in
-    bfloat16 and millions in float32.
+    A row sum is compared with the sum of its absolute entries, in units of ``eps / sqrt(d)``.
+    Rounding leaves a few units, a real row sum has hundreds in bfloat16 and millions in float32.
     """
     largest = sums.abs().topk(min(_ROWS_CHECKED, len(sums))).indices
     if hasattr(gradient, "full_tensor"):
@@ -319,15 +326,16 @@ def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
 
 
 def separate_clusters(s: Tensor) -> _Mixture:
-    """Return the first mixture whose positive cluster is wide enough (Remark 1).
+    """Return the first fitted mixture whose positive cluster is wide enough (Remark 1).
 
-    Other starts are tried in turn (the paper re-runs with random ones).
+    The starts of :data:`TAILS` are tried in turn (the paper re-runs with random ones).
 
     Args:
         s: (V,) flattened gradient, of norm 1.
 
     Returns:
-        The mixture; that of the largest ratio of variances if no start separates the clusters.
+        The mixture. If no start separates the clusters, it is the one with the largest ratio of
+        variances.
     """
     mixtures: list[_Mixture] = []
     for tail in TAILS:
@@ -338,7 +346,7 @@ def separate_clusters(s: Tensor) -> _Mixture:
 
 
 def rank_types(s: Tensor, mixture: _Mixture, scorer: Scorer = "gmm") -> Tensor:
-    """Return scores of the types, higher for those more likely used.
+    """Return a score of each type, higher if its use is more likely.
 
     Args:
         s: (V,) flattened gradient, in the unit that the mixture was fitted in.
@@ -362,7 +370,7 @@ def rank_types(s: Tensor, mixture: _Mixture, scorer: Scorer = "gmm") -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _FlatChatGuess(base.WordGuess):
-    """A guess with the mixture that it comes from.
+    """A word guess together with the fitted mixture.
 
     Attributes:
         mixture: fitted to the normalised row sums; its wide component is the positive cluster.
@@ -372,10 +380,14 @@ class _FlatChatGuess(base.WordGuess):
 
 
 def fit_type_counts(positive_weights: Sequence[float], n_types: Sequence[float]) -> Tensor:
-    """Return the number of word types as a line over the positive cluster's weight (Appendix B).
+    """Fit the number of word types as a linear function of the positive weight (Appendix B).
+
+    Args:
+        positive_weights: weight of the positive cluster of each public gradient.
+        n_types: number of types in the batch of each.
 
     Returns:
-        (2,) float64, the number at weight 0 and the slope, by least squares.
+        (2,) float64, intercept and slope of the least-squares line.
 
     Raises:
         ValueError: all weights are equal.
@@ -393,8 +405,8 @@ def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") 
 
     Args:
         gradient: (V, d) of the output head's weight.
-        n_types: how many types to name, or the line of :func:`fit_type_counts`. It is rounded, to 1
-            at least and V at most.
+        n_types: number of types to name, or the line of :func:`fit_type_counts` that predicts it.
+            It is rounded, and at least 1 and at most V.
         scorer: see :func:`rank_types`.
 
     Raises:
@@ -420,21 +432,22 @@ class FlatChat(base.Attack):
     """The gradient flattening attack (Algorithm 1): row sums, a mixture, and the top K types.
 
     Token i enters the row sum of its label with the sum of its hidden state as weight (Lemma 2).
-    The used types form the cluster of large variance (Theorem 3, Remark 1). Their number comes from
-    the weight of that cluster, by a regression on gradients of public text (Remark 2).
+    The used types form the cluster of large variance (Theorem 3, Remark 1). Their number is
+    predicted from the weight of that cluster, by a regression on gradients of public text
+    (Remark 2).
 
     Args:
         public_text: text that the regression is fitted on: strings (with ``tokenizer``), token ids,
-            or ``"sampled"``, which a causal model writes itself. ``n_types="predicted"`` needs it
-            unless a fitted state is loaded.
+            or ``"sampled"`` for text that a causal model generates itself.
+            ``n_types="predicted"`` needs it unless a fitted state is loaded.
         tokenizer: The tokenizer of strings; a masked language model needs its ``mask_token_id``.
-        n_types: ``"predicted"``, or a number the adversary assumes.
+        n_types: ``"predicted"``, or the number of types that the adversary assumes.
         shapes: (sentences, length) of the public batches.
         seed: The seed of the public batches.
         name: The name in the logs.
 
     Raises:
-        ValueError: ``n_types`` is another word than ``"predicted"``.
+        ValueError: ``n_types`` is a string other than ``"predicted"``.
 
     Examples:
         >>> import torch
@@ -489,7 +502,7 @@ class FlatChat(base.Attack):
         return self.n_types == "predicted"
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
-        """Return the head's weight (a tied matrix as it is shared), or the B of a LoRA on it."""
+        """Return the head's weight, which may be tied, or the factor B of a LoRA on the head."""
         self._role = head_surface(anatomy).role
         return base.Surfaces(gradients=(self._role,))
 
@@ -497,7 +510,7 @@ class FlatChat(base.Attack):
         """Fit the regression on gradients of public text, if the number of types is predicted.
 
         Nothing is fitted if row sums of public gradients are rounding errors, as in a model that is
-        not trained yet. ``run`` then says so, and ``refresh`` tries again.
+        not trained yet. ``run`` then raises an error with this reason, and ``refresh`` tries again.
 
         Raises:
             ValueError: the number of types is predicted and there is no public text.
@@ -536,11 +549,11 @@ class FlatChat(base.Attack):
             self.prepare(anatomy)
 
     def run(self, view: base.Observation, query: base.Query | None = None) -> _FlatChatGuess:
-        """Return the word types that the newest head gradient was computed on.
+        """Return the word types that the newest head gradient leaks.
 
         Raises:
-            UnusableObservation: row sums are non-finite, all zero or rounding errors, or there is
-                no regression to predict the number of types.
+            UnusableObservation: the row sums are non-finite, all zero or rounding errors; or no
+                regression is fitted that predicts the number of types.
         """
         n_types = self.regressor if isinstance(self.n_types, str) else self.n_types
         if n_types is None:

@@ -1,8 +1,9 @@
-"""The head's gradient in closed form, from parts that public sentences give once.
+"""The output head's gradient in closed form, for any batch of public sentences.
 
-A batch's gradient is a mean over tokens, and sentences do not see each other. So the hidden states
-and input gradients of each sentence, computed once, give the gradient of every batch of these
-sentences, row by row, at the cost of one matrix product.
+A batch's gradient is a mean over tokens, and sentences do not attend to each other. So
+:func:`gradient_parts` runs the model once and stores the hidden states and input gradients of each
+sentence. :meth:`GradientParts.gradient` then computes the gradient of a batch of any of these
+sentences, or some of its rows, at the cost of one matrix product.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def head_gradient(
 
     Args:
         hidden: (N, d) inputs of the head.
-        labels: (N,) the tokens predicted there.
-        weight: (V, d).
-        bias: (V,) or None.
+        labels: (N,) the token that is to be predicted from each.
+        weight: (V, d), the head's weight.
+        bias: (V,), the head's bias, or None.
         rows: (k,) types whose rows are returned; all by default.
         log_partition: (N,) log of the softmax's denominator; computed if it is None.
         logit_map: f, the map from the product to the logits; the identity by default.
@@ -86,7 +87,7 @@ def head_gradient(
 
 
 def _places(rows: Tensor, n: int) -> Tensor:
-    """Return (n,) the place of each index in ``rows``, -1 where it is not among them."""
+    """Return (n,) the position of each index in ``rows``, or -1 if it is not among them."""
     places = torch.full((n,), -1, dtype=torch.int64, device=rows.device)
     places[rows] = torch.arange(len(rows), device=rows.device)
     return places
@@ -102,6 +103,7 @@ def log_partitions(
 
 
 def _head(anatomy: Anatomy) -> nn.Module:
+    """Return the output head, or raise ``ValueError`` if the model has none."""
     if anatomy.head is None or anatomy.parameter(HEAD_WEIGHT) is None:
         raise ValueError("this model has no output head whose gradient could be read")
     return anatomy.head
@@ -109,19 +111,22 @@ def _head(anatomy: Anatomy) -> nn.Module:
 
 @dataclass(frozen=True)
 class GradientParts:
-    """The parts of the head's gradient that come from N predicted tokens of some sentences.
+    """What the head's gradient is computed from: N predicted and M input tokens of some sentences.
+
+    Input tokens have a part only if the embedding is tied to the head; otherwise M is 0.
 
     Attributes:
         hidden: (N, d) inputs of the head.
-        labels: (N,) tokens predicted there.
-        sentence: (N,) index of the sentence each belongs to.
+        labels: (N,) the token that is to be predicted from each.
+        sentence: (N,) index of the sentence of each predicted token.
         log_partition: (N,) log of the softmax's denominator.
-        input_ids: (M,) tokens looked up in the input embedding if it is tied to the head, or empty.
-        input_grads: (M, d) gradient of the summed loss with respect to each row looked up.
-        input_sentence: (M,) index of the sentence each belongs to.
-        input_first: (M,) whether it opens its sentence.
+        input_ids: (M,) tokens that are looked up in the tied embedding.
+        input_grads: (M, d) gradient of the summed loss with respect to each looked-up row.
+        input_sentence: (M,) index of the sentence of each input token.
+        input_first: (M,) whether an input token is the first of its sentence.
         logit_map: the map from the head's product to the logits.
-        projection: see :func:`~lightning_fedleak.model.anatomy.head_surface`.
+        projection: (r, d), the scaled factor A of a LoRA on the head, or None; see
+            :func:`~lightning_fedleak.model.anatomy.head_surface`.
     """
 
     hidden: Tensor
@@ -137,7 +142,7 @@ class GradientParts:
 
     @property
     def states(self) -> Tensor:
-        """Return what rows of the gradient are sums of: (N, d) hidden states, or (N, r) of A's."""
+        """Return what the gradient's rows are sums of: hidden states, or for a LoRA A's outputs."""
         return self.hidden if self.projection is None else self.hidden @ self.projection.T
 
     @property
@@ -146,7 +151,7 @@ class GradientParts:
         return int(self.sentence.max()) + 1 if len(self.sentence) else 0
 
     def select(self, sentences: Tensor) -> GradientParts:
-        """Return the parts of some sentences, renumbered from 0; an index may not repeat."""
+        """Return the parts of some distinct sentences, which are renumbered from 0."""
         place = _places(sentences.to(self.labels.device), self.n_sentences)
         tokens = place[self.sentence] >= 0
         inputs = place[self.input_sentence] >= 0
@@ -188,11 +193,11 @@ class GradientParts:
     @classmethod
     def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:
         """Return the parts of all sentences of several batches."""
-        first, renumbered = 0, []
+        start, renumbered = 0, []
         for part in parts:
-            sentence, input_sentence = part.sentence + first, part.input_sentence + first
+            sentence, input_sentence = part.sentence + start, part.input_sentence + start
             renumbered.append(replace(part, sentence=sentence, input_sentence=input_sentence))
-            first += part.n_sentences
+            start += part.n_sentences
         return _join(renumbered)
 
     @classmethod
@@ -205,15 +210,18 @@ class GradientParts:
 
 
 def _join(parts: Sequence[GradientParts]) -> GradientParts:
-    """Return parts whose sentences have different numbers as one, with the surest logit map."""
+    """Join parts whose sentences have different numbers.
+
+    The logit map is that of the part with most tokens, which it was checked on.
+    """
     names = [f.name for f in fields(GradientParts) if f.name not in ("logit_map", "projection")]
     columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
-    surest = max(parts, key=lambda p: len(p.labels))
-    return GradientParts(**columns, logit_map=surest.logit_map, projection=surest.projection)
+    longest = max(parts, key=lambda p: len(p.labels))
+    return GradientParts(**columns, logit_map=longest.logit_map, projection=longest.projection)
 
 
 def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) -> GradientParts:
-    """Return the parts of each row of ``batch``, from one forward, and one backward if tied.
+    """Return the parts of the sentences of ``batch``, by one forward, and one backward if tied.
 
     Args:
         anatomy: the model.
@@ -229,7 +237,7 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     projection = head_surface(anatomy).projection
     width = weight.shape[1] if projection is None else len(projection)
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
-    parts, first = [], 0
+    parts, start = [], 0
     tied = inputs and anatomy.tied and projection is None
     with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in model_runs.micro_batches(anatomy, batch):
@@ -250,17 +258,17 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
                 GradientParts(
                     hidden,
                     labels,
-                    _label_rows(part) + first,
+                    _label_rows(part) + start,
                     log_partition,
                     input_ids.to(labels.device),
                     grads.to(labels.device).reshape(-1, width),
-                    input_rows.to(labels.device) + first,
+                    input_rows.to(labels.device) + start,
                     opening.to(labels.device),
                     logit_map,
                     projection,
                 )
             )
-            first += len(part.input_ids)
+            start += len(part.input_ids)
     return _join(parts)
 
 
@@ -284,7 +292,7 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
 
 
 def _label_rows(batch: TokenBatch) -> Tensor:
-    """Return (N,) the row of the batch that each predicted label is in."""
+    """Return (N,) the row of the batch of each predicted label."""
     rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
     return model_runs.predicting(
         rows[:, None, None].expand(-1, model_runs.labels_of(batch).shape[1], 1), batch
@@ -295,7 +303,11 @@ def _label_rows(batch: TokenBatch) -> Tensor:
 def _lookups(
     anatomy: Anatomy, tied: bool
 ) -> Iterator[list[tuple[nn.Embedding, Tensor, Tensor, Tensor]]]:
-    """Collect (module, ids, leaf, factor) of every lookup in a matrix tied to the head."""
+    """Collect the lookups of the runs inside, in embeddings that share the head's matrix.
+
+    Each is (module, ids, leaf, factor): the embedding, the token ids, its output as a leaf that
+    gets a gradient, and the ratio of the output to the matrix's rows (a scaled embedding).
+    """
     lookups: list[tuple[nn.Embedding, Tensor, Tensor, Tensor]] = []
     shared = anatomy.parameter(HEAD_WEIGHT)
     tables = [
@@ -326,7 +338,12 @@ def _lookups(
 def _input_parts(
     lookups: Sequence[tuple[nn.Embedding, Tensor, Tensor, Tensor]], logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ids, gradients, batch rows and openings of the lookups that the loss depends on."""
+    """Return the input tokens that the loss depends on.
+
+    Returns:
+        Their ids (M,), the gradients (M, d) of the summed loss, their rows in the batch (M,), and
+        whether they are the first of their row (M,).
+    """
     if not lookups:
         none = labels[:0]
         return none, logits.new_zeros(0, dtype=torch.float32), none, none.bool()

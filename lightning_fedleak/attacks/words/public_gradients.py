@@ -40,7 +40,7 @@ def gradient_of(
         anatomy: The model.
         batch: The token ids, labels (-100 ignored) and mask; moved to the model's device.
         roles: The roles ``"head.weight"``, ``"embedding.weight"``, ... or names of parameters.
-        instead: The values that replace the model's, by parameter name in ``anatomy.model``.
+        instead: The values that replace those of parameters, by name in ``anatomy.model``.
 
     Returns:
         A mapping from role to the detached gradient, in the parameter's shape.
@@ -77,7 +77,10 @@ def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) ->
 def _leaves(
     anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return detached views of all parameters by name, and those of roles, which get a gradient."""
+    """Return detached views of all parameters by name, and the views of roles, by role.
+
+    The views of roles require a gradient.
+    """
     targets = {}
     for role in roles:
         parameter = anatomy.parameter(role)

@@ -1,4 +1,8 @@
-"""RLG: word types from the head's gradient by one linear program for each candidate."""
+"""RLG ("revealing labels from gradients"): word types from the head's gradient.
+
+:func:`reveal_labels` reduces the gradient to coordinates of its row space, excludes types by a
+basis of large volume, and solves one linear program for each remaining candidate type.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ from lightning_fedleak.validate import check_number
 Array = NDArray[np.floating[Any]]
 
 _SLACK = 1e-7  # constraint violation that counts as rounding: HiGHS's own feasibility tolerance
-_VOLUME_GROWTH = 1.01  # largest coefficient in a basis; nearer to 1 costs more swaps, not tuned
-_ROWS_PER_ROUND = 60  # violated rows added before a program is solved again; not tuned
+_VOLUME_GROWTH = 1.01  # largest coefficient in the basis; nearer to 1 takes more swaps, not tuned
+_ROWS_PER_ROUND = 60  # violated constraints added before a program is solved again; not tuned
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RevealLabelsGuess(base.WordGuess):
-    """A guess with the size of its computation.
+    """A guess with the size of the linear programs.
 
     Attributes:
         rank: rank of the gradient, the dimension of the linear programs.
@@ -42,15 +46,15 @@ class _RevealLabelsGuess(base.WordGuess):
 def reveal_labels(
     gradient: Tensor, *, max_seconds: float = 60.0, allow_full_rank: bool = False
 ) -> _RevealLabelsGuess:
-    """Return the types whose row one linear functional makes negative, and no other row.
+    """Return the types that are linearly separable: some vector makes their row alone negative.
 
     The gradient of softmax with cross-entropy is ``dW = G H^T`` with a column ``p_i - onehot(y_i)``
     of G for each token i, which is negative in the row of its label only. If the hidden states are
     linearly independent (at most d tokens), a vector r exists for each used type t with
     ``dW_t r < 0`` and ``dW_j r >= 0`` for all other j (Dang et al. 2021, Sect. 3). An unused row
     may meet the condition too, which is rare while V is much larger than the rank. With more than d
-    tokens the rank is full and used types may fail. Full is d - 1: after a LayerNorm without bias,
-    whose outputs over its gain sum to zero, the rank is never larger.
+    tokens the rank is full, and used types may be missed. A rank of d - 1 counts as full, because
+    it is the largest after a LayerNorm without bias, whose outputs over its gain sum to zero.
 
     One program is solved for each candidate, as in the paper, but there are few candidates. Take S
     rows of dW that span the others with coefficients of magnitude at most 1 (a maximum-volume
@@ -63,7 +67,7 @@ def reveal_labels(
 
     Args:
         gradient: (V, d), the head's own part.
-        max_seconds: time for the linear programs together.
+        max_seconds: time limit for all linear programs together.
         allow_full_rank: whether to attack if the rank is full.
 
     Returns:
@@ -118,7 +122,7 @@ class RevealLabels(base.Attack):
     :func:`reveal_labels`. It is slow: up to a minute at rank 200 and hours at rank 500.
 
     Args:
-        max_seconds: time for the linear programs of one look; the result is unknown if it runs out.
+        max_seconds: time for the linear programs of one run; the result is unknown if it runs out.
         allow_full_rank: whether to attack if the rank is as large as hidden states allow: their
             width, less 1.
         name: The name in the logs.

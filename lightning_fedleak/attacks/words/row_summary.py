@@ -1,4 +1,4 @@
-"""Lengths and projections of the rows of a gradient, and which of them noise does not explain."""
+"""Norms and projections of the rows of a gradient, and the size of the noise on them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memor
 
 @dataclass(frozen=True)
 class RowSummary:
-    """The length and the projection of every row of a gradient.
+    """The norm and the projection of every row of a gradient.
 
     Attributes:
         projection: (V,) projection of each row, minus the common row, on a given direction.
         norms: (V,) norm of each row minus the common row.
-        common: (d,) what label smoothing adds to every row; zero without smoothing.
+        common: (d,) the row that label smoothing adds to every row; zero without smoothing.
     """
 
     projection: Tensor
@@ -71,7 +71,7 @@ class RowSummary:
         return level
 
     def denoised_norms(self, noise: Tensor) -> Tensor:
-        """Return (V,) norms of the rows without what noise of that deviation adds."""
+        """Return (V,) norms of the rows without the contribution of noise of this deviation."""
         squares = self.norms.square()
         return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
 
@@ -113,12 +113,13 @@ def _subtract(gradient: Tensor, u: Tensor, common: Tensor) -> tuple[Tensor, Tens
 
 
 def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
-    """Return what label smoothing adds to every row, (d,), or None.
+    """Return the row (d,) that label smoothing adds to every row, or None.
 
-    Smoothing by epsilon subtracts ``epsilon / V`` of every hidden state from every row, so that the
-    rows of types with almost no probability are nearly equal, with the lowest projections but those
-    of the few types in the batch. They are looked for at the 8% to 18% quantiles, all of which must
-    be negative. Rows that noise puts there point in different directions.
+    Smoothing by epsilon subtracts ``epsilon / V`` of every hidden state from every row. So the rows
+    of types with almost no probability are nearly equal, and only the few types in the batch have
+    lower projections. The common row is therefore the mean of the rows between the 8% and the 18%
+    quantile of projections, if these are negative. If the rows there point in different directions,
+    their projections come from noise, and the result is None.
     """
     if bool((summary.projection < 0).float().mean() < 0.18):
         return None

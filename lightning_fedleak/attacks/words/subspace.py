@@ -1,4 +1,11 @@
-"""Word types from the row space of the first projections' gradients, whole or of a LoRA."""
+"""Word types from the row space of the gradients of the first block's projections.
+
+:class:`SubspaceWords` prepares the input vector of every token at these projections. From an
+observation it first computes gradients (an update of SGD or of one step of Adam is undone), and
+then finds the tokens whose inputs span their rows, with
+:class:`~lightning_fedleak.attacks.row_space.explanation.ReadableInput`. An encoder and a decoder
+are read apart, and their results are joined.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +38,8 @@ from lightning_fedleak.validate import check_number
 
 _PRIOR_TYPES = 256.0  # types that a batch is expected to have, for the prior odds; not tuned
 _BATCH_TYPES = 300.0  # types of a batch of 8 x 64 tokens of natural text
-_ROUNDED = 4.0  # mean square in units of the error, up to which a gradient is rounding; not tuned
-_HALF_KNOWN = 0.3  # relative error up to which an entry's size counts as known; not tuned
+_ROUNDED = 4.0  # mean square of entries over their errors up to which they are rounding; not tuned
+_MAX_ENTRY_ERROR = 0.3  # relative error up to which an entry's size counts as known; not tuned
 _ROWS_AT_ONCE = 1024  # rows compared at once, which bounds the memory
 
 
@@ -44,16 +51,16 @@ class SubspaceWords(base.Attack):
     or the token and its position. An honest but curious server knows the weights and so these
     inputs, and finds which of them the rows are made of: at full rank by the span test of DAGER
     (Petrov et al. 2024, section 4.1), for the few rows of a LoRA by a pursuit
-    (:mod:`~lightning_fedleak.attacks.row_space.pursuit`). It learns nothing from data. Where it
-    certifies a result, no type is missing. Nothing is certified where a token would leave no trace,
+    (:mod:`~lightning_fedleak.attacks.row_space.pursuit`). It learns nothing from data. If a
+    result is certified, no type is missing. It is not certified if some token would leave no trace,
     because its input is zero (a padding row) or equals that of a type. If source and target have
-    separate vocabularies, it names the source's words.
+    separate vocabularies, the attack names the source's words.
 
     It reads single gradients, rounds of SGD, and rounds of one step of Adam or AdamW that begin
     with a fresh optimizer. The first step of a LoRA has no result, because A has no gradient while
-    B is zero: the second step is read then. The last token of a causal text has no part in these
-    gradients. Dropout and a defence's noise hide tokens: the loudest ones are named, and nothing is
-    certified. Nothing is certified either if queries and keys alone are trained
+    B is zero; the second step has one. The last token of a causal text has no part in these
+    gradients. Dropout and a defence's noise hide tokens: only those with the largest traces are
+    named, and nothing is certified. Nor is anything certified if only queries and keys are trained
     (:func:`~lightning_fedleak.attacks.row_space.linear_maps.lone_token_maps`), or only one side of
     an encoder-decoder.
 
@@ -62,9 +69,9 @@ class SubspaceWords(base.Attack):
             helps where noise hides rare tokens; without it all tokens are equally likely.
         tokenizer: The tokenizer of strings.
         capacity_seconds: time in which :meth:`prepare` measures how many types can be
-            distinguished, on planted sets. It is not measured if this is 0, or if one set takes
-            longer on a CPU.
-        seed: The seed of sampled text, and of planted sets.
+            distinguished, on simulated gradients of random sets of types ("planted sets"). It is
+            not measured if this is 0, or if one set takes longer on a CPU.
+        seed: The seed of sampled text and of planted sets.
         name: The name in the logs.
 
     Raises:
@@ -123,10 +130,10 @@ class SubspaceWords(base.Attack):
         self._readable: list[row_space.ReadableInput] = []
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
-        """Return the trained maps that read a known input, or those of the widest input.
+        """Return the trained maps that read a known input; if none is trained, those of one input.
 
         Raises:
-            ValueError: no map reads one.
+            ValueError: the model has no known input.
         """
         inputs = self.inputs(anatomy)
         names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
@@ -135,8 +142,10 @@ class SubspaceWords(base.Attack):
     def inputs(self, anatomy: Anatomy) -> tuple[row_space.KnownInput, ...]:
         """Return the known inputs of a model, in the order in which they are read.
 
+        A known input is a projection's input that the token (and its position) determines.
+
         Raises:
-            ValueError: it has none.
+            ValueError: the model has none.
         """
         inputs = self._inputs.get(anatomy)
         if not inputs:
@@ -153,7 +162,7 @@ class SubspaceWords(base.Attack):
             maps = [m for m in maps if not row_space.in_decoder(m.name)]
 
         def reading_order(known_input: row_space.KnownInput) -> tuple[bool, bool, bool, int]:
-            """Return the key that puts inputs of factors B last, then narrow ones."""
+            """Return a sort key: inputs of factors B come last, and among others narrow ones."""
             return (
                 all(m.factor == "B" for m in known_input.maps),
                 not known_input.lone_token_maps,  # inputs that show every token come first
@@ -167,7 +176,7 @@ class SubspaceWords(base.Attack):
         return tuple(sorted(found, key=reading_order))
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
-        """Return the seconds of a look at a batch of 8 x 64 tokens, by arithmetic."""
+        """Return an estimate of the seconds that ``run`` takes on a batch of 8 x 64 tokens."""
         known_input = self.inputs(anatomy)[0]
         maps = known_input.trainable_maps(anatomy) or known_input.maps
         rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width
@@ -176,7 +185,7 @@ class SubspaceWords(base.Attack):
         return row_space.pursuit_seconds(anatomy.device, *sizes)
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Run the model on every token, up to the maps that are read.
+        """Compute the input of every token at the maps that are read, and measure the capacity.
 
         Raises:
             ValueError: the input of every map depends on positions in an unknown way.
@@ -184,26 +193,25 @@ class SubspaceWords(base.Attack):
         self._readable = []
         self._prepare_inputs(anatomy, self._log_odds(anatomy))
         if self._readable and self._capacity is None and self.capacity_seconds:
-            first = self._readable[0]
-            self._capacity = first.capacity(self.capacity_seconds, self.seed)
+            self._capacity = self._readable[0].capacity(self.capacity_seconds, self.seed)
 
     def _prepare_inputs(self, anatomy: Anatomy, odds: Tensor) -> None:
-        """Prepare the inputs, or take those that another attack has prepared of this model."""
+        """Prepare the inputs, or reuse those that another attack has prepared for this model."""
         label, trained = PublicText.label(self.public_text), tuple(anatomy.trainable_names())
         key = ("inputs", id(anatomy.root), trained, label, self.seed, self._facts.autocast)
-        self._readable = do_once(key, lambda: self._followed(anatomy, odds), subject=anatomy)
+        self._readable = do_once(key, lambda: self._updated_inputs(anatomy, odds), subject=anatomy)
 
-    def _followed(self, anatomy: Anatomy, odds: Tensor) -> list[row_space.ReadableInput]:
-        """Prepare the inputs that are not prepared, let the others follow, and return them all.
+    def _updated_inputs(self, anatomy: Anatomy, odds: Tensor) -> list[row_space.ReadableInput]:
+        """Update the prepared inputs to the current model, prepare new ones, and return all.
 
-        The input of a factor B changes with A at every step. It is read as long as B is zero and A
-        has no gradient, or where only factors B are trained.
+        The input of a factor B changes with A at every step. It is read while B is zero, because A
+        has no gradient then, or if only factors B are trained.
         """
         current = {readable.known_input.reader: readable for readable in self._readable}
         autocast = self._facts.autocast
         inputs: list[row_space.ReadableInput] = []
         refused: list[str] = []
-        sides: set[bool] = set()  # that other maps than factors B show
+        sides: set[bool] = set()  # sides (True: the decoder) that are read without factors B
         for known_input in self.inputs(anatomy):
             maps = known_input.trainable_maps(anatomy)
             if not maps:
@@ -246,7 +254,7 @@ class SubspaceWords(base.Attack):
         return expected.log().clamp(-12.0, 2.0).to(anatomy.device)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Follow what is trained, and all that a token's input is computed from."""
+        """Update the inputs to the current weights, and store the weights that start a round."""
         odds = self._readable[0].log_odds if self._readable else None
         if odds is None or len(odds) != row_space.vocabulary_size(anatomy):
             self.prepare(anatomy)
@@ -262,13 +270,13 @@ class SubspaceWords(base.Attack):
         """Return the types whose inputs span the shared gradients.
 
         Returns:
-            ``types`` with the surest first, ``n_types`` their number or, with noise, the expected
-            number, NaN where there may be more than directions distinguish; ``surface`` is
-            ``"input"``.
+            ``types`` in order of descending certainty. ``n_types`` is their number or, with noise,
+            the expected number; it is NaN if there may be more types than the rows can distinguish.
+            ``surface`` is ``"input"``.
 
         Raises:
-            UnusableObservation: the gradient is non-finite or all zero, has more types than
-                directions distinguish, or is an update that is no sum of gradients; or no map that
+            UnusableObservation: the gradient is non-finite or all zero, has more types than its
+                rows can distinguish, or is an update that is no sum of gradients; or no map that
                 reads a known input is trained.
         """
         if not self._readable:
@@ -333,14 +341,15 @@ class SubspaceWords(base.Attack):
         return results
 
     def similar_tokens(self, types: Tensor, share: float, silent: Tensor | None = None) -> Tensor:
-        """Return other tokens whose inputs differ from one of ``types`` by less than a share.
+        """Return tokens outside ``types`` whose input nearly equals that of one of ``types``.
 
-        Tokens whose inputs are equal are not among them.
+        Tokens whose input is equal to that of a type are not among them.
 
         Args:
             types: (k,) token ids.
-            share: The share of the norm of an input.
-            silent: (m,) tokens without a trace; those that equal none of ``types`` are added.
+            share: The maximal distance of the inputs, as a share of the norm of the type's input.
+            silent: (m,) tokens that leave no trace. Those whose input equals that of no type are
+                added to the result.
         """
         similar, alone = [], types[:0] if silent is None else silent.to(types)
         for readable in self._readable:
@@ -356,13 +365,13 @@ class SubspaceWords(base.Attack):
                 distance = (part[i].double() - targets[j]).norm(dim=1) / targets[j].norm(dim=1)
                 tokens = (start + i).to(types.device)
                 alone = alone[~torch.isin(alone, tokens[(distance == 0).to(types.device)])]
-                apart = (distance > 0) & (distance < share)
-                similar.append(tokens[apart.to(types.device)])
+                is_similar = (distance > 0) & (distance < share)
+                similar.append(tokens[is_similar.to(types.device)])
         further = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(further), dtype=types.dtype, device=types.device)
 
     def check_updates(self, facts: base.RunFacts) -> None:
-        """Raise an error for rounds whose rows are no combinations of inputs, nor can become so.
+        """Raise an error for rounds whose updates cannot be converted to combinations of inputs.
 
         Raises:
             Inapplicable: several steps of an adaptive optimizer, or a compression after anything
@@ -381,7 +390,7 @@ class SubspaceWords(base.Attack):
     def _as_gradients(
         self, update: UpdateSnapshot
     ) -> tuple[UpdateSnapshot, Mapping[str, Tensor] | None]:
-        """Return an update as gradients, and the errors of their entries if these are uneven."""
+        """Convert an update to gradients; return them and, for Adam, their entries' errors."""
         self.check_updates(self._facts)
         steps = LocalSteps.from_facts(self._facts)
         if steps is None:
@@ -402,9 +411,10 @@ class SubspaceWords(base.Attack):
         return replace(update, tensors=gradients), None
 
     def _stored_errors(self, update: UpdateSnapshot) -> dict[str, float]:
-        """Return what the rounding of stored weights adds to entries of a sum of gradients.
+        """Return the standard deviation that the rounding of stored weights adds to an entry.
 
-        A compressed update is added to stored weights once more.
+        It is in units of a sum of gradients, by parameter. Weights are rounded in every step, and
+        once more where a compressed update is added to them.
         """
         scale = (update.local_steps + bool(update.compression)) ** 0.5 / update.learning_rate
         return {name: error * scale for name, error in self._stored.items()}
@@ -420,11 +430,11 @@ class SubspaceWords(base.Attack):
             )
             gradients[name] = _zero_if_rounding(gradient, errors[name])
         factors = {m.name for r in self._readable for m in r.maps if m.factor == "A"}
-        # An entry with an infinite error has a gradient too, of which the sign alone is known.
+        # An entry with an infinite error has a gradient too: only its sign is known.
         trained = [gradients[n].any() | errors[n].isinf().any() for n in factors & shared.keys()]
         if trained and not any(trained):
             row_space.refuse_zeros(m for r in self._readable for m in r.maps)
-        sizes = (errors[n] < _HALF_KNOWN * gradients[n].abs() for n in shared)
+        sizes = (errors[n] < _MAX_ENTRY_ERROR * gradients[n].abs() for n in shared)
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
             raise base.UnusableObservation(
                 f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone here: "
@@ -434,7 +444,7 @@ class SubspaceWords(base.Attack):
         return replace(update, tensors=gradients), errors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return how many types can be distinguished; all else follows from the model."""
+        """Return the measured capacity; all other state follows from the model."""
         if self._capacity is None:
             return {}
         return {"capacity": torch.tensor(self._capacity, dtype=torch.float64)}
@@ -446,20 +456,20 @@ class SubspaceWords(base.Attack):
 
 
 def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
-    """Return a gradient, or zeros if decay and rounding explain all of it.
+    """Return a gradient, or zeros if its entries are no larger than their errors explain.
 
-    LoRA's A in a first step is such a case.
+    This is so for LoRA's A in a first step, which only decay and rounding have changed.
     """
     if not bool(error.isfinite().any()):
         return torch.zeros_like(gradient)
-    known_input = error.isfinite() & (error > 0)
-    ratio = (gradient / error.to(gradient)).where(known_input.to(gradient.device), 0.0)
-    size = float(ratio.square().sum()) / max(1, int(known_input.expand_as(gradient).sum()))
-    return torch.zeros_like(gradient) if size <= _ROUNDED else gradient
+    measured = error.isfinite() & (error > 0)
+    ratio = (gradient / error.to(gradient)).where(measured.to(gradient.device), 0.0)
+    mean_square = float(ratio.square().sum()) / max(1, int(measured.expand_as(gradient).sum()))
+    return torch.zeros_like(gradient) if mean_square <= _ROUNDED else gradient
 
 
 def _join_refusals(refusals: Sequence[base.UnusableObservation]) -> base.UnusableObservation:
-    """Return the error of an observation of which no input can be read."""
+    """Return one error for an observation from which no input can be read, with all reasons."""
     kinds = {type(error) for error in refusals}
     if NotYet in kinds:
         return next(error for error in refusals if isinstance(error, NotYet))
@@ -468,9 +478,10 @@ def _join_refusals(refusals: Sequence[base.UnusableObservation]) -> base.Unusabl
 
 
 def _sides_with_words(anatomy: Anatomy) -> frozenset[bool]:
-    """Return the sides of an encoder-decoder (True: the decoder) that read words of their own.
+    """Return the sides of an encoder-decoder (True: the decoder) whose words are to be recovered.
 
-    A classifier's decoder reads the encoder's words.
+    The set is empty for other models. A classifier's decoder reads the encoder's words, and a
+    decoder with a vocabulary of its own is not read.
     """
     if anatomy.kind == "seq2seq" and anatomy.target_rows is None:
         return frozenset((False, True))

@@ -57,9 +57,9 @@ class CanaryScorer(EitherCallback):
     def __init__(self, canaries: CanarySet) -> None:
         self.canaries = canaries
         self._anatomy: Anatomy | None = None
-        self._clear()
+        self._clear_scores()
 
-    def _clear(self) -> None:
+    def _clear_scores(self) -> None:
         self._total = torch.zeros(len(self.canaries), dtype=torch.float64)
         self._step = self._counted_step = 0
         self._scored = False
@@ -67,7 +67,7 @@ class CanaryScorer(EitherCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Clear the scores of an earlier run. Lightning loads those of a checkpoint after this."""
         if stage == "fit":
-            self._clear()
+            self._clear_scores()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise an error for a model under which the canaries cannot be scored.

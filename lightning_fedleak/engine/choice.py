@@ -15,8 +15,8 @@ MAX_LINES = 3
 WIDTH = 110
 """Width of the table in characters."""
 
-_WRITTEN = ". Calibrated on text that the model writes itself; public_text= takes yours:"
-_NOTHING = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
+_TEXT_NOTE = ". Calibrated on text that the model writes itself; public_text= takes yours:"
+_NO_ATTACK = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def table(
         watcher: The class that plays the attacks.
     """
     played = any(row.why_not is None for row in rows)
-    does = f"these attacks{_WRITTEN if writes else ':'}" if played else _NOTHING
+    does = f"these attacks{_TEXT_NOTE if writes else ':'}" if played else _NO_ATTACK
     lines = [f"{watcher} plays {does}"]
     width = max((len(row.attack) for row in rows), default=0)
     first_with: dict[str, str] = {}

@@ -93,11 +93,11 @@ class Fit:
         self.failure: str | None = None
         self.is_before_batch = self.is_before_look = True
         self._options = options
-        self._unreadable: Exception | None = None
+        self._batch_error: Exception | None = None
         self._watches_steps = False
         self._removers: list[Callable[[], None]] = []
         self._tapped: set[int] = set()
-        self._followed: tuple[object, ...] = ()
+        self._planned_for: tuple[object, ...] = ()
 
     def calibrate(
         self,
@@ -143,11 +143,11 @@ class Fit:
 
     def follow_changes(self) -> bool:
         """Plan again if other parameters are trained now; return whether other ones are read."""
-        return self._followed != self._trained() and self.follow()
+        return self._planned_for != self._trained() and self.follow()
 
     def follow(self) -> bool:
         """Plan the attacks again, and return whether other parameters are read than before."""
-        self._followed = self._trained()
+        self._planned_for = self._trained()
         anatomy = self.run.anatomy
         with shaped(anatomy.root.parameters()):
             changed = self.lineup.follow()
@@ -221,10 +221,10 @@ class Fit:
         try:
             self.tap.read(batch)
         except Exception as error:
-            self._unreadable = error
+            self._batch_error = error
             if adapter is None and batch is not None:
                 code = adapter_to_copy(batch, self.run.anatomy.kind, self.run.watcher)
-                self._unreadable = BatchError(f"{error}\n{code}")
+                self._batch_error = BatchError(f"{error}\n{code}")
         needs_batch = self.tap.why_not is not None or batch is None or adapter is not None
         self._refuse_anywhere(needed=needs_batch)
 
@@ -239,9 +239,9 @@ class Fit:
 
     def _refuse_anywhere(self, *, needed: bool) -> None:
         """End the run if any process needs its first batch and could not read it."""
-        if self.run.on_any_process(needed and self._unreadable is not None):
+        if self.run.on_any_process(needed and self._batch_error is not None):
             other = BatchError("another process could not read its first batch")
-            raise Refusal(self._unreadable or other)
+            raise Refusal(self._batch_error or other)
 
     def begin_look(self, step: int) -> bool:
         """Start a look if one is due, and return whether one started."""

@@ -101,12 +101,12 @@ class Engine(StepEngine):
         self.record: record.RunRecord | None = None
         self.first_step = 0
         self._calibrations: dict[str, object] = {}
-        self._last: dict[str, object] = {}
-        self._is_over = False
-        self._set_up_seconds = self._began = 0.0
+        self._ended_summary: dict[str, object] = {}
+        self._logged_last = False
+        self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
-        self._names: list[str] = []
+        self._logged_names: list[str] = []
         self._forget_listeners()
 
     def _forget_listeners(self) -> None:
@@ -270,9 +270,9 @@ class Engine(StepEngine):
                 weights=self.record.weights_of(run),
             )
         )
-        self._tell_loggers(destination, lineup)
+        self._log_run_settings(destination, lineup)
 
-    def _tell_loggers(self, destination: log.Destination, lineup: Lineup) -> None:
+    def _log_run_settings(self, destination: log.Destination, lineup: Lineup) -> None:
         """Give the loggers the settings of the run, and TensorBoard its table of them."""
         weights = () if self.weights is None else self.weights.attacks
         attacks = [*(plan.attack for plan in lineup.plans), *weights]
@@ -321,15 +321,15 @@ class Engine(StepEngine):
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
                 channel.load_state_dict({})
-        self._is_over, self._began = False, time.perf_counter()
+        self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
         look_seconds = self._fit.lineup.look_seconds
         cadence.begin(run.step, run.planned_steps, self._set_up_seconds, look_seconds)
         if run.unit == "step" and self._fit.series:
             looks = cadence.describe(look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
-        self._names = self.results.names(self.results.playing)
-        self._names += [f"{WORST}/{family}" for family in self.results.families]
+        self._logged_names = self.results.names(self.results.playing)
+        self._logged_names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
         self._fit.controls.needs = self._needs
         if self.weights is not None:
@@ -417,7 +417,7 @@ class Engine(StepEngine):
         try:
             self._publish(Look(self.run.step), self.results.all_unknown(why))
         except Exception as error:
-            self.results.lose_look(self._names)
+            self.results.lose_look(self._logged_names)
             self._has_news = True
             with suppress(Exception):
                 rank_zero_warn(
@@ -442,7 +442,7 @@ class Engine(StepEngine):
     def training_ends(self) -> None:
         """Look at the final weights, and publish as *unknown* the results that never came."""
         self.look_at_end()
-        self._publish_rest()
+        self._publish_missing()
         if self.fit is not None:
             self.fit.look = None  # a look that has not ended by now will not end
         self._conclude(None)
@@ -450,7 +450,7 @@ class Engine(StepEngine):
             listener()
 
     @contained
-    def _publish_rest(self) -> None:
+    def _publish_missing(self) -> None:
         step = self._fit.run.step
         missing = self.results.unknown_at_end(due=self.options.cadence.due(step - 1))
         if missing:
@@ -459,9 +459,9 @@ class Engine(StepEngine):
 
     def _log_last(self) -> None:
         """Log new metrics, the spent budget, and each metric's best value at its step, once."""
-        if self._is_over or self.report is None:
+        if self._logged_last or self.report is None:
             return
-        self._is_over = True
+        self._logged_last = True
         run = self._fit.run
         utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
         self.results.latest |= self.report.write_between_looks(utility, self._fit.accounting)
@@ -486,11 +486,11 @@ class Engine(StepEngine):
                 self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
         if self.record is None or self.record.ended:
             return None
-        self._last = self._summary()
+        self._ended_summary = self._summary()
         self.record.write_end(self._fit.run, how)
         if self.report is not None:
             apart = 0.0 if self.weights is None else self.weights.reference_seconds
-            run_seconds = time.perf_counter() - self._began - apart
+            run_seconds = time.perf_counter() - self._begin_time - apart
             newest = {f: self.results.latest.get(f"{WORST}/{f}") for f in self.results.families}
             worst = {family: value for family, value in newest.items() if value is not None}
             self.report.ends(self.first_step, self._set_up_seconds, run_seconds, apart, worst)
@@ -516,7 +516,7 @@ class Engine(StepEngine):
     def _summary(self) -> dict[str, object]:
         """Return the facts of the run for a checkpoint: its id, and its defences' releases."""
         if self.record is None:
-            return self._last
+            return self._ended_summary
         return {"run": self.record.run, "privacy": record.releases_by(self._fit.accounting)}
 
     def state_dict(self) -> dict[str, Any]:

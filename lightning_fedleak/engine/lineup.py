@@ -27,13 +27,13 @@ from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
-_HELD = "it is played from the first look at which labels weigh unevenly in the loss"
+_HELD_REASON = "it is played from the first look at which labels weigh unevenly in the loss"
 SLOW = 2.0
 """An attack that ran for this multiple of ``look_seconds`` is not played any more. With a larger
 value slow attacks go on; with a smaller one, a busy machine ends attacks that are fast enough."""
 _MAX_ESTIMATE_TEXTS = 8
 """Largest number of texts in the batch for which the seconds of a look are estimated."""
-_NOT_SHARED = "what it reads is not trained, and so not shared"
+_NOT_SHARED_REASON = "what it reads is not trained, and so not shared"
 
 
 class Lineup:
@@ -72,12 +72,12 @@ class Lineup:
         self._attacks = selection.attacks
         self._channels = tuple(channels)
         self._options = options
-        self._begins_at = run.optimizer_step
-        self._choosing = selection.auto
-        self._writes = run.anatomy.kind == "causal" and not selection.text_passed
+        self._first_step = run.optimizer_step
+        self._is_auto = selection.auto
+        self._self_text = run.anatomy.kind == "causal" and not selection.text_passed
         self._max_seconds = options.look_seconds
         self._refused = dict(refused)
-        self._without_text: set[str] = set()
+        self._lacking_text: set[str] = set()
         self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
         self.plans: list[Plan] = []
@@ -92,32 +92,32 @@ class Lineup:
         for channel in self._channels:
             exclude(channel, self._refused.keys())
             for attack in channel.attacks:
-                with self._left_out(attack), share_work(work):
+                with self._excluding_failures(attack), share_work(work):
                     attack.check_device(run.anatomy)
-                    if self._choosing:  # a listed attack may have settings that need no text
+                    if self._is_auto:  # a listed attack may have settings that need no text
                         check_forward(attack, run.anatomy)
                     plan_of(channel, attack)
                     admit(attack, channel.sees, run)
             exclude(channel, self._refused.keys())
 
     @contextmanager
-    def _left_out(self, attack: Attack) -> Iterator[None]:
+    def _excluding_failures(self, attack: Attack) -> Iterator[None]:
         """Leave out an attack that fails in this block, with ``attacks="auto"``; else raise."""
         try:
             yield
         except WeightsWritten:  # the trained weights were changed: the run must not go on
             raise
         except Exception as error:
-            if not self._choosing:
+            if not self._is_auto:
                 if not isinstance(error, ValueError):
                     check_forward(attack, self._run.anatomy)
                 raise
             if isinstance(error, MissingText):
-                self._without_text.add(attack.name)
+                self._lacking_text.add(attack.name)
             why = str(error)
             if not isinstance(error, ValueError):
                 model = type(without_peft(self._run.anatomy.model)).__name__
-                why = f"fails on {model} ({_root(error)})"
+                why = f"fails on {model} ({_root_cause(error)})"
             self._refused.setdefault(attack.name, in_short(attack.name, why))
 
     @property
@@ -127,7 +127,7 @@ class Lineup:
             c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
             for c in self._channels
             for a in c.listed_attacks
-            if a.name in self._without_text
+            if a.name in self._lacking_text
         }
 
     @property
@@ -163,9 +163,9 @@ class Lineup:
 
     def show(self) -> None:
         """Log which attacks are played, with ``attacks="auto"``."""
-        if self._choosing:
+        if self._is_auto:
             watcher = self._run.watcher
-            rank_zero_info(table(self.rows, self.unread, writes=self._writes, watcher=watcher))
+            rank_zero_info(table(self.rows, self.unread, writes=self._self_text, watcher=watcher))
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class Lineup:
         """
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
-        if self._choosing:  # an attack whose gradients were never shared is not logged
+        if self._is_auto:  # an attack whose gradients were never shared is not logged
             logged = self._ever_exposed - self.held
             by_name = {n: plan for n, plan in by_name.items() if n in logged}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
@@ -189,7 +189,7 @@ class Lineup:
         self._warn_of_untested()
         for channel in self._channels:
             channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
-        self._meet()
+        self._give_run_facts()
         return True
 
     def _warn_of_untested(self) -> None:
@@ -207,14 +207,14 @@ class Lineup:
 
     def begin(self, step: int) -> None:
         """Tell the attacks that training starts at ``step``, which a resumed fit learns late."""
-        self._begins_at = step
-        self._meet()
+        self._first_step = step
+        self._give_run_facts()
 
-    def _meet(self) -> None:
+    def _give_run_facts(self) -> None:
         """Give every attack the facts of the run."""
         for plan in self.plans:
-            facts = plan.facts(self._run, self._options.local_steps, self._begins_at)
-            with self._left_out(plan.attack):
+            facts = plan.facts(self._run, self._options.local_steps, self._first_step)
+            with self._excluding_failures(plan.attack):
                 plan.attack.meet(facts)
 
     def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
@@ -235,15 +235,15 @@ class Lineup:
         ):  # fmt: skip
             doing = f"{self._run.watcher} calibrates"
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
-                with self._left_out(plan.attack):
+                with self._excluding_failures(plan.attack):
                     saved = restored.get(plan.attack.name)
                     costs |= self._calibrated(plan.attack, saved)
         for channel in self._channels:
             exclude(channel, self._refused.keys())
             for attack in channel.attacks:
-                with self._left_out(attack):
+                with self._excluding_failures(attack):
                     channel.check(attack)
-        if self._choosing:
+        if self._is_auto:
             self._choose(costs, follow)
 
     @property
@@ -282,7 +282,7 @@ class Lineup:
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
         is_held = attack.name in self.held & self._ever_exposed
-        return _HELD if is_held else _NOT_SHARED
+        return _HELD_REASON if is_held else _NOT_SHARED_REASON
 
     def _never_reads(self, name: str) -> str | None:
         """Return why an attack can read no round because of the optimizer; None if it can."""
@@ -301,8 +301,8 @@ class Lineup:
             attack.load_state_dict(saved["tensors"])
             if attack.restores_fully:
                 self.prepared.add(attack.name)
-            self._meet()
-        is_priced = self._choosing and not self.is_sharded
+            self._give_run_facts()
+        is_priced = self._is_auto and not self.is_sharded
         seconds = attack.estimate(self._run.anatomy, self.texts) if is_priced else None
         if seconds is None or seconds <= self._max_seconds:
             self.prepare(attack)
@@ -346,7 +346,7 @@ class Lineup:
         Args:
             longest: The seconds of the longest run of each attack in a look, by name.
         """
-        if not self._choosing or self.is_sharded:
+        if not self._is_auto or self.is_sharded:
             return
         for name, seconds in self._run.broadcast(dict(longest)).items():
             if seconds > SLOW * self._max_seconds:
@@ -367,7 +367,7 @@ class Lineup:
         return whole_model(self._run.anatomy.root, as_read=all(reads))
 
 
-def _root(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """Return the message of an error's root cause, which at set-up can quote no private text."""
     while error.__cause__ is not None:
         error = error.__cause__

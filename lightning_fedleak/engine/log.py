@@ -182,8 +182,8 @@ def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
     return pd.DataFrame(jsonl.rows(), columns=list(COLUMNS))
 
 
-_OURS = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
-_OF_THE_RUN = re.compile(
+_FEDLEAK_NAMES = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
+_PROGRESS_NAMES = re.compile(
     r"epoch|step|lr.*|(.*[_/])?(learning_rate|grad_norm|runtime|total_flos|.*_per_second)"
 )
 
@@ -202,7 +202,7 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
     return {
         name: value
         for name, value in logged.items()
-        if name not in forks and not _OURS.match(name) and not _OF_THE_RUN.fullmatch(name)
+        if name not in forks and not _FEDLEAK_NAMES.match(name) and not _PROGRESS_NAMES.fullmatch(name)
     }
 
 
@@ -218,7 +218,7 @@ class UserMetrics:
         self.last: dict[str, float] = {}
         self.best: dict[str, tuple[int, float]] = {}
         self._steps: dict[str, int] = {}
-        self._read: dict[str, tuple[object, int]] = {}
+        self._observed: dict[str, tuple[object, int]] = {}
 
     def changed(
         self, metrics: Mapping[str, Any], step: int, *, sparse: bool = False
@@ -237,9 +237,9 @@ class UserMetrics:
         new: dict[str, float] = {}
         for name, value in metrics.items():
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
-            if self._read.get(name, (None, 0))[0] is not value:
-                self._read[name] = value, step
-            if self._read[name][1] != step or (sparse and is_training(name) and step < next_step):
+            if self._observed.get(name, (None, 0))[0] is not value:
+                self._observed[name] = value, step
+            if self._observed[name][1] != step or (sparse and is_training(name) and step < next_step):
                 continue
             number, last = float(value), self.last.get(name)
             if number == last or (math.isnan(number) and last != last):
@@ -255,7 +255,7 @@ class UserMetrics:
         """Count the present values of these metrics as new, also if they are equal to the last."""
         for name in names:
             self.last.pop(name, None)
-            self._read.pop(name, None)
+            self._observed.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the last and the best values, and the steps of the best ones."""
@@ -310,9 +310,9 @@ class Report:
         self.boards = destination.boards
         self.cards = Cards({}, (), (), (), {})
         self._warned: set[str] = set()
-        self._waiting: set[Series] = set()
+        self._announced_pending: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # step and value of the last log by name
-        self._looked_at: set[int] = set()
+        self._looked_steps: set[int] = set()
         # Seconds of all looks, of their controls, and of each attack.
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
@@ -338,7 +338,7 @@ class Report:
             return
         total, slowest = self._seconds or 1, self._seconds_of.most_common()
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
-        looks = f"looked at {len(self._looked_at):,} of {steps:,} steps in {self._seconds:.1f} s"
+        looks = f"looked at {len(self._looked_steps):,} of {steps:,} steps in {self._seconds:.1f} s"
         share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)
         rank_zero_info(
             f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}, of it "
@@ -396,8 +396,8 @@ class Report:
                     f"is unknown, not 0{then}. (Said once for each reason.)",
                     series.name + outcome.unknown,
                 )
-            elif outcome.pending is not None and series not in self._waiting:
-                self._waiting.add(series)
+            elif outcome.pending is not None and series not in self._announced_pending:
+                self._announced_pending.add(series)
                 text = f"'{series.name}' has no result {when} yet: {outcome.pending}"
                 rank_zero_info(f"{self._run.watcher}: {text}")
         self._write_lines(look, outcomes)
@@ -412,7 +412,7 @@ class Report:
         self._control_seconds += look.control_seconds
         self._seconds_of.update(seconds_of)
         if look.next_look is not None:  # at a step, and not at the weights or the end of the run
-            self._looked_at.add(look.step)
+            self._looked_steps.add(look.step)
         if self.record is not None:
             self.record.write_new_defenses(defenses)
             self.record.append(

@@ -37,7 +37,7 @@ PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
     *("opacus", "torchmetrics", "numpy"),
 )
-_OF_THIS_FIT = (
+_PER_FIT_FIELDS = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
     *("next_look", "weights"),
 )
@@ -47,7 +47,7 @@ MAX_HASHED_BYTES = 2**30
 checkpoints, in bytes: hashing takes 1 to 3 seconds. At the end of a fit there is no limit."""
 ROW_KEY = "row_order.key"
 """File beside the logs, of mode 0600, with the key of the commitment to the order of rows."""
-_keys: dict[Path, str] = {}
+_row_order_keys: dict[Path, str] = {}
 """The key of each such file of this process, which is written when a fit ends."""
 PLANNED = records.BeginLine, records.LookLine, records.PlanLine
 """Lines that say when the next look is."""
@@ -148,7 +148,7 @@ class RunRecord:
         self.path = path
         self.run = run
         self._warn = warn
-        self._described = [*defenses]
+        self._described_defenses = [*defenses]
         self.ended = False
         self.planned: int | None = None
         self._order: _RowOrder | None = None
@@ -156,7 +156,7 @@ class RunRecord:
     def write_begin(self, line: records.BeginLine) -> None:
         """Write the first line of a fit, with a hash of its settings (not of time or machine)."""
         content = records.as_json(line).items()
-        settings = {name: value for name, value in content if name not in _OF_THIS_FIT}
+        settings = {name: value for name, value in content if name not in _PER_FIT_FIELDS}
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
@@ -165,7 +165,7 @@ class RunRecord:
         if run.unit != "step" or accounting(run.defenses):
             return
         path = self.path.parent / ROW_KEY
-        key = _keys.setdefault(path.resolve(), secrets.token_hex(32))
+        key = _row_order_keys.setdefault(path.resolve(), secrets.token_hex(32))
         try:
             key = read_secret(path, "the key")["key"] if path.exists() else key
             self._order = _RowOrder(bytes.fromhex(key))
@@ -282,8 +282,8 @@ class RunRecord:
     def write_new_defenses(self, defenses: Sequence[Defense]) -> None:
         """Write a line for each defence that neither the first line nor a later one describes."""
         for defense in defenses:
-            if all(defense is not described for described in self._described):
-                self._described.append(defense)
+            if all(defense is not described for described in self._described_defenses):
+                self._described_defenses.append(defense)
                 self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
 
     def append(self, line: records.RunLine) -> None:

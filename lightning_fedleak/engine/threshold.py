@@ -324,13 +324,13 @@ class Threshold:
         else:  # values that are unknown then are of attacks that do not apply
             finite = {n: v for n, v in watched.items() if not math.isnan(v)}
             if counted := judge_worst(engine, finite, self.at_most):
-                return self._worst_of(counted, finite)
+                return self._highest_of(counted, finite)
         source = next((n for n, v in watched.items() if v == value), "")
         family = self.metric.removeprefix(f"{WORST}/")
         why = engine.results.untested.get(family, "") if math.isnan(value) else ""
         return self._event(value, metric=metric, source=source, why=why)
 
-    def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
+    def _highest_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
         """Return the highest of judged headlines, or an unknown one if none is too high."""
         watched = {name: judgement.value for name, judgement in counted.items()}
         known = {name: value for name, value in watched.items() if not math.isnan(value)}

@@ -28,7 +28,7 @@ from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
 Maker = Callable[[Findings], records.JsonObject]
-_OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
+_PER_REPORT_KEYS = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
 
@@ -126,14 +126,14 @@ def _check_gates(fit: FitLog, verdict: Verdict) -> None:
                 f"{value:g}, which is not above {limit:g}"
             )
     for gate in (fit.begin.gates or ()) if fit.begin is not None else ():
-        for step, value in _missed(fit, gate):
+        for step, value in _missed_breaches(fit, gate):
             verdict.contradict(
                 f"run {fit.run}, step {step}: {gate.metric} is {value:g}, and gate "
                 f"'{gate.name}' (at most {gate.at_most:g}) did not act"
             )
 
 
-def _missed(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int, float]]:
+def _missed_breaches(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int, float]]:
     """Yield the steps at which a gate had to act by the logged values and did not.
 
     A run that was cut off may have ended before its gate was asked. One that goes on from a
@@ -188,7 +188,7 @@ def _check_report(
     """Check that a file says what the logs of a folder give, as ``make`` writes it."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        state = _standing_of(report)
+        state = _progress_of(report)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         verdict.contradict(f"{path.name} cannot be read as a report")
         return
@@ -200,7 +200,7 @@ def _check_report(
         content = records.as_json(make(findings(read([run / records.RECORD], run=name))))
         if _statements(content) == _statements(report):
             return
-        states.append(_standing_of(content))
+        states.append(_progress_of(content))
     if state in states:
         verdict.contradict(f"{path.name} does not say what the logs give")
     elif fits:
@@ -209,7 +209,7 @@ def _check_report(
         )
 
 
-def _standing_of(report: records.JsonObject) -> list[tuple[object, ...]]:
+def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
     """Return which runs a report is of, and how far they were."""
     runs, keys = report["runs"], ("run", "name", "ended", "steps")
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
@@ -218,7 +218,7 @@ def _standing_of(report: records.JsonObject) -> list[tuple[object, ...]]:
 
 def _statements(report: records.JsonObject) -> records.JsonObject:
     """Return what a report says of its runs, wherever they are and whoever they are of."""
-    parts = {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
+    parts = {name: part for name, part in report.items() if name not in _PER_REPORT_KEYS}
     without = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
     return {**parts, "runs": without}
 
@@ -302,7 +302,7 @@ _PLATFORM = "versions", "machine"
 """Facts that determine the order of the sums in a tensor, and so its last bits."""
 _SAVED = "weights of a checkpoint"
 _INTERVAL = "between looks"
-_KINDS = "trained", "frozen"
+_TENSOR_GROUPS = "trained", "frozen"
 """Groups of the tensors before the first step; each group has one hash."""
 _DETERMINISTIC = "Freeze", "GradientCompression"
 """Classes of defences without random numbers."""
@@ -327,38 +327,38 @@ def _check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
     Raises:
         ReportError: The folder has no logs, or no run begins in them.
     """
-    again = _last_fit(read([place / records.RECORD]).fits)
-    if fit.begin is None or again is None or again.begin is None:
+    repeated_fit = _last_fit(read([place / records.RECORD]).fits)
+    if fit.begin is None or repeated_fit is None or repeated_fit.begin is None:
         raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
-    begin, other = fit.begin, again.begin
-    if reason := _obstacle(begin, other) or _other_start(fit, again):
+    begin, other = fit.begin, repeated_fit.begin
+    if reason := _why_incomparable(begin, other) or _why_different_start(fit, repeated_fit):
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {reason}")
         return []
-    looks, other_looks = ({line.step for line in run.looks} for run in (fit, again))
-    first_apart = min(looks ^ other_looks, default=math.inf)
-    values, repeated = ({**_losses(run), **_weights(run)} for run in (fit, again))
+    looks, other_looks = ({line.step for line in run.looks} for run in (fit, repeated_fit))
+    split_step = min(looks ^ other_looks, default=math.inf)
+    values, repeated = ({**_losses(run), **_weights(run)} for run in (fit, repeated_fit))
     if _attacks_of(begin) == _attacks_of(other):
-        values |= _results_before(fit, first_apart)
-        repeated |= _results_before(again, first_apart)
-        if first_apart < math.inf:
+        values |= _results_before(fit, split_step)
+        repeated |= _results_before(repeated_fit, split_step)
+        if split_step < math.inf:
             verdict.note(
-                f"leakage from step {first_apart} on is not compared: one run alone looked there"
+                f"leakage from step {split_step} on is not compared: one run alone looked there"
             )
         if timed := [attack.name for attack in begin.attacks if _has_budget(attack.config)]:
             verdict.note(f"not compared, because of a budget of seconds: {', '.join(timed)}")
     else:
         verdict.note("leakage is not compared: other attacks, or other settings of them")
-    weights = len(_weights(fit).keys() & _weights(again).keys())
+    weights = len(_weights(fit).keys() & _weights(repeated_fit).keys())
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
-    _compare_values(values, repeated, verdict, first_apart)
+    _compare_values(values, repeated, verdict, split_step)
     common = len(values.keys() & repeated.keys())
     values_of = f"{weights} hashes of weights, {common - weights} values of losses and leakage"
     return [f"repetition: {values_of}"]
 
 
 def _compare_values(
-    values: _Values, repeated: _Values, verdict: Verdict, first_apart: float
+    values: _Values, repeated: _Values, verdict: Verdict, split_step: float
 ) -> None:
     """Name the first value that differs, and the first that only one run has.
 
@@ -366,7 +366,7 @@ def _compare_values(
         values: The values of the run.
         repeated: The values of its repetition.
         verdict: The verdict to which findings are added.
-        first_apart: The first step at which only one run looked: from there on only one may have
+        split_step: The first step at which only one run looked: from there on only one may have
             leakage and losses.
     """
     common = sorted(values.keys() & repeated.keys())
@@ -379,7 +379,7 @@ def _compare_values(
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
-        if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
+        if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < split_step)
     ]
     for step, names in alone[:1]:
         verdict.leave_open(
@@ -393,7 +393,7 @@ def _last_fit(fits: Sequence[FitLog]) -> FitLog | None:
     return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
-def _obstacle(begin: records.BeginLine, other: records.BeginLine) -> str:
+def _why_incomparable(begin: records.BeginLine, other: records.BeginLine) -> str:
     """Return why two runs may differ, by facts of their first lines; empty if they may not."""
     if begin.run == other.run:
         return "it is the same run"
@@ -419,18 +419,18 @@ def _without_rates(fact: object) -> object:
     return [_without_rates(entry) for entry in fact] if isinstance(fact, list) else fact
 
 
-def _other_start(fit: FitLog, again: FitLog) -> str:
+def _why_different_start(fit: FitLog, repeated_fit: FitLog) -> str:
     """Return why two runs may have begun with different weights or rows; empty if they did not."""
     assert fit.begin is not None
-    assert again.begin is not None
-    weights, others = fit.begin.weights or {}, again.begin.weights or {}
-    if set(weights) != {*_KINDS} or weights != others:
+    assert repeated_fit.begin is not None
+    weights, others = fit.begin.weights or {}, repeated_fit.begin.weights or {}
+    if set(weights) != {*_TENSOR_GROUPS} or weights != others:
         return "different weights before the first step, or not all were hashed"
-    if fit.begin.resumed is not None or again.begin.resumed is not None:
+    if fit.begin.resumed is not None or repeated_fit.begin.resumed is not None:
         return "one of them went on from a checkpoint: repeat the training from its first step"
-    if fit.end is None or again.end is None:
+    if fit.end is None or repeated_fit.end is None:
         return "one of them has no last line"
-    if fit.end.row_order is not None and fit.end.row_order == again.end.row_order:
+    if fit.end.row_order is not None and fit.end.row_order == repeated_fit.end.row_order:
         return ""
     return (
         "another order of rows, or another row_order.key: copy that of the run into the folder of "

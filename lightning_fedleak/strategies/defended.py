@@ -13,7 +13,7 @@ from lightning_fedleak.defenses.release import CanaryHook, Client, Tap, UpdateRe
 from lightning_fedleak.lightning_packages import EitherStrategy, both, package_of, twin
 from lightning_fedleak.strategies.seams import combined, seam_of
 
-_RESOLVED_HERE = ("auto", "single_device")
+_AUTOMATIC_NAMES = ("auto", "single_device")
 _SUPPORTED = (
     "Pass 'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', ...), or an instance "
     "of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a subclass: "
@@ -101,7 +101,7 @@ class DefendedStrategy(EitherStrategy):
         if not isinstance(strategy, str):
             self._become(strategy)
             return
-        if strategy not in _RESOLVED_HERE:
+        if strategy not in _AUTOMATIC_NAMES:
             _registries(strategy)
         self._fedleak_name = strategy
         # The Trainer sets these attributes before it calls `_configure_launcher`.
@@ -190,7 +190,7 @@ class DefendedStrategy(EitherStrategy):
     def _resolve(self) -> Any:
         """Return the named strategy of the Trainer's package; for ``"auto"`` its default choice."""
         accelerator = self.accelerator
-        if self._fedleak_name not in _RESOLVED_HERE:
+        if self._fedleak_name not in _AUTOMATIC_NAMES:
             return _by_name(self._fedleak_name, accelerator)
         devices = self.parallel_devices or []
         names = ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")

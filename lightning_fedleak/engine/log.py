@@ -202,7 +202,9 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
     return {
         name: value
         for name, value in logged.items()
-        if name not in forks and not _FEDLEAK_NAMES.match(name) and not _PROGRESS_NAMES.fullmatch(name)
+        if name not in forks
+        and not _FEDLEAK_NAMES.match(name)
+        and not _PROGRESS_NAMES.fullmatch(name)
     }
 
 
@@ -239,7 +241,9 @@ class UserMetrics:
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
             if self._observed.get(name, (None, 0))[0] is not value:
                 self._observed[name] = value, step
-            if self._observed[name][1] != step or (sparse and is_training(name) and step < next_step):
+            if self._observed[name][1] != step or (
+                sparse and is_training(name) and step < next_step
+            ):
                 continue
             number, last = float(value), self.last.get(name)
             if number == last or (math.isnan(number) and last != last):

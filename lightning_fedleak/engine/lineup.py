@@ -1,4 +1,4 @@
-"""The attacks of one run: which of them are played, their plans and their calibrations."""
+"""The lineup of a run: the attacks that run, what each of them reads, and their calibrations."""
 
 from __future__ import annotations
 
@@ -29,29 +29,32 @@ from lightning_fedleak.progress import bars, measure_seconds, track
 
 _HELD_REASON = "it is played from the first look at which labels weigh unevenly in the loss"
 SLOW = 2.0
-"""An attack that ran for this multiple of ``look_seconds`` is not played any more. With a larger
-value slow attacks go on; with a smaller one, a busy machine ends attacks that are fast enough."""
+"""An attack that took this multiple of ``look_seconds`` does not run any more. With a larger value
+slow attacks go on; with a smaller one a busy machine ends attacks that are fast enough."""
 _MAX_ESTIMATE_TEXTS = 8
 """Largest number of texts in the batch for which the seconds of a look are estimated."""
 _NOT_SHARED_REASON = "what it reads is not trained, and so not shared"
 
 
 class Lineup:
-    """Decide which attacks are played in a run, plan what they read, and calibrate them once.
+    """Decide which attacks run, plan what they read, and calibrate them once.
+
+    A plan states the parameters whose gradients an attack reads. Plans change if layers are frozen
+    or unfrozen.
 
     Args:
         run: The run; the channels are open on it.
         selection: The attacks. With ``attacks="auto"`` those that cannot read this model or run, or
-            take too long, are left out. Otherwise they are refused.
+            take too long, are excluded. Otherwise they raise an error.
         options: The settings by which the run is watched.
         channels: The channels that have attacks.
-        refused: Why attacks are left out already, by name.
+        refused: The reasons why attacks are excluded already, by name.
 
     Attributes:
         plans: The plans of the attacks that give results, in the order of the logs.
         prepared: The names of the calibrated attacks.
         rows: With ``attacks="auto"`` the decision about each attack.
-        held: The names of the attacks that are played only once labels weigh unevenly in the loss.
+        held: The names of the attacks that run only once labels weigh unevenly in the loss.
         calibrating_seconds: The duration of all calibrations.
         set_up_seconds: The computation time of each calibration, by the attack's name.
         is_sharded: Whether each process holds a part of every layer.
@@ -102,7 +105,7 @@ class Lineup:
 
     @contextmanager
     def _excluding_failures(self, attack: Attack) -> Iterator[None]:
-        """Leave out an attack that fails in this block, with ``attacks="auto"``; else raise."""
+        """Exclude an attack that fails in this block, with ``attacks="auto"``; else raise."""
         try:
             yield
         except WeightsWritten:  # the trained weights were changed: the run must not go on
@@ -122,7 +125,7 @@ class Lineup:
 
     @property
     def untested(self) -> dict[str, str]:
-        """Return why an applicable attack is not played for lack of public text, by family."""
+        """Return why an applicable attack does not run for lack of public text, by family."""
         return {
             c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
             for c in self._channels
@@ -206,7 +209,7 @@ class Lineup:
             )
 
     def begin(self, step: int) -> None:
-        """Tell the attacks that training starts at ``step``, which a resumed fit learns late."""
+        """Set the first step. A resumed fit knows it only after the attacks are calibrated."""
         self._first_step = step
         self._give_run_facts()
 
@@ -218,7 +221,7 @@ class Lineup:
                 plan.attack.meet(facts)
 
     def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
-        """Calibrate every attack that has something to read.
+        """Calibrate every attack whose gradients are shared.
 
         Args:
             restored: The settings and the calibration of attacks in a checkpoint, by name. A
@@ -233,8 +236,8 @@ class Lineup:
             saved_once(not self.is_sharded), self._gathered(self.exposed),
             share_work(), bars(self._run.shows_progress),
         ):  # fmt: skip
-            doing = f"{self._run.watcher} calibrates"
-            for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
+            title = f"{self._run.watcher} calibrates"
+            for plan in track(self.exposed, title, lambda plan: plan.attack.name):
                 with self._excluding_failures(plan.attack):
                     saved = restored.get(plan.attack.name)
                     costs |= self._calibrated(plan.attack, saved)
@@ -252,7 +255,7 @@ class Lineup:
         return 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
 
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
-        """Leave out attacks that failed or take too long, as the first process decides for all."""
+        """Exclude attacks that failed or take too long. The first process decides for all."""
         for name, seconds in costs.items():
             if seconds > self._max_seconds:
                 self._refused.setdefault(
@@ -278,7 +281,7 @@ class Lineup:
         ]
 
     def _why_not(self, attack: Attack, plans: Mapping[str, Plan]) -> str | None:
-        """Return why an attack is not played; None if it is."""
+        """Return why an attack does not run; None if it does."""
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
         is_held = attack.name in self.held & self._ever_exposed
@@ -326,7 +329,7 @@ class Lineup:
 
         Args:
             step: The optimizer step of the look.
-            asked: The names of the attacks.
+            asked: The names of the attacks to adapt.
         """
         failed = {name: why for name, why in self._too_slow.items() if name in asked}
         plans = [plan for plan in self.exposed if plan.attack.name in asked]
@@ -341,7 +344,7 @@ class Lineup:
         return failed
 
     def leave_out_slow(self, longest: Mapping[str, float]) -> None:
-        """With ``attacks="auto"``, stop playing attacks that were far slower than estimated.
+        """With ``attacks="auto"``, stop running attacks that were far slower than estimated.
 
         Args:
             longest: The seconds of the longest run of each attack in a look, by name.
@@ -355,7 +358,7 @@ class Lineup:
                 rank_zero_info(f"{self._run.watcher}: '{name}' is not run any more: {why}")
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
-        """Return a block in which a sharded model is gathered, if one of the attacks reads it."""
+        """Return a context in which a sharded model is gathered, if an attack reads its weights."""
         kinds = [type(plan.attack) for plan in plans]
         reads = [
             kind.gathers
@@ -368,7 +371,10 @@ class Lineup:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the message of an error's root cause, which at set-up can quote no private text."""
+    """Return the message of an error's root cause.
+
+    It is for errors at set-up, whose messages cannot quote private text.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -382,13 +388,13 @@ def check_texts(
     """Refuse public text that the model cannot read.
 
     Args:
-        attacks: the attacks whose ``public_text`` is checked.
-        others: further texts, by the name that a message uses.
-        anatomy: the model.
+        attacks: The attacks whose ``public_text`` is checked.
+        others: Further texts, by the name that a message uses.
+        anatomy: The anatomy of the model.
 
     Raises:
-        ValueError: names the tokenizer, the largest id and the embedding's rows; or says that an
-            attack on the head needs texts of the target's vocabulary.
+        ValueError: A token id is beyond the embedding's rows, or an attack on the head of a model
+            with two vocabularies has no texts of the target's.
     """
     named = {name: text for name, text in others.items() if text is not None}
     for attack in attacks:

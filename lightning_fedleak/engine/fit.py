@@ -137,7 +137,7 @@ class Fit:
     # ---- trained parameters -----------------------------------------------------------------
 
     def _trained(self) -> tuple[object, ...]:
-        """Return what plans depend on: the trained parameters and their optimizers, for equality."""
+        """Return what plans depend on, to compare: trained parameters and their optimizers."""
         groups = ((o, p) for o in self.run.optimizers for g in o.param_groups for p in g["params"])
         owners = tuple((id(optimizer), id(p)) for optimizer, p in groups)
         adapter = str(getattr(self.run.anatomy.model, "active_adapter", None))

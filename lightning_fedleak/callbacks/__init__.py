@@ -1,4 +1,4 @@
-"""LeakageMonitor measures, RiskGate decides."""
+"""The callbacks of a Lightning Trainer: LeakageMonitor measures leakage, RiskGate acts on it."""
 
 from lightning_fedleak.callbacks.canary_scorer import CanaryScorer as CanaryScorer
 from lightning_fedleak.callbacks.gate import RiskGate as RiskGate

@@ -1,7 +1,7 @@
-"""One score for each canary of a run, for an audit of one run.
+"""CanaryScorer: score each canary of a run, for a privacy audit from one run.
 
-A score may depend only on what the run released, which its weights are. Included and held-out
-canaries are scored in the same way.
+A score may depend only on what the run released: its weights. Included and held-out canaries are
+scored in the same way.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class CanaryScorer(EitherCallback):
     def __init__(self, canaries: CanarySet) -> None:
         self.canaries = canaries
         self._anatomy: Anatomy | None = None
-        self._clear()
+        self._clear_scores()
 
-    def _clear(self) -> None:
+    def _clear_scores(self) -> None:
         self._total = torch.zeros(len(self.canaries), dtype=torch.float64)
         self._step = self._counted_step = 0
         self._scored = False
@@ -67,13 +67,13 @@ class CanaryScorer(EitherCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Clear the scores of an earlier run. Lightning loads those of a checkpoint after this."""
         if stage == "fit":
-            self._clear()
+            self._clear_scores()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raise an error for a model under which the canaries cannot be scored.
+        """Refuse a model with which the canaries cannot be scored.
 
         Raises:
-            ValueError: it is such a model. The message says why, and what to do.
+            ValueError: it is not causal, its embedding has too few rows, or FSDP2 shards it.
         """
         anatomy = find_anatomy(pl_module)
         if anatomy.kind != "causal":
@@ -115,7 +115,7 @@ class CanaryScorer(EitherCallback):
         return self._total.clone()
 
     def _count(self) -> None:
-        """Add the scores of the steps since the last comparison."""
+        """Add the decrease of each canary's loss since the last call to its score."""
         losses = self._losses()
         self._total += self._losses_before - losses
         self._losses_before = losses

@@ -161,8 +161,8 @@ class TrainerRun(Run):
 
     def broadcast(self, value: T) -> T:
         """Return the first process's value on every process."""
-        first: T = self.trainer.strategy.broadcast(value)
-        return first
+        received: T = self.trainer.strategy.broadcast(value)
+        return received
 
     def summed(self, value: Tensor) -> Tensor:
         """Return the sum over processes, by the strategy's reduction."""
@@ -256,14 +256,14 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
     Raises:
         ValueError: the two contradict each other, or it is not known what the strategy shares.
     """
-    declared = strategy.client if isinstance(strategy, DefendedStrategy) else None
-    if declared and client and declared != client:
+    default = strategy.client if isinstance(strategy, DefendedStrategy) else None
+    if default and client and default != client:
         raise ValueError(
-            f"LeakageMonitor(client={client!r}) contradicts the strategy's client={declared!r}: "
+            f"LeakageMonitor(client={client!r}) contradicts the strategy's client={default!r}: "
             "leave the monitor's out"
         )
     sharded = isinstance(strategy, both("strategies.ModelParallelStrategy"))
-    client = client or declared or ("world" if sharded else "rank")
+    client = client or default or ("world" if sharded else "rank")
     if isinstance(strategy, both("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")):
         return client
     if sharded and client == "world":

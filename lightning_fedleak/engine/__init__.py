@@ -1,6 +1,7 @@
-"""The engine: when to look, what each family of attacks reads, and what becomes of the results.
+"""The engine: it decides when to look, runs the attacks, and scores and logs their results.
 
-It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. Integrations import these.
+It depends neither on Lightning nor on Flower: an integration describes its training to it as a
+:class:`Run`. Integrations import the names below.
 """
 
 from lightning_fedleak.defenses.dp_optimizers import declared as declared

@@ -15,8 +15,8 @@ MAX_LINES = 3
 WIDTH = 110
 """Width of the table in characters."""
 
-_WRITTEN = ". Calibrated on text that the model writes itself; public_text= takes yours:"
-_NOTHING = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
+_TEXT_NOTE = ". Calibrated on text that the model writes itself; public_text= takes yours:"
+_NO_ATTACK = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Row:
     Attributes:
         attack: The name of the attack.
         reads: The parameters whose gradient it reads; empty if it reads layers of a server.
-        why_not: Why it is not played; None if it is.
+        why_not: Why it does not run; None if it does.
         exposed: Whether the gradients that it reads are shared, as far as is known.
         seconds: The estimated duration of a look; None if it was not measured.
         never: Why it can read no round of this run, whatever the data; None if it may.
@@ -48,9 +48,9 @@ def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
 
 def in_short(attack: str, refusal: str) -> str:
     """Return why an attack is refused, in one sentence without its name."""
-    first = refusal.partition(". ")[0]
-    first = re.sub(rf"^(\w+: )?(attack '\w+' |'{attack}' )?", "", first)
-    return re.sub(r"(: remove (the attack|it))?\.?$", "", first)
+    sentence = refusal.partition(". ")[0]
+    sentence = re.sub(rf"^(\w+: )?(attack '\w+' |'{attack}' )?", "", sentence)
+    return re.sub(r"(: remove (the attack|it))?\.?$", "", sentence)
 
 
 def table(
@@ -66,11 +66,11 @@ def table(
         rows: A row for each attack.
         unread: The names of shared parameters that no attack reads.
         writes: Whether attacks are calibrated on text that the model writes itself.
-        watcher: The class that plays the attacks.
+        watcher: The name of the class that runs the attacks.
     """
     played = any(row.why_not is None for row in rows)
-    does = f"these attacks{_WRITTEN if writes else ':'}" if played else _NOTHING
-    lines = [f"{watcher} plays {does}"]
+    title = f"these attacks{_TEXT_NOTE if writes else ':'}" if played else _NO_ATTACK
+    lines = [f"{watcher} plays {title}"]
     width = max((len(row.attack) for row in rows), default=0)
     first_with: dict[str, str] = {}
     for row in rows:
@@ -84,12 +84,12 @@ def table(
             text = f"not played, as {first_with[row.why_not]}"
         else:
             text = f"not played: {row.why_not}"
-        begin = f"  {row.attack:<{width}}  "
+        label = f"  {row.attack:<{width}}  "
         lines += textwrap.wrap(
             text,
             WIDTH,
-            initial_indent=begin,
-            subsequent_indent=" " * len(begin),
+            initial_indent=label,
+            subsequent_indent=" " * len(label),
             max_lines=MAX_LINES,
             placeholder=" ...",
         )

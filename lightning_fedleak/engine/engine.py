@@ -1,9 +1,10 @@
-"""One look: a step is captured, the attacks guess, the guesses are scored, results are recorded.
+"""One look: capture a step, let the attacks guess, score the guesses, and record the results.
 
 ::
 
     step -> attacks -> score -> record
 
+The sections of :class:`StepEngine` follow this order.
 :mod:`~lightning_fedleak.engine.scheduler` decides when a look is due,
 :mod:`~lightning_fedleak.engine.fit` holds the taps that record its step, and
 :mod:`~lightning_fedleak.engine.lifecycle` begins and ends a run.
@@ -36,7 +37,9 @@ from lightning_fedleak.report.records.utility import is_validation
 
 
 class StepEngine:
-    """Look at the steps of a run. An error in here makes results unknown and ends no training.
+    """Look at the steps of a run. An internal error makes results unknown and ends no training.
+
+    Methods with the decorator :func:`~lightning_fedleak.engine.run.contained` catch such errors.
 
     Attributes:
         options: The settings by which a run is watched.
@@ -80,8 +83,8 @@ class StepEngine:
         fit, number = self._fit, self._fit.run.step
         if fit.is_before_batch:
             fit.check_first_batch(batch)
-        is_moved = fit.begin_look(number) or fit.scheduler.cadence.price is not None
-        if is_moved and self.report is not None and self.report.record is not None:
+        may_differ = fit.begin_look(number) or fit.scheduler.cadence.price is not None
+        if may_differ and self.report is not None and self.report.record is not None:
             next_look = max(number, fit.scheduler.cadence.next_step)
             self.report.record.write_new_plan(number, next_look)
         if fit.look is not None:
@@ -119,7 +122,7 @@ class StepEngine:
         for channel in fit.channels:
             channel.before_defense(defense, parameters, context)
         if fit.look is not None and defense.compression:
-            if defense.defers:  # whatever it holds back now is shared in a later step
+            if defense.defers:  # it shares the rest of this gradient in later steps: read it now
                 self._capture(fit.shared_stages, fit.owner_of(parameters[0]))
             method = AVERAGED if defense.defers else defense.compression.method
             fit.look.training_step.compression = method
@@ -127,7 +130,13 @@ class StepEngine:
     def _capture(
         self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
     ) -> None:
-        """Let the attacks read a gradient once, which is the same at all of ``stages``."""
+        """Let the attacks read the present gradient, once for all ``stages`` at which it is equal.
+
+        Args:
+            stages: The stages at which the gradient is the same as now.
+            optimizer: The optimizer that is about to step.
+            kept: Whether to take the copies from before DDP's reduction, not ``p.grad``.
+        """
         look = self._fit.capture(stages, optimizer, kept=kept)
         if look is not None:
             self._attack(look)
@@ -165,7 +174,11 @@ class StepEngine:
 
     @contained
     def _end_batch(self, *, trained: bool) -> bool:
-        """Publish the look that ends with this batch, if any. Return True, or None on an error."""
+        """Score and publish the look that ends with this batch, if any.
+
+        Returns:
+            True; None after an error, by :func:`contained`. The caller then drops the look.
+        """
         fit = self._fit
         stepped, look = fit.scheduler.batch_ends(trained), fit.look
         if look is None:
@@ -198,7 +211,11 @@ class StepEngine:
             channel.batch_ends(batch)
 
     def _score(self, look: Look) -> dict[Series, Outcome] | None:
-        """Score the attacks of a look, pool over processes, and decide when the next look is."""
+        """Score the attacks of a look, pool over processes, and set the step of the next look.
+
+        Returns:
+            The outcomes by series; None if nothing was shared.
+        """
         fit, cadence = self._fit, self._fit.scheduler.cadence
         results = self._results(look) or {}
         fit.end_look(look)

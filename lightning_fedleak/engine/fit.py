@@ -1,4 +1,7 @@
-"""The parts of an engine that live as long as one run: taps, attacks, and the current look."""
+"""The parts of an engine that live as long as one run: taps, attacks, and the current look.
+
+A tap is a hook that records the model calls or gradients of the user's own training step.
+"""
 
 from __future__ import annotations
 
@@ -93,11 +96,11 @@ class Fit:
         self.failure: str | None = None
         self.is_before_batch = self.is_before_look = True
         self._options = options
-        self._unreadable: Exception | None = None
+        self._batch_error: Exception | None = None
         self._watches_steps = False
         self._removers: list[Callable[[], None]] = []
         self._tapped: set[int] = set()
-        self._followed: tuple[object, ...] = ()
+        self._planned_for: tuple[object, ...] = ()
 
     def calibrate(
         self,
@@ -134,7 +137,7 @@ class Fit:
     # ---- trained parameters -----------------------------------------------------------------
 
     def _trained(self) -> tuple[object, ...]:
-        """Return the facts that plans depend on: the trained parameters and their optimizers."""
+        """Return what plans depend on, to compare: trained parameters and their optimizers."""
         groups = ((o, p) for o in self.run.optimizers for g in o.param_groups for p in g["params"])
         owners = tuple((id(optimizer), id(p)) for optimizer, p in groups)
         adapter = str(getattr(self.run.anatomy.model, "active_adapter", None))
@@ -143,11 +146,11 @@ class Fit:
 
     def follow_changes(self) -> bool:
         """Plan again if other parameters are trained now; return whether other ones are read."""
-        return self._followed != self._trained() and self.follow()
+        return self._planned_for != self._trained() and self.follow()
 
     def follow(self) -> bool:
         """Plan the attacks again, and return whether other parameters are read than before."""
-        self._followed = self._trained()
+        self._planned_for = self._trained()
         anatomy = self.run.anatomy
         with shaped(anatomy.root.parameters()):
             changed = self.lineup.follow()
@@ -155,13 +158,13 @@ class Fit:
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
         tapped = {id(p) for p in parameters.values()}
         if tapped == self._tapped and (not changed or self.look is not None):
-            return changed  # what is recorded, and the copies of a look, stay
+            return changed  # keep the taps, and the gradient copies of the current look
         self._tapped = tapped
         self.tap.read_gradients(parameters, self.run.gradient_of, keeps_local=self.keeps_local)
         return True
 
     def refresh(self, look: Look) -> None:
-        """Let the attacks of a look follow the weights of the model, once in a look."""
+        """Adapt the attacks of a look to the present weights of the model, once in a look."""
         if look.followed:
             return
         look.followed = True
@@ -174,9 +177,9 @@ class Fit:
                 look.answers[series] = Unknown(failed[series.attack])
 
     def admit_held(self, look: Look) -> None:
-        """Play the attacks for uneven losses from now on if labels weigh unevenly in this step.
+        """Run the attacks for uneven losses from now on if labels weigh unevenly in this step.
 
-        Under DP they are never played, because the moment would depend on the data.
+        Under DP they never run, because the moment of the decision would depend on the data.
         """
         waiting = self.lineup.held
         if not waiting or look.scope is not None or self.accounting:
@@ -187,7 +190,7 @@ class Fit:
             self.follow()
             self.lineup.refresh(look.step, waiting)
 
-    # ---- ends -------------------------------------------------------------------------------
+    # ---- the end of a run, and failures -----------------------------------------------------
 
     def close(self) -> None:
         """Remove all taps except those of the channels, which the engine removes."""
@@ -212,7 +215,8 @@ class Fit:
     def check_first_batch(self, batch: Any) -> None:
         """Refuse the first batch if it cannot be read, on all processes at once.
 
-        A batch that the step's graph may show is refused later, by :meth:`check_first_look`.
+        A batch whose tokens may be found in the step's graph is refused later, if at all, by
+        :meth:`check_first_look`.
 
         Raises:
             Refusal: The first batch cannot be read; its error shows an adapter to copy.
@@ -221,15 +225,15 @@ class Fit:
         try:
             self.tap.read(batch)
         except Exception as error:
-            self._unreadable = error
+            self._batch_error = error
             if adapter is None and batch is not None:
                 code = adapter_to_copy(batch, self.run.anatomy.kind, self.run.watcher)
-                self._unreadable = BatchError(f"{error}\n{code}")
+                self._batch_error = BatchError(f"{error}\n{code}")
         needs_batch = self.tap.why_not is not None or batch is None or adapter is not None
         self._refuse_anywhere(needed=needs_batch)
 
     def check_first_look(self, look: Look) -> None:
-        """Refuse, at the end of the first look, a batch that the step's graph did not show either.
+        """Refuse, at the end of the first look, a batch that was not in the step's graph either.
 
         Raises:
             Refusal: The first batch cannot be read; its error shows an adapter to copy.
@@ -239,9 +243,9 @@ class Fit:
 
     def _refuse_anywhere(self, *, needed: bool) -> None:
         """End the run if any process needs its first batch and could not read it."""
-        if self.run.on_any_process(needed and self._unreadable is not None):
+        if self.run.on_any_process(needed and self._batch_error is not None):
             other = BatchError("another process could not read its first batch")
-            raise Refusal(self._unreadable or other)
+            raise Refusal(self._batch_error or other)
 
     def begin_look(self, step: int) -> bool:
         """Start a look if one is due, and return whether one started."""
@@ -257,7 +261,7 @@ class Fit:
         return self.look is not None
 
     def _begin_look(self, step: int) -> None:
-        """Arm the taps, and let the attacks follow the model."""
+        """Arm the taps, and adapt the attacks to the model."""
         exposed = {plan.attack.name for plan in self.lineup.exposed}
         look = self.look = self.scheduler.due_look(step, exposed)
         if look is None:
@@ -302,7 +306,7 @@ class Fit:
         step = self.look.training_step
         try:
             std = defense.noise_std(context)
-            # It is asked again after the reduction, and the later answer includes the earlier one.
+            # This runs again after the reduction; the later value includes the earlier one.
             replaces = isinstance(defense, OptimizerDP)
             step.noise_std = std if replaces else math.hypot(step.noise_std, std)
         except Exception:
@@ -327,7 +331,7 @@ class Fit:
     def pool(
         self, results: Mapping[Series, Result], next_step: int
     ) -> tuple[dict[Series, Outcome] | None, int]:
-        """Return the outcomes over all processes, and the next step to look at, of the first."""
+        """Return the outcomes pooled over all processes, and the first process's next step."""
         exposed = {plan.attack.name: plan.exposed for plan in self.lineup.plans}
         ordered = {series: results[series] for series in self.series if series in results}
         shared = {series: exposed[series.attack] for series in ordered}
@@ -357,7 +361,7 @@ class Fit:
             look.step_seconds = time.perf_counter() - look.started - look.seconds
         run, step, scale = self.run, look.training_step, self.run.loss_scale
         one_client = run.client == "world" or Stage.SHARED in stages
-        clients = 1 if one_client else run.processes  # whose noise is independent, and averaged
+        clients = 1 if one_client else run.processes  # their independent noise is averaged
         look.stages, look.optimizer = stages, optimizer
         look.wanted = tuple(stage for stage in stages if stage in self._options.stages)
         if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:

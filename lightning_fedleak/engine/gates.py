@@ -1,4 +1,8 @@
-"""Limits on logged values: which limits make sense, what a value counts for, and messages."""
+"""Functions for gates: check a threshold, judge a value against it, and write the message.
+
+A gate is a threshold on a logged value. :class:`~lightning_fedleak.engine.threshold.Threshold` and
+the gates of federations use these functions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def announce(text: str) -> None:
-    """Log what a gate did, and show it once on stderr, whatever filters of warnings are set.
+    """Log what a gate did, and show it once on stderr, even if warnings are filtered.
 
     Nothing is shown on stderr if the level of this module's own logger is above ``WARNING``.
     """
@@ -128,13 +132,13 @@ def check_value(gate: str, metric: str) -> None:
 def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
     """Return a suggestion for a name that is not logged, and how to list all names.
 
-    If the name is of an attack that is not played, no other attack is suggested, because it is not
-    known yet which of them can read the run. The worst of a family covers those that can.
+    A single attack is suggested only if its name is nearly the same, because it is not known yet
+    which attacks can read the run. The worst of a family covers those that can.
 
     Args:
         metric: The name that is not logged.
         names: The names that are logged.
-        watcher: The class that plays the attacks.
+        watcher: The name of the class that runs the attacks.
     """
     hint, worst = "", [name for name in names if is_worst(name)]
     in_rounds, family = watcher == "RoundObserver", metric.rpartition("/")[-1]
@@ -156,10 +160,10 @@ def is_worst(metric: str) -> bool:
 
 def rate_of(metric: str) -> str:
     """Return the rate of a log name; for the worst of a family its headline."""
-    last = metric.rpartition("/")[-1]
+    name = metric.rpartition("/")[-1]
     if not is_worst(metric):
-        return last
-    return next((c.headline for c in Channel.registry.values() if c.family == last), last)
+        return name
+    return next((c.headline for c in Channel.registry.values() if c.family == name), name)
 
 
 def range_of(metric: str) -> tuple[float, float, float] | None:
@@ -178,9 +182,9 @@ def range_of(metric: str) -> tuple[float, float, float] | None:
 
 
 def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
-    """Return why no update can ever be judged by a value; None if one can.
+    """Return why a value can never judge an update of this run; None if it can.
 
-    It depends on the optimizer, the steps of a round, the trained parameters, and the games.
+    That depends on the optimizer, the steps of a round, the trained parameters, and the games.
 
     Args:
         engine: The engine that logs the value.
@@ -210,8 +214,8 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
 def why_unread(engine: Engine, name: str) -> str | None:
     """Return why a logged value says nothing about the shared gradients; None if it does.
 
-    The attack may not be played, or no attack of its family may read anything that is shared: their
-    values are then 0, and other parameters are shared that nobody tests.
+    Either the attack does not run, or no attack of its family reads anything that is shared. In the
+    latter case their values are 0, although other parameters are shared, which no attack tests.
 
     Args:
         engine: The engine that logs the value.
@@ -234,10 +238,10 @@ def why_unread(engine: Engine, name: str) -> str | None:
 def judge_worst(
     engine: Engine, values: Mapping[str, float], at_most: float
 ) -> dict[str, Judgement]:
-    """Return how a gate counts the headlines of a family at its threshold.
+    """Return how a gate interprets the headlines of a family at its threshold.
 
-    A headline whose control is low says nothing. It is left out if it reads a gradient that is also
-    read by another attack, whose control is not low.
+    A headline whose control is low is unknown. It is excluded if its attack reads a gradient that
+    another attack with a known headline reads too.
 
     Args:
         engine: The engine that logs the values.
@@ -249,9 +253,9 @@ def judge_worst(
     roles = {plan.attack.name: set(plan.roles) for plan in engine.fit.lineup.plans}
     attacks = {series.log_name: series.attack for series in engine.series}
     reads = {n: roles.get(attacks.get(n.rpartition("/")[0], ""), set()) for n in judgements}
-    known = {n for n, judgement in judgements.items() if not math.isnan(judgement.value)}
-    roles_read = set[str]().union(*(reads[n] for n in known))
-    return {n: j for n, j in judgements.items() if n in known or not reads[n] & roles_read}
+    finite = {n for n, judgement in judgements.items() if not math.isnan(judgement.value)}
+    roles_read = set[str]().union(*(reads[n] for n in finite))
+    return {n: j for n, j in judgements.items() if n in finite or not reads[n] & roles_read}
 
 
 # ---- defences that a gate turns up ----------------------------------------------------------
@@ -279,7 +283,7 @@ def defenses_to_harden(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
 
 @dataclass(frozen=True)
 class GateEvent:
-    """Hold what a gate measured when it fired.
+    """The measurement by which a gate fired, and what the gate did.
 
     Attributes:
         metric: The watched log name.
@@ -290,8 +294,8 @@ class GateEvent:
         at_most: The threshold.
         checkpoint: The path of the saved run; None if it was not saved.
         hardened: The changes to the defences that were made instead of stopping.
-        exhausted: The defences that are at their strongest, so that the gate stopped the run; else
-            empty.
+        exhausted: The defences that cannot be made stronger, so that the gate stopped the run;
+            else empty.
         source: The log name that the value is taken from, if the worst of a family is watched; else
             empty.
         why: Why the value is unknown, or differs from what was read; empty if the gate cannot say.

@@ -1,4 +1,9 @@
-"""The life of an engine: gates subscribe, a run is set up, and it ends; checkpoints."""
+"""The engine from set-up to the end of a run, and its state in checkpoints.
+
+The base class :class:`~lightning_fedleak.engine.engine.StepEngine` handles the single steps. This
+file adds all that happens once in a run. The order is: gates subscribe, the channels open on the
+run, the attacks are calibrated, training begins, training ends, the record is closed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,8 @@ from lightning_fedleak.report import records
 class Engine(StepEngine):
     """Watch runs: decide when to look, let attacks guess, score the guesses, and log the results.
 
-    An integration owns an engine and reports the moments of its training to it::
+    A *look* is one measurement, at an optimizer step or of the trained weights. An integration owns
+    an engine and tells it where its training loop is::
 
         engine = Engine(selected("auto"), Options())
         engine.reset()
@@ -53,13 +59,13 @@ class Engine(StepEngine):
     Args:
         selection: The attacks.
         options: The settings by which a run is watched.
-        in_rounds: Whether it looks at the rounds of one client, not at optimizer steps.
+        in_rounds: Whether the engine looks at the rounds of one client, not at optimizer steps.
 
     Attributes:
-        channels: A channel for each family of leak.
-        series: The channel of each series, in the order of the logs.
+        channels: The channels. A channel arms, runs and scores the attacks of one family of leak.
+        series: The channel of each series (an attack at a stage), in the order of the logs.
         jsonl: The file of results of the newest run.
-        earlier: The facts of the run that the next one resumes; empty if it resumes none.
+        earlier: The facts of the run that the next run resumes; empty if it resumes none.
         assume: The capabilities of the adversary besides what it sees.
         record: The writer of ``run.jsonl`` on the first process; None outside of a run.
         first_step: The number of optimizer steps before the newest run began.
@@ -101,12 +107,12 @@ class Engine(StepEngine):
         self.record: record.RunRecord | None = None
         self.first_step = 0
         self._calibrations: dict[str, object] = {}
-        self._last: dict[str, object] = {}
-        self._is_over = False
-        self._set_up_seconds = self._began = 0.0
+        self._ended_summary: dict[str, object] = {}
+        self._logged_last = False
+        self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
-        self._names: list[str] = []
+        self._logged_names: list[str] = []
         self._forget_listeners()
 
     def _forget_listeners(self) -> None:
@@ -123,11 +129,14 @@ class Engine(StepEngine):
         return self._fit.run
 
     def own_folder(self, run: Run, folder: Path, fit: str | None = None) -> Path:
-        """Return where logs go, see :func:`~lightning_fedleak.engine.log.own_folder`."""
+        """Return a folder that holds logs of no other run.
+
+        See :func:`~lightning_fedleak.engine.log.own_folder`.
+        """
         newest = None if self.jsonl is None else self.jsonl.run
         return log.own_folder(run, folder, self.earlier.get("run"), newest, fit)
 
-    # ---- what a gate asks -------------------------------------------------------------------
+    # ---- the interface for gates ------------------------------------------------------------
 
     def metric_names(self) -> list[str]:
         """Return the names of the values that are logged at each look."""
@@ -171,7 +180,7 @@ class Engine(StepEngine):
             self.record.append(decision)
 
     def reset(self) -> None:
-        """Forget the looks of an earlier run."""
+        """Forget the looks of an earlier run, and put back the attacks that it excluded."""
         self.results.clear()
         self._metrics = log.UserMetrics()
         for channel in self.channels:
@@ -180,7 +189,9 @@ class Engine(StepEngine):
         self.results.reset_families()
 
     def open(self, run: Run) -> None:
-        """Open the channels on a run.
+        """Check the run's texts and optimizers, and open the channels on it.
+
+        With ``attacks="auto"`` a channel that fails only excludes its attacks.
 
         Args:
             run: The run. Its model is on its device.
@@ -204,6 +215,8 @@ class Engine(StepEngine):
 
     def begin(self, run: Run, destination: log.Destination) -> None:
         """Calibrate the attacks, install the taps and begin the record.
+
+        A tap is a hook that records the calls and gradients of a step.
 
         Args:
             run: The run. The channels are open on it.
@@ -270,10 +283,10 @@ class Engine(StepEngine):
                 weights=self.record.weights_of(run),
             )
         )
-        self._tell_loggers(destination, lineup)
+        self._log_run_settings(destination, lineup)
 
-    def _tell_loggers(self, destination: log.Destination, lineup: Lineup) -> None:
-        """Give the loggers the settings of the run, and TensorBoard its table of them."""
+    def _log_run_settings(self, destination: log.Destination, lineup: Lineup) -> None:
+        """Write the settings of the run to the loggers and to TensorBoard's table of settings."""
         weights = () if self.weights is None else self.weights.attacks
         attacks = [*(plan.attack for plan in lineup.plans), *weights]
         settings = {
@@ -292,7 +305,10 @@ class Engine(StepEngine):
             self.report.warn_once(f"not every logger has the settings of the run: {reason(error)}")
 
     def _line_up(self, run: Run, destination: log.Destination) -> Lineup:
-        """Begin the fit with the attacks on steps, and set up those on weights separately."""
+        """Create the fit for attacks on gradients, and set up attacks on the trained weights.
+
+        The latter read no step, so that they are not in the lineup of the fit.
+        """
         weights = WeightLooks(run, self.channels, self.series, destination.folder)
         self.weights = weights if weights.attacks else None
         in_steps = [c for c in self.channels if c.attacks and not c.at_weights]
@@ -315,21 +331,24 @@ class Engine(StepEngine):
         report.cards.add_page(report.boards)
 
     def training_begins(self) -> None:
-        """Remember how many looks came before this run, and where it starts."""
+        """Begin to count the looks and steps of this run, and plan the first look.
+
+        Integrations call it right before the first step, when a checkpoint has been loaded.
+        """
         run = self._fit.run
         self.results.begin()
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
                 channel.load_state_dict({})
-        self._is_over, self._began = False, time.perf_counter()
+        self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
         look_seconds = self._fit.lineup.look_seconds
         cadence.begin(run.step, run.planned_steps, self._set_up_seconds, look_seconds)
         if run.unit == "step" and self._fit.series:
             looks = cadence.describe(look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
-        self._names = self.results.names(self.results.playing)
-        self._names += [f"{WORST}/{family}" for family in self.results.families]
+        self._logged_names = self.results.names(self.results.playing)
+        self._logged_names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
         self._fit.controls.needs = self._needs
         if self.weights is not None:
@@ -349,7 +368,7 @@ class Engine(StepEngine):
         for begins in self._before_first:
             begins()
 
-    # ---- between looks, ends and checkpoints ------------------------------------------------
+    # ---- between looks, the end of a run, and checkpoints -----------------------------------
 
     def metrics_changed(
         self, *, measured: Iterable[str] = (), epoch_ended: bool | None = False
@@ -357,9 +376,10 @@ class Engine(StepEngine):
         """Log the user's metrics that are new. A failure is only a warning.
 
         Args:
-            measured: The metrics that were measured just now, also if their values are the same.
-            epoch_ended: Whether to log the spent privacy budget too. None asks the progress of the
-                run whether an epoch has ended.
+            measured: The metrics that were measured just now. They count as new even if their
+                values are the same.
+            epoch_ended: Whether an epoch has ended, so that the spent privacy budget is logged too.
+                None: decide by the progress of the run.
         """
         if self.fit is None or self.report is None:
             return
@@ -381,7 +401,7 @@ class Engine(StepEngine):
         """Log a look once its optimizer step is over, and look at the weights if that is due.
 
         Args:
-            trained: Whether the batch gave a gradient.
+            trained: Whether a gradient was computed for the batch.
         """
         earlier = None if self.fit is None else self.fit.failure
         if not self._end_batch(trained=trained) and self.fit is not None:
@@ -389,23 +409,23 @@ class Engine(StepEngine):
         self._conclude(earlier)
         fit = self.fit
         if self.weights is not None and fit is not None:
-            # A failure of this process alone is kept for the next look at a step.
-            held, fit.failure = fit.failure, None
+            # A failure in a step waits for the next look at a step: hide it from `_conclude`.
+            step_failure, fit.failure = fit.failure, None
             self._look_at_weights()
             self._conclude(None)
-            fit.failure = fit.failure or held
+            fit.failure = fit.failure or step_failure
 
     def _conclude(self, earlier: str | None) -> None:
         """Publish a failure as unknown results, and call the gates if there are new results.
 
         Args:
-            earlier: The failure before the batch that ends. Of several processes, one alone must
-                not publish it at once: it waits for the next look, where all exchange results.
+            earlier: The failure before the batch that ends. With several processes, such an older
+                failure waits for the next look, where all processes exchange results.
         """
         fit = self.fit
         if fit is not None and fit.failure is not None and fit.look is None:
-            alone = fit.run.processes == 1
-            if alone or fit.failure is not earlier:
+            is_single = fit.run.processes == 1
+            if is_single or fit.failure is not earlier:
                 why, fit.failure = fit.failure, None
                 self._publish_failure(why)
         has_news, self._has_news = self._has_news, False
@@ -413,11 +433,11 @@ class Engine(StepEngine):
             listener()
 
     def _publish_failure(self, why: str) -> None:
-        """Publish that every result is unknown, if a look could not end in the usual way."""
+        """Publish every result as unknown, after a look that could not be finished."""
         try:
             self._publish(Look(self.run.step), self.results.all_unknown(why))
         except Exception as error:
-            self.results.lose_look(self._names)
+            self.results.lose_look(self._logged_names)
             self._has_news = True
             with suppress(Exception):
                 rank_zero_warn(
@@ -430,19 +450,19 @@ class Engine(StepEngine):
         weights = self.weights
         if weights is None:
             return
-        looked = weights.look_at_end() if at_end else weights.look_where_due()
-        if looked is not None:
-            self._publish(*looked)
+        results = weights.look_at_end() if at_end else weights.look_where_due()
+        if results is not None:
+            self._publish(*results)
 
     def look_at_end(self) -> None:
-        """Look at the final weights, unless that was done."""
+        """Look at the final weights, unless that was already done."""
         self._look_at_weights(at_end=True)
         self._conclude(None)
 
     def training_ends(self) -> None:
         """Look at the final weights, and publish as *unknown* the results that never came."""
         self.look_at_end()
-        self._publish_rest()
+        self._publish_missing()
         if self.fit is not None:
             self.fit.look = None  # a look that has not ended by now will not end
         self._conclude(None)
@@ -450,7 +470,7 @@ class Engine(StepEngine):
             listener()
 
     @contained
-    def _publish_rest(self) -> None:
+    def _publish_missing(self) -> None:
         step = self._fit.run.step
         missing = self.results.unknown_at_end(due=self.options.cadence.due(step - 1))
         if missing:
@@ -459,9 +479,9 @@ class Engine(StepEngine):
 
     def _log_last(self) -> None:
         """Log new metrics, the spent budget, and each metric's best value at its step, once."""
-        if self._is_over or self.report is None:
+        if self._logged_last or self.report is None:
             return
-        self._is_over = True
+        self._logged_last = True
         run = self._fit.run
         utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
         self.results.latest |= self.report.write_between_looks(utility, self._fit.accounting)
@@ -481,19 +501,19 @@ class Engine(StepEngine):
         if self.fit is not None and how != "finished":
             try:
                 self._log_last()
-            except Exception as error:  # the user has to see the run's own error
+            except Exception as error:  # raising it would hide the error that ended the run
                 assert self.report is not None
                 self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
         if self.record is None or self.record.ended:
             return None
-        self._last = self._summary()
+        self._ended_summary = self._summary()
         self.record.write_end(self._fit.run, how)
         if self.report is not None:
-            apart = 0.0 if self.weights is None else self.weights.reference_seconds
-            run_seconds = time.perf_counter() - self._began - apart
+            reference = 0.0 if self.weights is None else self.weights.reference_seconds
+            run_seconds = time.perf_counter() - self._begin_time - reference
             newest = {f: self.results.latest.get(f"{WORST}/{f}") for f in self.results.families}
             worst = {family: value for family, value in newest.items() if value is not None}
-            self.report.ends(self.first_step, self._set_up_seconds, run_seconds, apart, worst)
+            self.report.ends(self.first_step, self._set_up_seconds, run_seconds, reference, worst)
         return self.record
 
     def close(self) -> None:
@@ -516,7 +536,7 @@ class Engine(StepEngine):
     def _summary(self) -> dict[str, object]:
         """Return the facts of the run for a checkpoint: its id, and its defences' releases."""
         if self.record is None:
-            return self._last
+            return self._ended_summary
         return {"run": self.record.run, "privacy": record.releases_by(self._fit.accounting)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The attacks of one run: which of them are played, their plans and their calibrations."""
+"""The lineup of a run: the attacks that run, what each of them reads, and their calibrations."""
 
 from __future__ import annotations
 
@@ -27,31 +27,34 @@ from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
-_HELD = "it is played from the first look at which labels weigh unevenly in the loss"
+_HELD_REASON = "it is played from the first look at which labels weigh unevenly in the loss"
 SLOW = 2.0
-"""An attack that ran for this multiple of ``look_seconds`` is not played any more. With a larger
-value slow attacks go on; with a smaller one, a busy machine ends attacks that are fast enough."""
+"""An attack that took this multiple of ``look_seconds`` does not run any more. With a larger value
+slow attacks go on; with a smaller one a busy machine ends attacks that are fast enough."""
 _MAX_ESTIMATE_TEXTS = 8
 """Largest number of texts in the batch for which the seconds of a look are estimated."""
-_NOT_SHARED = "what it reads is not trained, and so not shared"
+_NOT_SHARED_REASON = "what it reads is not trained, and so not shared"
 
 
 class Lineup:
-    """Decide which attacks are played in a run, plan what they read, and calibrate them once.
+    """Decide which attacks run, plan what they read, and calibrate them once.
+
+    A plan states the parameters whose gradients an attack reads. Plans change if layers are frozen
+    or unfrozen.
 
     Args:
         run: The run; the channels are open on it.
         selection: The attacks. With ``attacks="auto"`` those that cannot read this model or run, or
-            take too long, are left out. Otherwise they are refused.
+            take too long, are excluded. Otherwise they raise an error.
         options: The settings by which the run is watched.
         channels: The channels that have attacks.
-        refused: Why attacks are left out already, by name.
+        refused: The reasons why attacks are excluded already, by name.
 
     Attributes:
         plans: The plans of the attacks that give results, in the order of the logs.
         prepared: The names of the calibrated attacks.
         rows: With ``attacks="auto"`` the decision about each attack.
-        held: The names of the attacks that are played only once labels weigh unevenly in the loss.
+        held: The names of the attacks that run only once labels weigh unevenly in the loss.
         calibrating_seconds: The duration of all calibrations.
         set_up_seconds: The computation time of each calibration, by the attack's name.
         is_sharded: Whether each process holds a part of every layer.
@@ -72,12 +75,12 @@ class Lineup:
         self._attacks = selection.attacks
         self._channels = tuple(channels)
         self._options = options
-        self._begins_at = run.optimizer_step
-        self._choosing = selection.auto
-        self._writes = run.anatomy.kind == "causal" and not selection.text_passed
+        self._first_step = run.optimizer_step
+        self._is_auto = selection.auto
+        self._self_text = run.anatomy.kind == "causal" and not selection.text_passed
         self._max_seconds = options.look_seconds
         self._refused = dict(refused)
-        self._without_text: set[str] = set()
+        self._lacking_text: set[str] = set()
         self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
         self.plans: list[Plan] = []
@@ -92,42 +95,42 @@ class Lineup:
         for channel in self._channels:
             exclude(channel, self._refused.keys())
             for attack in channel.attacks:
-                with self._left_out(attack), share_work(work):
+                with self._excluding_failures(attack), share_work(work):
                     attack.check_device(run.anatomy)
-                    if self._choosing:  # a listed attack may have settings that need no text
+                    if self._is_auto:  # a listed attack may have settings that need no text
                         check_forward(attack, run.anatomy)
                     plan_of(channel, attack)
                     admit(attack, channel.sees, run)
             exclude(channel, self._refused.keys())
 
     @contextmanager
-    def _left_out(self, attack: Attack) -> Iterator[None]:
-        """Leave out an attack that fails in this block, with ``attacks="auto"``; else raise."""
+    def _excluding_failures(self, attack: Attack) -> Iterator[None]:
+        """Exclude an attack that fails in this block, with ``attacks="auto"``; else raise."""
         try:
             yield
         except WeightsWritten:  # the trained weights were changed: the run must not go on
             raise
         except Exception as error:
-            if not self._choosing:
+            if not self._is_auto:
                 if not isinstance(error, ValueError):
                     check_forward(attack, self._run.anatomy)
                 raise
             if isinstance(error, MissingText):
-                self._without_text.add(attack.name)
+                self._lacking_text.add(attack.name)
             why = str(error)
             if not isinstance(error, ValueError):
                 model = type(without_peft(self._run.anatomy.model)).__name__
-                why = f"fails on {model} ({_root(error)})"
+                why = f"fails on {model} ({_root_cause(error)})"
             self._refused.setdefault(attack.name, in_short(attack.name, why))
 
     @property
     def untested(self) -> dict[str, str]:
-        """Return why an applicable attack is not played for lack of public text, by family."""
+        """Return why an applicable attack does not run for lack of public text, by family."""
         return {
             c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
             for c in self._channels
             for a in c.listed_attacks
-            if a.name in self._without_text
+            if a.name in self._lacking_text
         }
 
     @property
@@ -163,9 +166,9 @@ class Lineup:
 
     def show(self) -> None:
         """Log which attacks are played, with ``attacks="auto"``."""
-        if self._choosing:
+        if self._is_auto:
             watcher = self._run.watcher
-            rank_zero_info(table(self.rows, self.unread, writes=self._writes, watcher=watcher))
+            rank_zero_info(table(self.rows, self.unread, writes=self._self_text, watcher=watcher))
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -179,7 +182,7 @@ class Lineup:
         """
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
-        if self._choosing:  # an attack whose gradients were never shared is not logged
+        if self._is_auto:  # an attack whose gradients were never shared is not logged
             logged = self._ever_exposed - self.held
             by_name = {n: plan for n, plan in by_name.items() if n in logged}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
@@ -189,7 +192,7 @@ class Lineup:
         self._warn_of_untested()
         for channel in self._channels:
             channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
-        self._meet()
+        self._give_run_facts()
         return True
 
     def _warn_of_untested(self) -> None:
@@ -206,19 +209,19 @@ class Lineup:
             )
 
     def begin(self, step: int) -> None:
-        """Tell the attacks that training starts at ``step``, which a resumed fit learns late."""
-        self._begins_at = step
-        self._meet()
+        """Set the first step. A resumed fit knows it only after the attacks are calibrated."""
+        self._first_step = step
+        self._give_run_facts()
 
-    def _meet(self) -> None:
+    def _give_run_facts(self) -> None:
         """Give every attack the facts of the run."""
         for plan in self.plans:
-            facts = plan.facts(self._run, self._options.local_steps, self._begins_at)
-            with self._left_out(plan.attack):
+            facts = plan.facts(self._run, self._options.local_steps, self._first_step)
+            with self._excluding_failures(plan.attack):
                 plan.attack.meet(facts)
 
     def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
-        """Calibrate every attack that has something to read.
+        """Calibrate every attack whose gradients are shared.
 
         Args:
             restored: The settings and the calibration of attacks in a checkpoint, by name. A
@@ -233,17 +236,17 @@ class Lineup:
             saved_once(not self.is_sharded), self._gathered(self.exposed),
             share_work(), bars(self._run.shows_progress),
         ):  # fmt: skip
-            doing = f"{self._run.watcher} calibrates"
-            for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
-                with self._left_out(plan.attack):
+            title = f"{self._run.watcher} calibrates"
+            for plan in track(self.exposed, title, lambda plan: plan.attack.name):
+                with self._excluding_failures(plan.attack):
                     saved = restored.get(plan.attack.name)
                     costs |= self._calibrated(plan.attack, saved)
         for channel in self._channels:
             exclude(channel, self._refused.keys())
             for attack in channel.attacks:
-                with self._left_out(attack):
+                with self._excluding_failures(attack):
                     channel.check(attack)
-        if self._choosing:
+        if self._is_auto:
             self._choose(costs, follow)
 
     @property
@@ -252,7 +255,7 @@ class Lineup:
         return 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
 
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
-        """Leave out attacks that failed or take too long, as the first process decides for all."""
+        """Exclude attacks that failed or take too long. The first process decides for all."""
         for name, seconds in costs.items():
             if seconds > self._max_seconds:
                 self._refused.setdefault(
@@ -278,11 +281,11 @@ class Lineup:
         ]
 
     def _why_not(self, attack: Attack, plans: Mapping[str, Plan]) -> str | None:
-        """Return why an attack is not played; None if it is."""
+        """Return why an attack does not run; None if it does."""
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
         is_held = attack.name in self.held & self._ever_exposed
-        return _HELD if is_held else _NOT_SHARED
+        return _HELD_REASON if is_held else _NOT_SHARED_REASON
 
     def _never_reads(self, name: str) -> str | None:
         """Return why an attack can read no round because of the optimizer; None if it can."""
@@ -301,8 +304,8 @@ class Lineup:
             attack.load_state_dict(saved["tensors"])
             if attack.restores_fully:
                 self.prepared.add(attack.name)
-            self._meet()
-        is_priced = self._choosing and not self.is_sharded
+            self._give_run_facts()
+        is_priced = self._is_auto and not self.is_sharded
         seconds = attack.estimate(self._run.anatomy, self.texts) if is_priced else None
         if seconds is None or seconds <= self._max_seconds:
             self.prepare(attack)
@@ -326,7 +329,7 @@ class Lineup:
 
         Args:
             step: The optimizer step of the look.
-            asked: The names of the attacks.
+            asked: The names of the attacks to adapt.
         """
         failed = {name: why for name, why in self._too_slow.items() if name in asked}
         plans = [plan for plan in self.exposed if plan.attack.name in asked]
@@ -341,12 +344,12 @@ class Lineup:
         return failed
 
     def leave_out_slow(self, longest: Mapping[str, float]) -> None:
-        """With ``attacks="auto"``, stop playing attacks that were far slower than estimated.
+        """With ``attacks="auto"``, stop running attacks that were far slower than estimated.
 
         Args:
             longest: The seconds of the longest run of each attack in a look, by name.
         """
-        if not self._choosing or self.is_sharded:
+        if not self._is_auto or self.is_sharded:
             return
         for name, seconds in self._run.broadcast(dict(longest)).items():
             if seconds > SLOW * self._max_seconds:
@@ -355,7 +358,7 @@ class Lineup:
                 rank_zero_info(f"{self._run.watcher}: '{name}' is not run any more: {why}")
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
-        """Return a block in which a sharded model is gathered, if one of the attacks reads it."""
+        """Return a context in which a sharded model is gathered, if an attack reads its weights."""
         kinds = [type(plan.attack) for plan in plans]
         reads = [
             kind.gathers
@@ -367,8 +370,11 @@ class Lineup:
         return whole_model(self._run.anatomy.root, as_read=all(reads))
 
 
-def _root(error: BaseException) -> str:
-    """Return the message of an error's root cause, which at set-up can quote no private text."""
+def _root_cause(error: BaseException) -> str:
+    """Return the message of an error's root cause.
+
+    It is for errors at set-up, whose messages cannot quote private text.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -382,13 +388,13 @@ def check_texts(
     """Refuse public text that the model cannot read.
 
     Args:
-        attacks: the attacks whose ``public_text`` is checked.
-        others: further texts, by the name that a message uses.
-        anatomy: the model.
+        attacks: The attacks whose ``public_text`` is checked.
+        others: Further texts, by the name that a message uses.
+        anatomy: The anatomy of the model.
 
     Raises:
-        ValueError: names the tokenizer, the largest id and the embedding's rows; or says that an
-            attack on the head needs texts of the target's vocabulary.
+        ValueError: A token id is beyond the embedding's rows, or an attack on the head of a model
+            with two vocabularies has no texts of the target's.
     """
     named = {name: text for name, text in others.items() if text is not None}
     for attack in attacks:

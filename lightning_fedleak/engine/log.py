@@ -1,4 +1,8 @@
-"""Results go to the loggers, ``leakage.jsonl`` and ``run.jsonl``: numbers, and no text."""
+"""Write the results of looks to the loggers, ``leakage.jsonl`` and ``run.jsonl``.
+
+These hold numbers only. Recovered words and texts go to private files, if the user asks for them
+(``reveal=True``).
+"""
 
 from __future__ import annotations
 
@@ -48,10 +52,10 @@ value on a GPU has to be waited for.
 
 @dataclass(frozen=True)
 class Destination:
-    """The places where the results of a run go.
+    """The files and loggers to which the results of a run are written.
 
     Attributes:
-        folder: The folder of ``leakage.jsonl``, ``run.jsonl`` and revealed words and texts.
+        folder: The folder of ``leakage.jsonl``, ``run.jsonl`` and recovered words and texts.
         loggers: The loggers of every finite value, except those of TensorBoard.
         boards: The writers of TensorBoard, on the process that writes.
         training: The settings of the training, for the record.
@@ -76,9 +80,9 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     """Return a folder, or ``version_<n>`` in it, that holds logs of no other run.
 
     Args:
-        run: The run, before it begins. All its processes get the answer of the first one.
+        run: The run, before it begins. All its processes get the folder that the first one chose.
         folder: The folder that the user asks for.
-        ids: The ids of runs that may share the folder: the resumed one, and that of all monitors.
+        ids: The ids of runs whose logs may be in the folder, such as the run that is resumed.
 
     Raises:
         OSError: The first process cannot read or make a folder. It is raised on all processes.
@@ -89,18 +93,21 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
             answer = _free_folder(folder, [str(run_id) for run_id in ids if run_id])
         except OSError as error:
             answer = error  # the other processes wait for an answer
-    own = run.broadcast(answer)
-    if isinstance(own, OSError):
-        raise own
-    if own != folder:
+    chosen = run.broadcast(answer)
+    if isinstance(chosen, OSError):
+        raise chosen
+    if chosen != folder:
         rank_zero_info(
-            f"{run.watcher}: {folder} holds logs of another run; those of this one: {own}"
+            f"{run.watcher}: {folder} holds logs of another run; those of this one: {chosen}"
         )
-    return own
+    return chosen
 
 
 def _free_folder(folder: Path, ids: Sequence[str]) -> Path:
-    """Return the first of a folder and its versions with no logs, or with those of the ids."""
+    """Return the first of the folder and its ``version_<n>`` that is free for this run.
+
+    A folder is free if it holds no logs, or logs of one of the ids.
+    """
     for n in count():
         place = folder / f"version_{n}" if n else folder
         logs = [log for file in ("run.jsonl", "leakage.jsonl") if (log := place / file).exists()]
@@ -108,7 +115,7 @@ def _free_folder(folder: Path, ids: Sequence[str]) -> Path:
         if any(run_id in log.read_text("utf-8", "replace") for log in readable for run_id in ids):
             break
         if not logs:
-            with suppress(FileExistsError):  # of another run, which has written nothing yet
+            with suppress(FileExistsError):  # another run has made it, and written nothing yet
                 if n:
                     place.mkdir(parents=True)
                 break
@@ -143,8 +150,8 @@ class JsonLines:
     def rows(self) -> list[dict[str, object]]:
         """Return the lines of this fit, with one row for each metric of each line.
 
-        Unknown numbers are NaN. A line without metrics, such as that of an attack that is not
-        played, becomes one row whose metric is None.
+        Unknown numbers are NaN. A line without metrics, such as that of an attack that does not
+        run, becomes one row whose metric is None.
 
         Raises:
             OSError: The file cannot be read any more.
@@ -182,8 +189,9 @@ def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
     return pd.DataFrame(jsonl.rows(), columns=list(COLUMNS))
 
 
-_OURS = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
-_OF_THE_RUN = re.compile(
+# Log names of this package, and of times, counts and learning rates: not metrics of the user's.
+_FEDLEAK_NAMES = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
+_PROGRESS_NAMES = re.compile(
     r"epoch|step|lr.*|(.*[_/])?(learning_rate|grad_norm|runtime|total_flos|.*_per_second)"
 )
 
@@ -194,7 +202,7 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
     Args:
         logged: All metrics by name, also those that this package has logged.
         names: The metrics that the user asks for. None for all except times, counts and learning
-            rates; a metric that Lightning logs by step and by epoch counts once.
+            rates. A metric that Lightning logs by step and by epoch is returned once.
     """
     if names is not None:
         return {name: logged[name] for name in names if name in logged}
@@ -202,12 +210,14 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
     return {
         name: value
         for name, value in logged.items()
-        if name not in forks and not _OURS.match(name) and not _OF_THE_RUN.fullmatch(name)
+        if name not in forks
+        and not _FEDLEAK_NAMES.match(name)
+        and not _PROGRESS_NAMES.fullmatch(name)
     }
 
 
 class UserMetrics:
-    """Keep the last logged value, and the best value so far, of each of the user's metrics.
+    """Find which of the user's metrics are new, and keep their last and best values.
 
     Attributes:
         last: The last logged value of each metric.
@@ -217,8 +227,8 @@ class UserMetrics:
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
         self.best: dict[str, tuple[int, float]] = {}
-        self._steps: dict[str, int] = {}
-        self._read: dict[str, tuple[object, int]] = {}
+        self._steps: dict[str, int] = {}  # step of the last logged value
+        self._observed: dict[str, tuple[object, int]] = {}  # newest value, and its first step
 
     def changed(
         self, metrics: Mapping[str, Any], step: int, *, sparse: bool = False
@@ -237,9 +247,11 @@ class UserMetrics:
         new: dict[str, float] = {}
         for name, value in metrics.items():
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
-            if self._read.get(name, (None, 0))[0] is not value:
-                self._read[name] = value, step
-            if self._read[name][1] != step or (sparse and is_training(name) and step < next_step):
+            if self._observed.get(name, (None, 0))[0] is not value:
+                self._observed[name] = value, step
+            if self._observed[name][1] != step or (
+                sparse and is_training(name) and step < next_step
+            ):
                 continue
             number, last = float(value), self.last.get(name)
             if number == last or (math.isnan(number) and last != last):
@@ -252,10 +264,10 @@ class UserMetrics:
         return new
 
     def measured(self, names: Iterable[str]) -> None:
-        """Count the present values of these metrics as new, also if they are equal to the last."""
+        """Count the present values of these metrics as new, even if they equal the last ones."""
         for name in names:
             self.last.pop(name, None)
-            self._read.pop(name, None)
+            self._observed.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the last and the best values, and the steps of the best ones."""
@@ -264,7 +276,10 @@ class UserMetrics:
         return {"last": dict(self.last), "best": best, "best_steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Restore what :meth:`state_dict` returned; in version 0.3.0 it had no steps."""
+        """Restore the state that :meth:`state_dict` returned.
+
+        A state of version 0.3.0 has no steps of best values; these are then dropped.
+        """
         self.last, best = dict(state.get("last", {})), state.get("best", {})
         self.best = {n: (int(s), best[n]) for n, s in state.get("best_steps", {}).items()}
 
@@ -310,9 +325,9 @@ class Report:
         self.boards = destination.boards
         self.cards = Cards({}, (), (), (), {})
         self._warned: set[str] = set()
-        self._waiting: set[Series] = set()
+        self._announced_pending: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # step and value of the last log by name
-        self._looked_at: set[int] = set()
+        self._looked_steps: set[int] = set()
         # Seconds of all looks, of their controls, and of each attack.
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
@@ -338,7 +353,7 @@ class Report:
             return
         total, slowest = self._seconds or 1, self._seconds_of.most_common()
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
-        looks = f"looked at {len(self._looked_at):,} of {steps:,} steps in {self._seconds:.1f} s"
+        looks = f"looked at {len(self._looked_steps):,} of {steps:,} steps in {self._seconds:.1f} s"
         share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)
         rank_zero_info(
             f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}, of it "
@@ -348,11 +363,11 @@ class Report:
             * bool(reference_seconds)
         )
         if worst:
-            read = [
+            rates = [
                 f"{family} {value:.2f}".replace("nan", "unknown") for family, value in worst.items()
             ]
             rank_zero_info(
-                f"{self._run.watcher}: the worst attacks read at last: {', '.join(read)}"
+                f"{self._run.watcher}: the worst attacks read at last: {', '.join(rates)}"
             )
 
     def write(
@@ -373,8 +388,8 @@ class Report:
             values: The values by log name.
             utility: The user's metrics by name.
             defenses: The defences with an account of their releases.
-            failures: The number of unknown results so far, of attacks made for what was shared.
-            client: The client of a round, for which the spent budget is added to the values.
+            failures: The number of unknown results so far, except of attacks that do not apply.
+            client: The client of a round; the spent privacy budget is then added to the values.
         """
         if client is not None:
             values = privacy_values(defenses) | dict(values)
@@ -384,20 +399,20 @@ class Report:
                     look.notes[series](self._reveal, f"== step {look.step}, {series.log_name}")
             except Exception as error:
                 self.warn_once(f"not all of a look was written: {reason(error)}")
-        when, goes_on = f"at step {look.step}", "; training goes on"
+        when, effect = f"at step {look.step}", "; training goes on"
         if self._rounds:
-            when, goes_on = f"in round {look.step}", "; the round goes on, unless a gate says no"
+            when, effect = f"in round {look.step}", "; the round goes on, unless a gate says no"
         for series, outcome in outcomes.items():
             if outcome.unknown is not None:
-                then = "" if outcome.unknown.startswith("training ended") else goes_on
-                then += "; monitor/failures counts it" * outcome.applies
+                note = "" if outcome.unknown.startswith("training ended") else effect
+                note += "; monitor/failures counts it" * outcome.applies
                 self.warn_once(
                     f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
-                    f"is unknown, not 0{then}. (Said once for each reason.)",
+                    f"is unknown, not 0{note}. (Said once for each reason.)",
                     series.name + outcome.unknown,
                 )
-            elif outcome.pending is not None and series not in self._waiting:
-                self._waiting.add(series)
+            elif outcome.pending is not None and series not in self._announced_pending:
+                self._announced_pending.add(series)
                 text = f"'{series.name}' has no result {when} yet: {outcome.pending}"
                 rank_zero_info(f"{self._run.watcher}: {text}")
         self._write_lines(look, outcomes)
@@ -412,7 +427,7 @@ class Report:
         self._control_seconds += look.control_seconds
         self._seconds_of.update(seconds_of)
         if look.next_look is not None:  # at a step, and not at the weights or the end of the run
-            self._looked_at.add(look.step)
+            self._looked_steps.add(look.step)
         if self.record is not None:
             self.record.write_new_defenses(defenses)
             self.record.append(
@@ -435,7 +450,7 @@ class Report:
         defenses: Sequence[Defense],
         client: str | int | None = None,
     ) -> dict[str, float]:
-        """Write the user's metrics and the spent budget, but no value twice at a step.
+        """Write the user's metrics and the spent privacy budget, each value once in a step.
 
         Returns:
             The written values, by log name.
@@ -463,7 +478,7 @@ class Report:
         for logger in self._loggers:
             try:
                 logger.log_metrics(finite, step=step)
-            except Exception as error:  # of the user's own logger, so that the user has to see it
+            except Exception as error:  # the logger is the user's, so that the error must be shown
                 raise Refusal(error) from error
         try:
             for board in self.boards:
@@ -472,7 +487,7 @@ class Report:
             self.leave_boards(error)
 
     def upload(self, page: Path) -> None:
-        """Attach the report's page to the runs of loggers that take files; warn if one fails."""
+        """Attach the report's page to the loggers' runs of W&B and MLflow; warn if that fails."""
         try:
             upload_report(self._loggers, page)
         except Exception as error:
@@ -481,8 +496,8 @@ class Report:
     def leave_boards(self, error: Exception) -> None:
         """Stop writing to TensorBoard, and warn why."""
         self.boards = []
-        first = error.__cause__ or error  # Lightning wraps the error in a misleading one
-        why = getattr(first, "strerror", None) or type(first).__name__
+        cause = error.__cause__ or error  # Lightning wraps the error in a misleading one
+        why = getattr(cause, "strerror", None) or type(cause).__name__
         self.warn_once(f"TensorBoard cannot be written any more ({why}); leakage.jsonl is")
 
     def warn_once(self, text: str, key: str | None = None) -> None:
@@ -523,7 +538,7 @@ class Report:
             )
 
     def write_not_played(self, rows: Sequence[Row], step: int) -> None:
-        """Write a line for each attack that is not played in this run, which begins at ``step``."""
+        """Write a line for each attack that does not run, at the first step of the run."""
         for row in rows:
             if row.why_not is not None:
                 self._append(
@@ -538,11 +553,11 @@ class Report:
                     unknown=f"{records.NOT_PLAYED}{row.why_not}",
                 )
 
-    def _append(self, played: str, **result: Any) -> None:
-        """Write a result of the attack ``played`` to ``leakage.jsonl``, or warn if that fails."""
+    def _append(self, name: str, **result: Any) -> None:
+        """Write a result of the attack of this name to ``leakage.jsonl``; warn if that fails."""
         if self._jsonl is None:
             return
-        config, run = self._attacks[played].config(), self._jsonl.run
+        config, run = self._attacks[name].config(), self._jsonl.run
         line = records.ResultLine(run=run, client=self._client, config=config, **result)
         try:
             self._jsonl.append(line)

@@ -1,7 +1,7 @@
-"""What loggers get besides numbers: the settings of a run, its highest leakage, and the report.
+"""Write the settings of a run, its highest leakage, and the report to loggers.
 
-Loggers are known by the names of their classes, so that none has to be installed. TensorBoard also
-has cards that come first, a page of charts, and the newest look as text.
+Loggers are recognised by the names of their classes, so that none has to be installed. For
+TensorBoard this file also lays out the first cards, a page of charts, and the newest look as text.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CARDS: Mapping[str, str] = {
 }
 """The names of the cards in :data:`FRONT`, by family."""
 GATE_RUN = "gate"
-"""The subfolder, a run of its own for TensorBoard, whose line in a card is the limit of a gate."""
+"""Subfolder that TensorBoard shows as a separate run; its line in a card is a gate's threshold."""
 _tag = partial(re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$").sub, r"\1_interval/\2")
-"""Returns the tag of a value, with the ends of intervals in a group after that of the leakage."""
+"""Return the tag of a value; ends of intervals have a separate group, sorted after the values."""
 KEY = "fedleak"
-"""The name of the settings among those that a logger has."""
+"""The key of this package's settings among the hyperparameters of a logger."""
 
 
 class Logger(Protocol):

@@ -1,4 +1,8 @@
-"""The choices of a user: the attacks of a run, and how it is watched."""
+"""The arguments of a user: which attacks run, when, and under which settings.
+
+``parts_of`` checks the arguments of an integration (a callback or a loop) and returns them as
+a :class:`Selection` of attacks and the :class:`Options` of an engine.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +56,24 @@ ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 MAX_OVERHEAD = 0.005
 """Share of the training time that looks may take by default beyond those of a curve."""
 SCALE = 1e9
-"""How strongly a dishonest server's layers feed the model, unless the user says otherwise.
+"""Default factor by which a dishonest server scales the gradient of the layers that it adds.
 
-Without clipping or noise it changes nothing. With them it is the worst case: a canary takes the
-whole norm that it is clipped to. No server has to disturb the model for it: a factor that is still
-zero adds nothing to the output, and its gradient can be made as large as the server likes.
+Without clipping or noise it changes nothing. With them it is the worst case: the gradient of a
+canary layer takes the whole norm that it is clipped to. The server need not disturb the model: a
+factor that is still zero adds nothing to the output, and its gradient can be of any size.
 """
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+"""Values of ``WatchSettings.precision``, in the spelling of Lightning's Trainer."""
 
 
 @dataclass(frozen=True)
 class Games:
-    """How a :class:`LeakageMonitor` plays membership games: ``LeakageMonitor(games=Games(...))``.
+    """The settings of membership games: ``LeakageMonitor(games=Games(...))``.
+
+    In a game an attack scores candidate texts, of which some are in the batch (members) and some
+    are not (non-members).
 
     Examples:
         >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
@@ -74,26 +82,25 @@ class Games:
         LeakageMonitor([fc_membership], 10 looks or max_overhead=0.005)
 
     Args:
-        targets: sentences asked for at a look, at most so many that are in the batch and as many
-            that are not.
-        held_out: texts that are in no batch, a
-            :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
-            attack is calibrated on. Default: sentences of the batches of earlier looks;
-            the first look, before which there was none, then has no result of these games yet, and
-            the next step is looked at too.
-        window: looks over which the games of membership attacks are pooled. At 16 targets a rate
-            at 1% false positives is known after 63 looks.
-        scale: how strongly a dishonest server lets its own layers feed the model. It matters
-            under clipping or noise only, where the default is the worst case: a canary takes the
-            whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
-            on it, only defences do: with noise and that clipping together leakage is overstated.
-        canaries: texts of the user's own, in the training data by random inclusion
-            (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`), that
-            :class:`~lightning_fedleak.attacks.memorization.Canaries` asks the trained weights
-            about; logged as ``audit/<attack>_x<times>``.
-        entities: values that
-            :func:`~lightning_fedleak.evaluation.canaries.with_entities` planted, which
-            :class:`~lightning_fedleak.attacks.memorization.Entities` ranks by the trained weights.
+        targets: the largest number of members that are queried at a look, and of non-members.
+        held_out: non-members: texts that are in no batch, as a
+            :class:`~lightning_fedleak.attacks.public_text.PublicText`. It must not be the text that
+            an attack is calibrated on. Default: sentences of the batches of earlier looks. The
+            first look then has no result of these games yet, and the next step is looked at too.
+        window: the number of looks over which the games of membership attacks are pooled. At 16
+            targets a rate at 1% false positives is known after 63 looks.
+        scale: the factor by which a dishonest server scales the gradient of its own layers. It
+            matters only under clipping or noise, where the default is the worst case: a canary
+            takes the whole norm that it is clipped to. Only the clipping of defences acts on it,
+            not the Trainer's ``gradient_clip_val``: with that and noise leakage is overstated.
+        canaries: texts that were inserted into the training data by random inclusion
+            (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`).
+            :class:`~lightning_fedleak.attacks.memorization.Canaries` queries the trained weights
+            with them; logged as ``audit/<attack>_x<times>``.
+        entities: values that were inserted by
+            :func:`~lightning_fedleak.evaluation.canaries.with_entities`.
+            :class:`~lightning_fedleak.attacks.memorization.Entities` ranks them by the trained
+            weights.
 
     Raises:
         ValueError: a number out of range.
@@ -115,7 +122,7 @@ class Games:
 
 
 def means_auto(reference: Any) -> bool:
-    """Return whether a reference is "auto", or nearly so, and the path of nothing."""
+    """Return whether a reference is "auto" or a misspelling of it, and no existing path."""
     if not isinstance(reference, str) or Path(reference).exists():
         return False
     return bool(get_close_matches(reference.strip().lower(), ("auto", "automatic"), cutoff=0.7))
@@ -123,7 +130,10 @@ def means_auto(reference: Any) -> bool:
 
 @dataclass(frozen=True)
 class Memorization:
-    """How the trained weights are tested for what they have memorized.
+    """The settings of attacks on the trained weights, which measure memorization.
+
+    These attacks query the model with texts that it was trained on (members) and with held-out
+    texts (non-members).
 
     Examples:
         >>> from lightning_fedleak.engine import Memorization
@@ -131,34 +141,35 @@ class Memorization:
         (0.5, 0.9)
 
     Attributes:
-        others: a data set of texts that are not trained on, in the form of the training rows. None
-            takes rows that :func:`~lightning_fedleak.evaluation.canaries.leave_out` left out, else
-            rows that the first epoch has not come to.
-        max_overhead: largest share of an epoch's time that all looks of it take, above 1 where an
-            epoch is short; sets how many texts are asked about.
-        looks: shares of the first epoch after which to look; where others do not run out, every
-            epoch's last step is looked at too.
-        alpha: probability that an attack's interval is wrong at any look. A gate on the worst of
-            the family splits it among the attacks.
-        most_texts: largest number of texts that are asked about. Of the default one half are
-            enough non-members for a TPR at 0.1% FPR at five looks; with fewer it is unknown.
-        outside_epsilon: allow gates and choices by these numbers under differential privacy. They
-            read private texts outside of the account.
-        records: list the training rows that the weights give away in ``records.jsonl`` (mode 0600,
-            row numbers and no text), after each epoch and at the end.
-        reference: a model that was trained like this one on other texts of the same kind, or the
-            folder of one, or of PEFT's adapters, which
-            :class:`~lightning_fedleak.attacks.memorization.CombinedReference` compares with. It
-            must not have seen a text that it scores. It is asked once, before the first step; for
-            that time a second model is in memory. ``"auto"`` trains one before the first step, by
-            the run's own recipe, on rows that are not asked about
-            (:func:`~lightning_fedleak.evaluation.canaries.draw_references`). It needs
-            ``leave_out``. So does a function, which gets these rows as a data set and returns a
-            model that it has trained on them.
-        reference_rows: how many rows it was trained on; of ``"auto"`` and of a function how many it
-            is trained on, by default as many as this model. Fewer than this model's make it *weak*
+        others: non-members: a data set of texts that are not trained on, in the form of the
+            training rows. None: rows that
+            :func:`~lightning_fedleak.evaluation.canaries.leave_out` held out, else rows that the
+            first epoch has not reached yet.
+        max_overhead: the largest share of an epoch's time that all its looks may take; above 1 for
+            short epochs. It limits the number of queried texts.
+        looks: the shares of the first epoch after which to look. If the non-members do not run
+            out, the last step of every epoch is looked at too.
+        alpha: the probability that an attack's interval is wrong at any look. A gate on the worst
+            of the family splits it among the attacks.
+        most_texts: the largest number of queried texts. Half of the default are enough non-members
+            for a TPR at 0.1% FPR at five looks; with fewer it is unknown.
+        outside_epsilon: whether gates and choices by these numbers are allowed under differential
+            privacy, although epsilon does not cover them.
+        records: whether to list the training rows that the weights leak in ``records.jsonl`` (mode
+            0600, row numbers and no text), after each epoch and at the end.
+        reference: the reference model of
+            :class:`~lightning_fedleak.attacks.memorization.CombinedReference`: a model that was
+            trained like this one on other texts of the same kind, or its folder, or a folder of
+            PEFT adapters. It must not have been trained on a text that it scores. It is queried
+            once, before the first step; for that time a second model is in memory. ``"auto"``
+            trains one before the first step, by the run's recipe, on rows that are not queried
+            (:func:`~lightning_fedleak.evaluation.canaries.draw_references`). A function gets these
+            rows as a data set and returns a model trained on them. Both need ``leave_out``.
+        reference_rows: the number of rows that the reference was trained on. For ``"auto"`` and a
+            function, the number that it is trained on, by default as many as this model. With
+            fewer than this model's it is *weak*
             (:func:`~lightning_fedleak.engine.reference.measure_strength`): a low number is unknown.
-        seed: draws the rows.
+        seed: the seed of the random choice of rows.
 
     Raises:
         ValueError: a number out of its range, or a reference that is nearly "auto" and no folder.
@@ -199,16 +210,16 @@ class Memorization:
 
     @property
     def trains_reference(self) -> bool:
-        """Return whether the reference is trained before the first step, and not given."""
+        """Return whether the reference is trained before the first step, not passed as a model."""
         given = nn.Module | str | Path | None
         return self.reference == "auto" or not isinstance(self.reference, given)
 
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """Hold the settings of a watched run that are rarely changed, whoever trains.
+    """Settings that are rarely changed, for all integrations (Lightning, own loops, federations).
 
-    An integration refuses those that it takes from elsewhere, such as a Trainer's precision.
+    An integration refuses the settings that it gets from elsewhere, such as a Trainer's precision.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -221,49 +232,48 @@ class WatchSettings:
             (before the defences), ``"aggregate"`` (after the reduction over clients).
         reveal: write recovered words, and original and reconstructed texts side by side, to local
             files of mode 0600, never to a logger.
-        tokenizer: decodes what ``reveal`` writes; without one it writes token ids. Reads the texts
-            of ``public_text``.
-        public_text: for ``attacks="auto"``: text like the clients', which attacks are calibrated
-            on. Without it a causal model writes some itself.
-        report: write ``report.html`` and ``report.json`` beside the logs when the run ends, as
-            ``fedleak report`` does; also after an error or Ctrl-C. ``"live"``: ``report.html`` also
-            while it goes on, after a look; the open page loads itself again.
+        tokenizer: decodes what ``reveal`` writes; without one it writes token ids. It also encodes
+            the texts of ``public_text``.
+        public_text: for ``attacks="auto"``: text like the clients', on which attacks are
+            calibrated. Without it a causal model generates text for this.
+        report: write ``report.html`` and ``report.json`` next to the logs when the run ends, as
+            ``fedleak report`` does; also after an error or Ctrl-C. ``"live"``: update
+            ``report.html`` after looks too; the open page reloads itself.
         upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer writes.
-            It says what was read, and no text.
-        utility: names of the user's own metrics to repeat as ``utility/<name>`` at looks, and where
-            a validation or an epoch changed them; their last and best are logged at the end. None:
-            all that the run logs, but times and learning rates.
-        client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
-            company's; shared is then the reduced gradient). None: as the strategy says, under
-            FSDP2 and ZeRO ``"world"``, else ``"rank"``.
+            It holds the measured leakage, and no text.
+        utility: names of the user's own metrics to log as ``utility/<name>`` at looks, and when a
+            validation or an epoch changed them. Their last and best values are logged at the end.
+            None: all metrics that the run logs, except times and learning rates.
+        client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes together;
+            the reduced gradient is then what is shared). None: as the strategy says, under FSDP2
+            and ZeRO ``"world"``, else ``"rank"``.
         assume: capabilities of the adversary besides seeing what is shared. None:
             :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
-            public text); where a :class:`MembershipAttack` is listed
-            :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also puts layers of its own
-            into the model and holds the texts it asks for. With ``attacks="auto"`` the former one,
-            holding texts.
+            public text); if a :class:`MembershipAttack` is listed
+            :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also adds layers to the model
+            and holds the candidate texts. With ``attacks="auto"`` the former with candidate texts.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
-        batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where the
-            step's graph cannot be read (fused losses, ``torch.compile``, rounds of a federation)
-            and :func:`read_batch` does not know the batch's form.
+        batch_adapter: converts a batch of your own form into a :class:`TokenBatch`. It is needed
+            only if the step's graph cannot be read (fused losses, ``torch.compile``, rounds of a
+            federation) and :func:`read_batch` does not know the batch's form.
         texts: The largest number of texts of each client's batch that attacks on texts reconstruct
             at a look.
-        look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
-            are not played. One whose run took twice as long is not run again, but in a federation
-            and under DP. None is left out for its price where the model is sharded.
-        memorization: how the trained weights are tested.
-        precision: how the model is run: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast. None: by
-            the dtype of the weights, without autocast.
-        scaler: the GradScaler of the loop; matters under DDP alone.
-        entities: kinds of personal data in the texts, of which a share of its own is logged:
+        look_seconds: with ``attacks="auto"``, the largest estimated seconds of a look of one
+            attack; slower attacks do not run. An attack that took twice as long is not run again,
+            except in a federation or under DP. If the model is sharded, nothing is excluded.
+        memorization: the settings of attacks on the trained weights.
+        precision: the precision in which the model runs: ``"bf16-mixed"`` or ``"16-mixed"`` under
+            autocast. None: the dtype of the weights, without autocast.
+        scaler: the GradScaler of the loop; it matters only under DDP.
+        entities: kinds of personal data in the texts whose leakage is logged separately:
             ``"phone"``, ``"email"``, ``"iban"``, ``"card"``, ``"date"``, ``"code"``, or files with
-            a value in each line. Attacks on words and texts have
+            a value in each line. Attacks on words and texts log
             ``leakage/<attack>/entity/<kind>/recall``, the first one on the trained weights
             ``leakage/entity/<kind>/<place>/auc``. They need a tokenizer.
-        tensorboard: log to TensorBoard, where it is installed.
+        tensorboard: whether to log to TensorBoard, if it is installed.
 
     Raises:
-        ValueError: a setting out of its range.
+        ValueError: a setting is out of its range.
     """
 
     stages: Sequence[str] = ("shared",)
@@ -295,10 +305,14 @@ class WatchSettings:
             raise ValueError("upload_report=True uploads report.html: pass report=True too")
 
     def refuse(self, watcher: str, *names: str) -> None:
-        """Refuse settings that a watcher does not have.
+        """Refuse settings that an integration does not have.
+
+        Args:
+            watcher: The name of its class, for the message.
+            names: The names of the settings.
 
         Raises:
-            ValueError: names the first of them that is set.
+            ValueError: One of them is not the default.
         """
         for name in (setting.name for setting in fields(self) if setting.name in names):
             if getattr(self, name) != getattr(type(self)(), name):
@@ -307,13 +321,15 @@ class WatchSettings:
 
 @dataclass(frozen=True)
 class Options(WatchSettings):
-    """How a run is watched: all settings, and the integration's arguments.
+    """All settings of an engine: :class:`WatchSettings`, and the integration's other arguments.
 
     Attributes:
-        utility: as above; None: all of the user's metrics.
-        cadence: when to look.
-        games: how membership games are played.
-        local_steps: optimizer steps of a round of a federation; None: gradients of single steps.
+        stages: as in :class:`WatchSettings`, in their order on the way to the server.
+        utility: as in :class:`WatchSettings`; None: all of the user's metrics.
+        cadence: the rule for the steps of looks.
+        games: the settings of membership games.
+        local_steps: the number of optimizer steps in a round of a federation; None if the gradients
+            of single steps are shared.
     """
 
     stages: tuple[Stage, ...] = (Stage.SHARED,)
@@ -336,14 +352,14 @@ def parts_of(
 
     Args:
         attacks: the attacks, or ``"auto"``.
-        settings: what is rarely changed.
-        games: how membership games are played.
+        settings: the settings that are rarely changed.
+        games: the settings of membership games; None for the defaults.
         every_n_steps: look at every n-th step.
-        max_overhead: share of the training time that looks may take.
-        local_steps: The number of local steps of a round of a federation.
+        max_overhead: the share of the training time that looks may take.
+        local_steps: the number of local steps of a round of a federation.
 
     Raises:
-        ValueError: contradictory or unknown arguments.
+        ValueError: arguments are contradictory or unknown.
     """
     selection = selected(attacks, settings, games, rounds=local_steps is not None)
     names = settings.utility
@@ -359,21 +375,24 @@ def parts_of(
 
 
 UNEVEN_SECONDS = 2.0
-"""Seconds of the linear programs of one look, where RevealLabels chooses itself.
+"""Budget of RevealLabels with ``attacks="auto"``: seconds of linear programs at one look.
 
-They read some 30 label types of a vocabulary of 50,000. More: larger batches, rarer looks.
+It suffices for about 30 distinct labels of a vocabulary of 50,000. With more seconds larger batches
+are solved, and looks become rarer.
 """
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Hold the attacks of a run, as its user chose them.
+    """The attacks that a user asks for.
 
     Attributes:
         attacks: the attacks; with ``auto`` all candidates for this adversary.
-        auto: whether those that can read this run are chosen when it begins.
-        assume: what the adversary has besides what it sees; None: what the attacks need.
-        text_passed: whether the user passed public text for the chosen attacks.
+        auto: whether the user passed ``"auto"``: of the candidates, those that can read the run are
+            then chosen when it begins.
+        assume: the capabilities of the adversary besides seeing what is shared; None: those that
+            the attacks need.
+        text_passed: whether the user passed ``public_text``.
     """
 
     attacks: tuple[Attack, ...]
@@ -385,12 +404,15 @@ class Selection:
 def candidates(
     assumed: Collection[Capability], settings: WatchSettings, *, rounds: bool
 ) -> list[Attack]:
-    """Return every attack that may apply; a fit runs those that do.
+    """Return every attack that this adversary can run, for ``attacks="auto"``.
+
+    When a run begins, the attacks that cannot read it are excluded.
 
     Args:
-        assumed: capabilities of the adversary besides what it sees.
-        settings: their public text, for calibrations; None means text that the model writes itself.
-        rounds: whether weight changes are shared, which some attacks do not read.
+        assumed: the capabilities of the adversary besides seeing what is shared.
+        settings: the tokenizer and public text for calibrations; without public text the model
+            generates some.
+        rounds: whether the weight changes of rounds are shared, which some attacks cannot read.
 
     Raises:
         ValueError: ``public_text`` is one string, or strings without a tokenizer.
@@ -429,15 +451,14 @@ def selected(
 
     Args:
         attacks: the attacks, or ``"auto"``.
-        settings: the adversary's capabilities, and the public text of attacks that choose
-            themselves.
-        games: whose canaries, if there are any, the trained weights are asked about.
-        rounds: what leaves is a round's update.
+        settings: the adversary's capabilities, and the public text for ``"auto"``.
+        games: the canaries and entities, for which ``"auto"`` adds attacks on the trained weights.
+        rounds: whether a client shares the update of a round, not gradients.
 
     Raises:
-        ValueError: an unknown word, public text beside listed attacks, or attacks that cannot be
-            logged together.
-        TypeError: something that is no attack.
+        ValueError: ``attacks`` is another string, public text is passed next to listed attacks, or
+            the attacks cannot be logged together.
+        TypeError: an entry is not an attack.
     """
     settings = settings or WatchSettings()
     capabilities = None if settings.assume is None else frozenset(settings.assume)
@@ -457,7 +478,7 @@ def selected(
             "public_text= is for attacks='auto'; give it to the attacks that you list, "
             "AlignedFlatChat(public_text) say"
         )
-    else:  # A class in place of an attack is refused by its name.
+    else:  # `check_attacks` refuses a class that was passed instead of an instance
         chosen = [attacks] if isinstance(attacks, Attack | type) else [*attacks]
     check_attacks(chosen)
     return Selection(tuple(chosen), is_auto, capabilities, text_passed)
@@ -467,8 +488,9 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
     """Refuse an empty list, classes in place of instances, and names that cannot be logged.
 
     Raises:
-        ValueError: no attacks, two alike, or a name that is no part of a log name.
-        TypeError: something that is no attack.
+        ValueError: there are no attacks, two have the same name, or a name cannot be part of a log
+            name.
+        TypeError: an entry is not an attack.
     """
     if not attacks:
         raise ValueError("attacks= needs at least one attack; got an empty list")
@@ -491,10 +513,10 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
 
 
 def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
-    """Return the stages in their order on the way to the server, each once.
+    """Return the stages in their order on the way to the server, without duplicates.
 
     Raises:
-        ValueError: an unknown stage, or none.
+        ValueError: a stage is unknown, or there is none.
     """
     names = [stages] if isinstance(stages, str) else list(stages)
     choices = [str(s) for s in ON_THE_WAY]
@@ -504,14 +526,14 @@ def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
 
 
 def cadence_of(every_n_steps: int | None, max_overhead: float | None) -> Cadence:
-    """Return the cadence that the user asks for, by default that of a curve.
+    """Return the cadence that the user asks for; by default ten looks, evenly spread.
 
     Args:
         every_n_steps: look at every n-th step.
-        max_overhead: share of the training time that looks may take.
+        max_overhead: the share of the training time that looks may take.
 
     Raises:
-        ValueError: both, or a number out of range.
+        ValueError: both are passed, or a number is out of range.
     """
     if every_n_steps is not None and max_overhead is not None:
         raise ValueError("give every_n_steps or max_overhead, not both")
@@ -523,10 +545,12 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None) -> Cadence
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:
-    """Refuse attacks on gradients where no optimizer steps, so that none is seen to leave.
+    """Refuse attacks on gradients if no optimizer has parameters: no step would be observed.
+
+    This is so if ``configure_optimizers`` returned None.
 
     Raises:
-        ValueError: the only optimizer is Lightning's stand-in for none.
+        ValueError: no optimizer has parameters.
     """
     split = Capability.SEES_ACTIVATIONS
     names = [a.name for a in attacks if split not in a.threat_model.needs]

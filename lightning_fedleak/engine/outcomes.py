@@ -64,7 +64,7 @@ class Control:
     Attributes:
         rates: The rates by metric; NaN if the control could not be read.
         part: The same for a part of the batch, if the full batch holds more than the attack can
-            tell apart; empty if no part was read.
+            distinguish; empty if no part was measured.
         why: Why the control could not be read; empty if it was.
         unexplained: The share of the gradient that the step made again does not explain, from 0 to
             1; NaN if it was not made again.
@@ -91,7 +91,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Unknown:
-    """There is no result: it is unknown, which is not safe.
+    """The attack gave no result. It is logged as unknown, never as 0.
 
     Attributes:
         why: The reason, for the logs. It holds no private text.
@@ -104,12 +104,12 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Waiting:
-    """There is no result yet, which is no failure.
+    """The attack has no result yet. This is not a failure.
 
     Attributes:
         why: What the attack waits for.
         soon: Whether the next step may bring a result, so that the attack is retried there.
-        zeros: Roles with a zero gradient; there is no result until one of them is not zero.
+        zeros: The roles of parameters with a zero gradient. A retry needs one that is not zero.
     """
 
     why: str
@@ -169,10 +169,10 @@ class Outcome:
     control: Control | None = None
 
     def values(self, root: str) -> dict[str, float]:
-        """Return the values by log name, with ``root`` before their own names; none if pending.
+        """Return the values by log name, with ``root`` before their names; none if pending.
 
-        Bounds of a privacy account and of blind baselines belong to no single attack: of ``root``
-        their names have the first part only.
+        Bounds by a privacy account and by blind baselines belong to no single attack, so their
+        names begin with the first part of ``root`` only.
         """
         if self.pending is not None:
             return {}
@@ -201,12 +201,12 @@ class Outcome:
 
 
 def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
-    """Return an outcome without a value: unknown, which is not safe."""
+    """Return an outcome whose metrics are all unknown (NaN), with the reason."""
     return Outcome(dict.fromkeys(metrics, UNKNOWN), 0, unknown=why, applies=applies)
 
 
 def not_shared(metrics: Iterable[str]) -> Outcome:
-    """Return the outcome of a surface that does not leave the client: 0, ``exposed`` 0."""
+    """Return the outcome if the attacked gradients are not shared: all metrics and exposed 0."""
     return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
 
 

@@ -1,4 +1,8 @@
-"""``run.jsonl``: the settings of a fit, the cost of its looks, and the spent privacy budget."""
+"""Write ``run.jsonl``: the settings of a fit, the cost of its looks, and the spent privacy budget.
+
+The results of attacks are in ``leakage.jsonl`` instead. The file also commits to the order of the
+training rows and to the weights, so that others can check a run later.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +41,28 @@ PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
     *("opacus", "torchmetrics", "numpy"),
 )
-_OF_THIS_FIT = (
+"""Packages whose installed versions are recorded, because results may depend on them."""
+_PER_FIT_FIELDS = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
     *("next_look", "weights"),
 )
-"""Fields of the first line that differ between fits of the same settings."""
+"""Fields of the first line that differ between fits with the same settings."""
 MAX_HASHED_BYTES = 2**30
 """Largest size of the trained, or frozen, weights that are hashed before the first step and at
 checkpoints, in bytes: hashing takes 1 to 3 seconds. At the end of a fit there is no limit."""
 ROW_KEY = "row_order.key"
-"""File beside the logs, of mode 0600, with the key of the commitment to the order of rows."""
-_keys: dict[Path, str] = {}
-"""The key of each such file of this process, which is written when a fit ends."""
+"""File next to the logs, of mode 0600, with the key of the commitment to the order of rows."""
+_row_order_keys: dict[Path, str] = {}
+"""The key of each :data:`ROW_KEY` file of this process, which is written when a fit ends."""
 PLANNED = records.BeginLine, records.LookLine, records.PlanLine
-"""Lines that say when the next look is."""
+"""Kinds of lines that state the step of the next look."""
 
 _original_next_index = getattr(_BaseDataLoaderIter, "_next_index", None)
 _active_orders: list[_RowOrder] = []
 
 
 def _note_next_index(loader: Any) -> Any:
-    """Return the rows that a loader takes next, once they are noted."""
+    """Add the rows that a loader takes next to all commitments, and return these rows."""
     rows = _original_next_index(loader)  # type: ignore[misc]
     for order in _active_orders:
         order.add(loader._dataset, rows)
@@ -65,7 +70,10 @@ def _note_next_index(loader: Any) -> Any:
 
 
 def _refer_to(dataset: object) -> Callable[[], object]:
-    """Return a function that returns the data set: by a weak reference, but of a plain list."""
+    """Return a function that returns the data set, which is kept alive only if it is a list.
+
+    Plain lists have no weak references.
+    """
     try:
         return weakref.ref(dataset)
     except TypeError:
@@ -75,9 +83,9 @@ def _refer_to(dataset: object) -> Callable[[], object]:
 class _RowOrder:
     """Commit to the numbers of the rows that every ``DataLoader`` of torch takes, batch by batch.
 
-    It keeps one HMAC with SHA-256 (RFC 2104) of all numbers for each data set. Nobody can test a
-    guess of the order against it without the key. Loaders work as they do without it: batches that
-    can be iterated over only once are not read, and their data set gets no HMAC.
+    For each data set it keeps one HMAC with SHA-256 (RFC 2104) of all row numbers. Without the key
+    nobody can test a guess of the order against it. Loaders are not disturbed: batches that can be
+    iterated over only once are not read, and their data set gets no HMAC.
 
     Args:
         key: The 32 secret bytes of the HMAC.
@@ -96,7 +104,7 @@ class _RowOrder:
     def add(self, dataset: object, rows: Any) -> None:
         """Add the number of a row, or those of a batch."""
         refer, code = self._codes.get(id(dataset), (None, None))
-        if refer is None or refer() is not dataset:  # a new one, perhaps where another was
+        if refer is None or refer() is not dataset:  # a new data set may reuse an earlier id
             refer, code = _refer_to(dataset), hmac.new(self.key, digestmod="sha256")
         try:
             if not isinstance(rows, list | tuple | Tensor | np.ndarray | Integral):
@@ -109,13 +117,13 @@ class _RowOrder:
         self._codes[id(dataset)] = refer, code
 
     def code_of(self, dataset: object) -> str | None:
-        """Return the commitment to the rows of a data set; None where no row had a number."""
+        """Return the commitment to the rows of a data set; None if their numbers are not known."""
         refer, code = self._codes.get(id(dataset), (None, None))
         is_same = refer is not None and refer() is dataset
         return code.hexdigest() if is_same and code is not None else None
 
     def close(self) -> None:
-        """Note no more; may be called twice."""
+        """Stop adding rows, and restore torch's loaders; may be called twice."""
         if self in _active_orders:
             _active_orders.remove(self)
         if not _active_orders:
@@ -123,12 +131,13 @@ class _RowOrder:
 
 
 class RunRecord:
-    """Append the facts of a fit to ``run.jsonl``, the file beside its results.
+    """Append the facts of a fit to ``run.jsonl``, the file next to its results.
 
-    It gets a line when the fit begins (model, training, attacks, defences, gates) and one when it
-    ends, one for each look (utility, spent budget), each change of these values between looks, each
-    decision of a gate, each defence that the first line does not describe, each look at another
-    step than planned, and each checkpoint. Only the first of several processes writes.
+    The file gets a line when the fit begins (model, training, attacks, defences, gates) and when it
+    ends. In between it gets a line for each look (utility, spent budget), each change of these
+    values between looks, each decision of a gate, each defence that the first line does not
+    describe, each look at another step than planned, and each checkpoint. Only the first of several
+    processes writes.
 
     Args:
         path: The file. Its folder is made when the first line is written.
@@ -148,7 +157,7 @@ class RunRecord:
         self.path = path
         self.run = run
         self._warn = warn
-        self._described = [*defenses]
+        self._described_defenses = [*defenses]
         self.ended = False
         self.planned: int | None = None
         self._order: _RowOrder | None = None
@@ -156,7 +165,7 @@ class RunRecord:
     def write_begin(self, line: records.BeginLine) -> None:
         """Write the first line of a fit, with a hash of its settings (not of time or machine)."""
         content = records.as_json(line).items()
-        settings = {name: value for name, value in content if name not in _OF_THIS_FIT}
+        settings = {name: value for name, value in content if name not in _PER_FIT_FIELDS}
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
@@ -165,7 +174,7 @@ class RunRecord:
         if run.unit != "step" or accounting(run.defenses):
             return
         path = self.path.parent / ROW_KEY
-        key = _keys.setdefault(path.resolve(), secrets.token_hex(32))
+        key = _row_order_keys.setdefault(path.resolve(), secrets.token_hex(32))
         try:
             key = read_secret(path, "the key")["key"] if path.exists() else key
             self._order = _RowOrder(bytes.fromhex(key))
@@ -173,7 +182,7 @@ class RunRecord:
             self._warn(f"the order of rows is not committed to: {path} cannot be read ({error})")
 
     def _row_order(self, run: Run) -> str | None:
-        """Return the commitment to the rows so far, whose key is written."""
+        """Return the commitment to the training rows so far, and write its key."""
         if self._order is None:
             return None
         code = self._order.code_of(getattr(run.training_loader, "dataset", None))
@@ -187,7 +196,7 @@ class RunRecord:
         return code
 
     def close(self) -> None:
-        """Note rows no more; may be called twice."""
+        """Stop to record the order of rows; may be called twice."""
         if self._order is not None:
             self._order.close()
 
@@ -218,7 +227,7 @@ class RunRecord:
         )
 
     def _results_end(self) -> tuple[int | None, str | None]:
-        """Return how many lines ``leakage.jsonl`` has, and the hash of the last; None: unknown."""
+        """Return the number of lines of ``leakage.jsonl`` and the last hash; None if unknown."""
         results = self.path.parent / records.RESULTS
         try:
             return records.closing_of(results)
@@ -227,7 +236,7 @@ class RunRecord:
             return None, None
 
     def write_new_plan(self, step: int, next_look: int) -> None:
-        """Write a line if a look is at another step than the lines so far say.
+        """Write a line if a look is at another step than earlier lines have stated.
 
         Args:
             step: The step of this look, or the one from which it is postponed.
@@ -262,7 +271,13 @@ class RunRecord:
     def _hashes_of(
         self, run: Run, *kinds: str, any_size: bool = False
     ) -> dict[str, dict[str, str]] | None:
-        """Return the hashes of tensors by name, by their kind; see :meth:`weights_of`."""
+        """Return the hashes of tensors, by kind and then by name; see :meth:`weights_of`.
+
+        Args:
+            run: The fit.
+            kinds: ``"trained"``, ``"frozen"`` or both.
+            any_size: Whether to ignore :data:`MAX_HASHED_BYTES`.
+        """
         if run.unit != "step" or run.is_sharded:
             return None
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
@@ -282,8 +297,8 @@ class RunRecord:
     def write_new_defenses(self, defenses: Sequence[Defense]) -> None:
         """Write a line for each defence that neither the first line nor a later one describes."""
         for defense in defenses:
-            if all(defense is not described for described in self._described):
-                self._described.append(defense)
+            if all(defense is not described for described in self._described_defenses):
+                self._described_defenses.append(defense)
                 self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
 
     def append(self, line: records.RunLine) -> None:
@@ -325,9 +340,9 @@ def facts_of(
     leaks = {s.attack: channel.leak for s, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
-        if channel.at_weights:  # their members are drawn later, and no line-up plans them
+        if channel.at_weights:  # the lineup plans only attacks on gradients
             plans += [plan_of(channel, attack) for attack in channel.attacks]
-    played = {plan.attack.name: plan for plan in plans}
+    by_name = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
         run="",
         resumed=resumed or None,
@@ -355,12 +370,12 @@ def facts_of(
                 exposed=plan.exposed,
                 config=plan.attack.config(),
             )
-            for name, plan in played.items()
+            for name, plan in by_name.items()
         ),
         not_played=tuple(
             records.NotPlayed(name=row.attack, family=leaks[row.attack].name, reason=row.why_not)
             for row in lineup.rows
-            if row.why_not is not None and row.attack not in played
+            if row.why_not is not None and row.attack not in by_name
         ),
         unread=lineup.unread,
         defenses=tuple(defense_facts(defense) for defense in run.defenses),
@@ -371,7 +386,7 @@ def facts_of(
 def _machine(device: torch.device) -> records.JsonObject:
     """Return the facts of the machine on which the last bits of a number depend."""
     processor = platform.processor() or platform.machine()
-    with suppress(OSError):  # Linux names the model here alone
+    with suppress(OSError):  # on Linux only this file names the processor's model
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         models = (line.partition(": ")[2] for line in lines if "model name" in line)
         processor = next(models, processor)
@@ -397,7 +412,7 @@ def defense_facts(defense: Defense) -> records.DefenseFacts:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that a figure may depend on."""
+    """Return the installed versions of Python and of :data:`PACKAGES`."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -424,7 +439,7 @@ def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:
 
 
 def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
-    """Return the class of each optimizer, and by parameter group its settings of plain types."""
+    """Return each optimizer's class, and the settings of plain types of each parameter group."""
     plain_types = (int, float, bool, str, tuple, type(None))
     return [
         {

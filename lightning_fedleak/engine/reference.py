@@ -1,7 +1,7 @@
-"""A reference model: trained like the watched one on other texts, and asked about the same texts.
+"""A reference model: trained like the watched one on other texts, and queried with the same texts.
 
-What rows gain in general, from data of their kind and by the same recipe, a reference shows too, so
-that what is left is what training on a row itself brought: difficulty calibration (arXiv
+A reference shows how much the likelihood of a text rises by training on texts of its kind. The
+rest of the rise is due to training on the text itself. This is difficulty calibration (arXiv
 2111.08440), or an attack with one reference model (arXiv 2012.07805, section 4).
 """
 
@@ -28,51 +28,57 @@ from lightning_fedleak.private_files import hash_tensors, load_private, plain_na
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
 
 MIN_STRENGTH = 0.9
-"""Share of the model's gain on texts that neither was trained on, below which a reference is weak.
+"""Smallest share of the model's gain, on texts that neither was trained on, of a strong reference.
 
-Behind LoRA (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and .79 of
-it, and showed a TPR of .86 and .52 at .1% FPR. Lower: weaker references pass for strong ones.
+For a LoRA model (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and
+.79 of its gain, and showed a TPR of .86 and .52 at .1% FPR. With a smaller value weaker references
+pass for strong ones.
 """
 
 
 def ask_reference(
     reference: Any, rows: int | None, run: Run, ask: Callable[[Run], TokenSnapshot]
 ) -> tuple[TokenSnapshot, ReferenceFacts]:
-    """Return what a reference says of the texts, and which it is; then it is freed, or moved back.
+    """Query a given reference with the texts, and return its answers and its description.
+
+    The reference runs on the device of the run. Afterwards a model that was passed is moved back.
 
     Args:
-        reference: a model, or the folder of one or of PEFT's adapters.
-        rows: how many it was trained on; None: not known.
+        reference: A model, or the folder of one or of PEFT adapters.
+        rows: The number of rows that it was trained on; None if it is not known.
         run: The run of the model that trains, on its device.
-        ask: asks the model of a run about the texts.
+        ask: Returns the token log-probabilities of the texts, from the model of a run.
 
     Raises:
-        ValueError: it cannot be loaded, is the model that trains, or predicts something else.
+        ValueError: The reference cannot be loaded, shares weights with the model that trains, or
+            has another vocabulary.
     """
     failure: ValueError | None = None
     with preserve_process():  # new adapters are drawn at random before their weights are loaded
         try:
-            beside = _anatomy_of(reference, run.anatomy)
+            anatomy = _anatomy_of(reference, run.anatomy)
         except ValueError as error:
             failure = error
-        if run.on_any_process(failure is not None):  # all ask together, or none does
+        if run.on_any_process(failure is not None):  # all processes query together, or none does
             other = "Memorization(reference=) cannot be used on another process"
             raise failure or ValueError(other)
-        place = beside.device
+        device = anatomy.device
         try:
-            facts = describe_reference(reference, rows, beside)
-            beside.model.to(run.anatomy.device)
-            return ask(replace(run, anatomy=beside)), facts
+            facts = describe_reference(reference, rows, anatomy)
+            anatomy.model.to(run.anatomy.device)
+            return ask(replace(run, anatomy=anatomy)), facts
         finally:
-            beside.model.to(place)
+            anatomy.model.to(device)
 
 
 def describe_reference(reference: Any, rows: int | None, anatomy: Anatomy) -> ReferenceFacts:
-    """Return which reference it is: the same weights in a folder and as a model have one hash.
+    """Return the description of a reference for the run's record, with a hash of its weights.
+
+    The hash is the same if the weights are passed as a model and as a folder.
 
     Args:
-        reference: a model, or a folder.
-        rows: how many it was trained on; None: not known.
+        reference: A model, or a folder.
+        rows: The number of rows that it was trained on; None if it is not known.
         anatomy: The anatomy of its model.
     """
     kind = "module"
@@ -84,7 +90,7 @@ def describe_reference(reference: Any, rows: int | None, anatomy: Anatomy) -> Re
 
 
 def _anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
-    """Return the parts of the reference; raise a ValueError where it cannot be one."""
+    """Return the parts of a reference model, or raise a ValueError if it cannot be a reference."""
     if not isinstance(reference, nn.Module | str | Path):
         raise ValueError(
             f"Memorization(reference=): a function that returns a {type(reference).__name__} names "
@@ -97,23 +103,24 @@ def _anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
             "Memorization(reference=): it shares weights with the model that trains: give one of "
             "its own, such as the folder of an earlier run"
         )
-    beside = find_anatomy(model, kind=anatomy.kind)
-    if beside.vocab_size != anatomy.vocab_size:
+    parts = find_anatomy(model, kind=anatomy.kind)
+    if parts.vocab_size != anatomy.vocab_size:
         raise ValueError(
-            f"Memorization(reference=): it predicts {beside.vocab_size} tokens or classes, and the "
+            f"Memorization(reference=): it predicts {parts.vocab_size} tokens or classes, and the "
             f"model that trains {anatomy.vocab_size}: both need one tokenizer"
         )
-    return beside
+    return parts
 
 
 def _load(folder: str, anatomy: Anatomy) -> nn.Module:
-    """Return the model in a folder, of the class of the one that trains, with its adapters."""
+    """Load a model of the same class as the one that trains, with adapters if they are there."""
     base_model = without_peft(anatomy.model)
     kind = type(base_model)
     refusal = f"Memorization(reference={folder!r}) cannot be loaded"
     if not hasattr(kind, "from_pretrained"):
         raise ValueError(f"{refusal} as a {kind.__name__}: give the model itself")
-    dtype = next(p.dtype for p in base_model.parameters() if p.is_floating_point())  # not of 4 bits
+    # Weights of 4 bits are stored as integers: take the dtype of another parameter.
+    dtype = next(p.dtype for p in base_model.parameters() if p.is_floating_point())
 
     def load(source: str) -> nn.Module:
         model, loaded = kind.from_pretrained(source, dtype=dtype, output_loading_info=True)
@@ -139,12 +146,12 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
 
 
 def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> None:
-    """Say at setup which references are trained, and what that takes.
+    """Log at setup which references are trained, and the time and memory that this needs.
 
     Args:
         run: The run of the model that trains.
-        sizes: rows of each of them.
-        row_seconds: The seconds that training on a row is estimated to take.
+        sizes: The number of training rows of each reference.
+        row_seconds: The estimated seconds of training on one row.
     """
     which = f"a reference is trained on {sizes[0]:,} rows, which are not asked about"
     if len(sizes) > 1:
@@ -167,34 +174,35 @@ def train_references(
     ask: Callable[[Run], TokenSnapshot],
     seed: int,
 ) -> tuple[TokenSnapshot, ReferenceFacts]:
-    """Train one or two references, one after the other; return what they say, and which they are.
+    """Train one or two references, query them, and return their answers and their description.
 
-    Each text's answer is that of a reference that was not trained on it. Afterwards random states
-    are what they were, and the references are freed.
+    They are trained one after the other. The answer for each text is that of a reference that was
+    not trained on it. Afterwards random states are restored, and the references are freed.
 
     Args:
-        source: ``"auto"``: by the run's recipe; or a function of the user's that trains on a data
-            set and returns a model.
-        data: what each is trained on.
-        seen: (N,) bool, the texts that the first is trained on, so that the last answers.
+        source: ``"auto"`` to train by the run's recipe; or the user's function, which trains on a
+            data set and returns a model.
+        data: The training rows of each reference.
+        seen: (N,) bool, the texts that the first reference is trained on, for which the answers of
+            the last one are returned.
         run: The run of the model that trains, before its first step.
-        ask: asks the model of a run about the N texts.
+        ask: Returns the token log-probabilities of the N texts, from the model of a run.
         seed: The seed of the order of the rows, and of dropout.
 
     Raises:
-        ValueError: the recipe is not known, the training fails, or what the function returns cannot
-            be a reference.
-        WeightsWritten: the training wrote to the run's own model.
+        ValueError: The recipe is not known, the training fails, or the function returns something
+            that cannot be a reference.
+        WeightsWritten: The training wrote to the run's own model.
     """
     answers, facts = list[TokenSnapshot](), list[ReferenceFacts]()
     for rows in data:
         with preserve_process():
             torch.manual_seed(seed)
-            beside = _train(source, rows, run)
-            beside.model.to(run.anatomy.device)
-            answers.append(ask(replace(run, anatomy=beside)))
-        facts.append(describe_reference(beside.model, len(rows), beside))  # type: ignore[arg-type]
-        del beside
+            parts = _train(source, rows, run)
+            parts.model.to(run.anatomy.device)
+            answers.append(ask(replace(run, anatomy=parts)))
+        facts.append(describe_reference(parts.model, len(rows), parts))  # type: ignore[arg-type]
+        del parts
     pairs = zip(answers[0], answers[-1], strict=True)
     unseen = TokenSnapshot(*(torch.where(seen[:, None], last, first) for first, last in pairs))
     weights = facts[0].weights
@@ -210,11 +218,11 @@ def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
     before = [(p, p._version, p.grad) for p in root.parameters()]
     try:
         if source == "auto":
-            beside = copy_without_hooks(run.anatomy, root, __name__.partition(".")[0])
-            with without_messages():  # of a second Trainer
-                run.fit_copy(beside.root, rows)
+            parts = copy_without_hooks(run.anatomy, root, __name__.partition(".")[0])
+            with without_messages():  # hides the messages of a second Trainer
+                run.fit_copy(parts.root, rows)
         else:
-            beside = _anatomy_of(source(rows), run.anatomy)
+            parts = _anatomy_of(source(rows), run.anatomy)
     except ValueError:
         raise
     except Exception as error:
@@ -228,15 +236,15 @@ def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
             "the training of the reference wrote to the model of the run, which shares weights or "
             "compiled code with its copy: give a reference of another run"
         )
-    return beside
+    return parts
 
 
 class _Strength(NamedTuple):
-    """How far a reference was trained, beside the model that it is compared with.
+    """How far a reference was trained, compared with the watched model.
 
     Attributes:
-        share: The share of the model's gain that the reference has; NaN if it is unknown.
-        weak: why the reference is weak, in words; empty where it is not.
+        share: The gain of the reference as a share of the model's; NaN if it is unknown.
+        weak: Why the reference is weak, in words; empty if it is not.
     """
 
     share: float
@@ -246,27 +254,27 @@ class _Strength(NamedTuple):
 def measure_strength(
     game: ReleasedModel, members: Tensor, rows: int | None, trained: int
 ) -> _Strength:
-    """Return whether a reference is weak, so that a low number beside it is *unknown*.
+    """Return whether a reference is weak, so that a low score with it is *unknown*.
 
-    A reference must have gained what texts of the kind gain in general. That shows on the
-    non-members, which neither model was trained on: there the mean gain of a token over the base is
-    compared. A reference with less than :data:`MIN_STRENGTH` of the model's gain is weak. So is
-    one that was trained on fewer rows than the model, whatever it gained, since such ones were
-    measured to show less behind LoRA. Where the model itself has not gained there (by two standard
-    errors) nothing is measured, and a reference of an unstated number of rows counts as weak. A
-    weak reference hides leakage and makes none up, so that a high number stands.
+    The gain of a model is the mean rise of the log-probability of a token over the base model. It
+    is compared on the non-members, which neither model was trained on. A reference with less than
+    :data:`MIN_STRENGTH` of the model's gain is weak. So is a reference of fewer rows than the
+    model's, whatever it gained: with LoRA such references were measured to show less. If the gain
+    of the model itself is below two standard errors, nothing is measured, and a reference with an
+    unknown number of rows counts as weak. A weak reference hides leakage but invents none, so that
+    a high score remains valid.
 
     Args:
-        game: what the model, its base and the reference say of N texts.
-        members: (N,) bool.
-        rows: The rows that the reference was trained on; None: not known.
-        trained: rows of the model's training data.
+        game: The answers of the model, its base and the reference for N texts.
+        members: (N,) bool, the texts that the model is trained on.
+        rows: The number of rows that the reference was trained on; None if it is not known.
+        trained: The number of rows of the model's training data.
     """
     assert game.reference is not None
     base = game.base.mean_log_probs()[~members]
-    own, its = (x.mean_log_probs()[~members] - base for x in (game.now, game.reference))
-    is_measured = float(own.mean()) > 2 * float(own.std()) / math.sqrt(len(own))
-    share = float(its.mean() / own.mean()) if is_measured else math.nan
+    gain, reference = (x.mean_log_probs()[~members] - base for x in (game.now, game.reference))
+    is_measured = float(gain.mean()) > 2 * float(gain.std()) / math.sqrt(len(gain))
+    share = float(reference.mean() / gain.mean()) if is_measured else math.nan
     if rows is not None and rows < trained:
         return _Strength(share, f"it was trained on {rows} rows, and the model on {trained}")
     if share < MIN_STRENGTH:
@@ -278,7 +286,10 @@ def measure_strength(
 
 
 def beside(strength: _Strength, values: Mapping[str, float]) -> dict[str, float]:
-    """Return what a score beside a reference shows; beside a weak one nothing bounds it above."""
+    """Return the values of a score with a reference, and the strength of that reference.
+
+    With a weak reference the upper ends of intervals are NaN: the leakage may be higher.
+    """
     facts = {WEAK: float(bool(strength.weak)), STRENGTH: strength.share}
     unbounded = {n: math.nan for n in values if n.endswith("_high")} if strength.weak else {}
     return {**values, **unbounded, **facts}
@@ -287,27 +298,27 @@ def beside(strength: _Strength, values: Mapping[str, float]) -> dict[str, float]
 def digest_answers(
     base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Tensor]
 ) -> str:
-    """Return the SHA-256 of the texts' ids and what the base, and the reference, say of them."""
+    """Return the SHA-256 of the texts' token ids and the answers of the base and the reference."""
     ids = {f"text{number}": text for number, text in enumerate(texts)}
     return hash_tensors({**_named(base, reference), **ids})
 
 
 def save_answers(path: Path, base: TokenSnapshot, reference: TokenSnapshot | None) -> None:
-    """Write what the base, and the reference, say to a private file.
+    """Write the answers of the base model and of the reference, if any, to a private file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     save_private(path, _named(base, reference))
 
 
 def load_answers(path: Path) -> tuple[TokenSnapshot, TokenSnapshot | None]:
-    """Return what :func:`save_answers` wrote.
+    """Return the answers that :func:`save_answers` wrote.
 
     Raises:
-        ValueError: other users may access the file, or it holds no tensors.
-        TypeError: it holds other ones.
-        OSError: it cannot be read.
+        ValueError: Other users may access the file, or it holds no tensors.
+        TypeError: It holds other tensors.
+        OSError: The file cannot be read.
     """
     tensors = load_private(path)
     base = {name: value for name, value in tensors.items() if "." not in name}
@@ -316,6 +327,7 @@ def load_answers(path: Path) -> tuple[TokenSnapshot, TokenSnapshot | None]:
 
 
 def _named(base: TokenSnapshot, reference: TokenSnapshot | None) -> dict[str, Tensor]:
+    """Return the tensors of both answers by name, those of the reference with a prefix."""
     named = {name: value.contiguous() for name, value in base._asdict().items()}
     further = {} if reference is None else reference._asdict()
     return named | {f"reference.{name}": value.contiguous() for name, value in further.items()}

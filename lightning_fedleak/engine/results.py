@@ -1,7 +1,8 @@
 """The results of all looks of a run, and their interpretation at a gate's threshold.
 
-A look is due at some steps or rounds; its result for a series may be *pending*, and then is tried
-again at the next look, or in the next step if it comes *soon*.
+A series is the results of one attack at one stage. At a look it gets an outcome, which may be
+*pending*: the attack has no result yet. It is then retried at the next look, or in the next step if
+the outcome is *soon*. After too many retries it is *unknown*.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.report import records
 
 MAX_WAITS = 20
-"""Looks (or rounds) that a result may be pending, or steps in a row that may share nothing where a
-look is due, before the result is unknown; not tuned."""
+"""Number of looks (or rounds) for which a result may be pending before it is unknown. Also the
+number of steps in a row that may share nothing while a look is due; not tuned."""
 MAX_STEPS_WAITED = 1000
 """Optimizer steps in which an attack without a result yet is retried, until it is unknown (see
 :class:`~lightning_fedleak.engine.outcomes.Waiting`).
@@ -113,7 +114,7 @@ class Results:
         worst = [f"{WORST}/{family}" for family in self.families] if some is None else []
         return names + worst
 
-    # ---- what a gate asks -------------------------------------------------------------------
+    # ---- the interface for gates ------------------------------------------------------------
 
     def channel_of(self, name: str) -> Channel | None:
         """Return the channel that a log name belongs to; None if it belongs to none."""
@@ -166,7 +167,7 @@ class Results:
     # ---- looks ------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget all of an earlier fit, also waits, controls and p-values."""
+        """Forget the waits, controls, p-values and outcomes of an earlier fit."""
         self.deferrals = 0
         self._waits.clear()
         self._waiting_since.clear()
@@ -177,7 +178,7 @@ class Results:
         self._p_values.clear()
 
     def begin(self) -> None:
-        """Start a fit: forget earlier outcomes, and keep what a checkpoint may have restored."""
+        """Start a fit: forget earlier outcomes, and keep the state that a checkpoint restored."""
         self._looks_before = self.looks
         self._pending_why.clear()
         self._with_result.clear()
@@ -271,7 +272,7 @@ class Results:
             values |= control_values(series, self._channels[series], outcome)
         families_read = {self._channels[s].family for s in outcomes}
         for family, headline in self.families.items():
-            # A look may run only some attacks of a family; the rest count by their newest result.
+            # A look may run only some attacks of a family; for the rest, use their newest result.
             members = [
                 (series.log_name, outcome)
                 for series, outcome in self._newest.items()
@@ -286,8 +287,8 @@ class Results:
             values_of_look |= _worst(family, headline, members, shared, complete, of_look=True)
         self.failures += sum(o.unknown is not None and o.applies for o in counted.values())
         shares = [o.control.unexplained for o in outcomes.values() if o.control is not None]
-        if known_shares := [share for share in shares if not math.isnan(share)]:
-            values[UNEXPLAINED] = max(known_shares)
+        if finite_shares := [share for share in shares if not math.isnan(share)]:
+            values[UNEXPLAINED] = max(finite_shares)
         values |= {f"utility/{name}": float(value) for name, value in utility.items()}
         values |= further
         values["monitor/failures"] = float(self.failures)
@@ -413,7 +414,10 @@ class Results:
 
 
 def _counts_for_worst(series: Series) -> bool:
-    """Return whether a series is an attack on what is shared: no canary, no sub-result."""
+    """Return whether a series counts for the worst value of its family.
+
+    It must be the main result of an attack on what is shared, not one on canaries or a sub-result.
+    """
     return series.prefix == PREFIX[Stage.SHARED] and series.name == series.attack
 
 
@@ -441,7 +445,7 @@ def _worst(
     """Return the worst value of a family by log name, and a lower bound of it.
 
     - No attack of the family has run: empty.
-    - What they attack does not leave the client: 0, or unknown if something else is ``shared``.
+    - The gradients that its attacks read are not shared: 0, or unknown if others are (``shared``).
     - A result is pending: the lower bound alone.
     - A result is unknown, or an attack that did not run might recover more (not ``complete``) than
       a highest headline below 1: unknown, with the lower bound.

@@ -1,4 +1,4 @@
-"""A run, whoever trains, and one look at a step of it."""
+"""A run of any training loop (:class:`Run`), and one look at it (:class:`Look`)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage, check_finite, i
 from lightning_fedleak.model.taps import ChangedInPlace, Step, UpdateError, before_real_step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""The dtype of autocast, by the precision of a run."""
 
 StageReached = Callable[[Stage, Optimizer], None]
 """A function of a stage and an optimizer, called when ``p.grad`` is the gradient at the stage."""
@@ -40,9 +41,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Run(ABC):
-    """The facts of one run that channels and attacks use, whoever trains.
+    """The facts of one run that channels and attacks use, for any training loop.
 
-    Fields hold the facts that do not change during the run.
+    Each integration has a subclass. Fields hold the facts that do not change during the run;
+    properties and methods read the present state of the training loop.
 
     Attributes:
         anatomy: The parts of the model.
@@ -254,7 +256,7 @@ class Run(ABC):
         return {}
 
     def publish(self, values: Mapping[str, float]) -> None:  # noqa: B027
-        """Put values of leakage beside the user's own metrics."""
+        """Add values of leakage to the metrics of the training loop; by default nothing."""
 
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense

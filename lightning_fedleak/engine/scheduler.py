@@ -1,4 +1,7 @@
-"""When to look: the cadence of looks, their cost, and the attacks to retry."""
+"""Decide when to look: the steps of looks, their cost, and the attacks to retry.
+
+:class:`Cadence` is the rule for the steps. :class:`Scheduler` applies it in a run.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class Cadence:
         every_n_steps: The interval n; None if a share decides.
         share: The largest cost of looks, as a share of the training time: a look of ``c`` seconds
             is followed by ``c / (share * s)`` steps of ``s`` seconds each.
-        is_curve: Whether at least the looks of a curve are made.
+        is_curve: Whether the third rule holds, so that the ten looks of a curve are planned.
         next_step: The next step to look at.
         steps: The planned number of steps; None if it is not known.
         first_step: The step at which the run began.
@@ -152,7 +155,7 @@ class Cadence:
     def _affordable_step(self, step_seconds: float) -> int:
         """Return the step of the next look if the remaining seconds are spread evenly.
 
-        It is beyond the last step if they pay for no look.
+        It is beyond the last step if these seconds are too few for a look.
         """
         assert self.steps is not None
         step, look_seconds = self.last_look
@@ -336,7 +339,7 @@ class Scheduler:
             look: The finished look.
             no_result: Whether the look gave no result.
         """
-        self._since = None  # the duration of a step with a look says nothing of one without
+        self._since = None  # steps with a look do not count for the mean duration of a step
         step_seconds = self._step_seconds or look.step_seconds
         self._uncounted_seconds += look.seconds
         if look.scope is not None and no_result:
@@ -349,7 +352,7 @@ class Scheduler:
 
 
 def _are_zero(look: Look, roles: Collection[str]) -> bool:
-    """Return whether the gradients of these roles could be taken, and are zero."""
+    """Return whether the gradients of these roles are available, and are all zero."""
     try:
         tensors = look.training_step.view(look.wanted[0]).tensors
     except Exception:  # the attack that reads them reports the reason

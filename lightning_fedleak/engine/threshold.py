@@ -1,4 +1,8 @@
-"""A threshold on measured leakage that stops a run, hardens defences, raises, warns or calls."""
+"""A threshold on measured leakage that stops a run, hardens defences, raises, warns or calls.
+
+:meth:`Threshold.watch` subscribes to an engine. After each look the gate reads the watched value,
+judges it, and acts if it exceeds the threshold.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +39,12 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 @dataclass(frozen=True)
 class GateActions:
-    """Hold the actions on a run that a gate can take.
+    """The actions that a gate can take on a run, as functions of the integration.
 
     Attributes:
         log: Logs numbers by name at a step.
         save: Saves the run under a name, and returns the path; None if it cannot be saved.
-        stop: Ends the training in order.
+        stop: Ends the training without an error.
         processes: The number of processes that train together.
         defenses: The defences of the run.
         resume: The code that resumes a saved run, with a place for its path.
@@ -59,10 +63,10 @@ class GateActions:
 class Threshold:
     """Act when a metric exceeds a threshold, in any loop.
 
-    :class:`~lightning_fedleak.RiskGate` is this as a callback of Lightning, and says there what the
-    arguments mean; :class:`~lightning_fedleak.federation.RoundGate` judges a client's rounds. A
-    stop sets ``should_stop`` of a :class:`~lightning_fedleak.trainers.Watch`, which saves no
-    checkpoint; a Trainer of transformers saves one and ends.
+    :class:`~lightning_fedleak.RiskGate` is the same gate as a callback of Lightning; its docstring
+    explains the arguments in detail. :class:`~lightning_fedleak.federation.RoundGate` judges a
+    client's rounds. A stop sets ``should_stop`` of a :class:`~lightning_fedleak.trainers.Watch`,
+    which saves no checkpoint; a Trainer of transformers saves one and ends.
 
     Examples:
         >>> from lightning_fedleak.trainers import Threshold
@@ -80,7 +84,7 @@ class Threshold:
     Attributes:
         fired: The event of the first time that the gate acted in the newest run; else None.
         notches: The number of times that the gate has made the defences stronger.
-        on_weights: Whether it watches the trained weights, where all looks are at the same texts.
+        on_weights: Whether it watches the trained weights, where all looks query the same texts.
         bound: ``"lower"`` if it judges the lower end of the interval, as for the trained weights;
             else ``"value"``.
 
@@ -193,7 +197,10 @@ class Threshold:
         )
 
     def _check_looks(self, engine: Engine, clients: int) -> None:
-        """Refuse a rate that can never be known, or not before a strict gate stops the run."""
+        """Refuse a rate that needs more games than looks are pooled, or than a strict gate allows.
+
+        Such a rate would always be unknown, or unknown until a strict gate stops the run.
+        """
         name = self.metric.removesuffix("_worst_client")
         worst = name != self.metric and clients > 1
         if (channel := engine.results.channel_of(name)) is None:
@@ -216,7 +223,10 @@ class Threshold:
             )
 
     def _check_read(self, engine: Engine) -> None:
-        """Refuse a metric that no attack can read; warn if one may once more is trained."""
+        """Refuse a metric that no attack can measure; only warn if that may change in the run.
+
+        It may change when further parameters are unfrozen.
+        """
         if self.on_weights:
             self._check_private(engine)
         if (why := why_unread(engine, self.metric)) is None:
@@ -239,7 +249,7 @@ class Threshold:
             raise ValueError(f"{start}: {mend}, or leave this gate out")
 
     def _check_private(self, engine: Engine) -> None:
-        """Refuse to act on private texts under DP, and a metric that cannot become known."""
+        """Refuse to act on private texts under DP, and a metric that can never be determined."""
         if accounting(engine.run.defenses) and not engine.options.memorization.outside_epsilon:
             raise ValueError(
                 f"{self._subject}, and the run's epsilon does not cover what a gate decides by "
@@ -251,14 +261,14 @@ class Threshold:
         if why is not None:
             raise ValueError(f"{self._subject}: {why}; or pass strict=False, and it waits")
 
-    # ---- a look -----------------------------------------------------------------------------
+    # ---- after a look -----------------------------------------------------------------------
 
     def _decide(self, engine: Engine, actions: GateActions) -> None:
         """Judge the newest look, and act if it exceeds the threshold."""
         if self._stopped:
             return
-        # Only the first process has the worst client's value, and seconds differ between processes:
-        # it decides for all.
+        # The first process decides for all: only it has the worst client's value, and durations
+        # differ between processes.
         event = self._read_look(engine) if engine.run.rank == 0 else None
         event = engine.run.broadcast(None if event is None or not self._judge(event) else event)
         step = engine.results.last_step
@@ -300,9 +310,9 @@ class Threshold:
             return self._event(math.nan, why=why)
         if self.on_weights:
             return self._read_interval(new)
-        # One client alone is its own worst.
+        # A single client logs no `_worst_client`: its value is the worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
-        if not any(name in new for name in names):  # an attack of the family waits
+        if not any(name in new for name in names):  # an attack of the family has no result yet
             name = f"{self.metric}_at_least"
             at_least = values.get(name, new[name]) if name in new else math.nan
             if math.isnan(at_least) or at_least <= self.at_most:
@@ -314,38 +324,43 @@ class Threshold:
         return self._event(counted.value, why=counted.why, read=value)
 
     def _read_worst(self, engine: Engine, values: Mapping[str, float], value: float) -> GateEvent:
-        """Return the worst of a family, and the log name that it is taken from."""
+        """Return the event of the worst value of a family, with the attack that it comes from."""
         watched = {name: values[name] for name in self._watched if name in values}
         metric = self.metric
         if math.isnan(value):
             at_least = values.get(f"{self.metric}_at_least", math.nan)
             if at_least > self.at_most:
                 metric, value = f"{self.metric}_at_least", at_least
-        else:  # values that are unknown then are of attacks that do not apply
+        else:  # the worst value is known, so unknown values are of attacks that do not apply
             finite = {n: v for n, v in watched.items() if not math.isnan(v)}
             if counted := judge_worst(engine, finite, self.at_most):
-                return self._worst_of(counted, finite)
+                return self._highest_of(counted, finite)
         source = next((n for n, v in watched.items() if v == value), "")
         family = self.metric.removeprefix(f"{WORST}/")
         why = engine.results.untested.get(family, "") if math.isnan(value) else ""
         return self._event(value, metric=metric, source=source, why=why)
 
-    def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
-        """Return the highest of judged headlines, or an unknown one if none is too high."""
-        watched = {name: judgement.value for name, judgement in counted.items()}
-        known = {name: value for name, value in watched.items() if not math.isnan(value)}
-        source = max(known, key=known.__getitem__, default="")
-        blind = next((name for name in watched if name not in known), "")
-        if blind and not (known and known[source] > self.at_most):
-            source = blind
-        why = f"{source}: {counted[source].why}" if source == blind else counted[source].why
+    def _highest_of(self, judged: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
+        """Return the event of the highest judged headline.
+
+        If no headline is above ``at_most`` and one is unknown, it is the event of the unknown one.
+        """
+        watched = {name: judgement.value for name, judgement in judged.items()}
+        finite = {name: value for name, value in watched.items() if not math.isnan(value)}
+        source = max(finite, key=finite.__getitem__, default="")
+        unknown = next((name for name in watched if name not in finite), "")
+        if unknown and not (finite and finite[source] > self.at_most):
+            source = unknown
+        why = f"{source}: {judged[source].why}" if source == unknown else judged[source].why
         return self._event(watched[source], source=source, why=why, read=read[source])
 
     def _ends(self, values: Mapping[str, float], end: str) -> dict[str, float]:
-        """Return the lower or upper end of each watched interval; joint ones for a worst value.
+        """Return the lower or upper end of each watched interval.
 
-        An end is NaN if the value is unknown. A lower end is also NaN if the interval reaches above
-        ``at_most`` and not even the clearest leak could have brought its lower end above it.
+        For the worst of a family these are ends of joint intervals, which hold for all its attacks
+        together. An end is NaN if the value is unknown. A lower end is also NaN if the interval
+        reaches above ``at_most`` but not even complete leakage could have raised its lower end
+        above ``at_most``, because too few texts are compared.
         """
         joint = "_joint" if is_worst(self.metric) else ""
         ends = {n: values.get(f"{n}{joint}_{end}", math.nan) for n in self._watched if n in values}
@@ -357,9 +372,9 @@ class Threshold:
         return ends
 
     def _read_interval(self, new: Mapping[str, float]) -> GateEvent | None:
-        """Return the value or lower end that is judged; None if this look has none.
+        """Return the event of the highest value or lower end; None if this look has none.
 
-        Next to a weak reference, one that is not above ``at_most`` is unknown.
+        With a weak reference a value that is not above ``at_most`` is unknown.
         """
         if self.bound == "lower":
             ends = self._ends(new, "low")
@@ -369,15 +384,15 @@ class Threshold:
             return None
         weak = {n for n in ends if new.get(f"{n.rpartition('/')[0]}/{WEAK}", 0.0) > 0}
         ends |= {name: math.nan for name in weak if ends[name] <= self.at_most}
-        known = {name: value for name, value in ends.items() if not math.isnan(value)}
-        source = max(known, key=known.__getitem__, default="")
-        if not known or (len(known) < len(ends) and known[source] <= self.at_most):
-            highs = (new.get(f"{n}_high", math.nan) for n in ends if n not in known)
-            read = any(not math.isnan(high) for high in highs)
-            why = "too few texts are compared at this look to decide" if read else ""
-            why = WEAK_REFERENCE if weak - known.keys() else why
+        finite = {name: value for name, value in ends.items() if not math.isnan(value)}
+        source = max(finite, key=finite.__getitem__, default="")
+        if not finite or (len(finite) < len(ends) and finite[source] <= self.at_most):
+            highs = (new.get(f"{n}_high", math.nan) for n in ends if n not in finite)
+            is_measured = any(not math.isnan(high) for high in highs)
+            why = "too few texts are compared at this look to decide" if is_measured else ""
+            why = WEAK_REFERENCE if weak - finite.keys() else why
             return self._event(math.nan, why=why)  # an unknown end may be above at_most
-        return self._event(known[source], source=source)
+        return self._event(finite[source], source=source)
 
     def choice(self, loss: float) -> float:
         """Return ``leakage/choose``, the value to select a checkpoint by; lower is better.
@@ -402,10 +417,10 @@ class Threshold:
         return loss if weights is None else weights.choose(loss)
 
     def _none_chosen(self) -> str:
-        """Return the message that no weights were allowed, and which came nearest."""
+        """Return the message that no weights were allowed, and which weights came nearest."""
         nearest = "The interval was never known there"
-        if known := [choice for choice in self._choices if not math.isnan(choice[0])]:
-            end, step = min(known)
+        if finite := [choice for choice in self._choices if not math.isnan(choice[0])]:
+            end, step = min(finite)
             nearest = f"The nearest were those of step {step}, up to {end:.3f}"
         return (
             f"{CHOOSE} was infinite at all {len(self._choices)} validations: none was shown to "
@@ -413,7 +428,7 @@ class Threshold:
         )
 
     def _judge(self, event: GateEvent) -> bool:
-        """Count a look, and return whether the gate acts."""
+        """Count the breaches in a row, and return whether the gate acts on this one."""
         unknown = math.isnan(event.value)
         self._has_result |= not unknown
         if self.strict if unknown else event.value > self.at_most:
@@ -426,6 +441,7 @@ class Threshold:
     # ---- actions ----------------------------------------------------------------------------
 
     def _fire(self, engine: Engine, actions: GateActions, event: GateEvent) -> None:
+        """Take the action, record the decision, and save the run if it stops or raises."""
         changes = [defense.harden() for defense in self._defenses]
         hardened = tuple(change for change in changes if change is not None)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
@@ -461,7 +477,7 @@ class Threshold:
     # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of breaches in a row, and the notches."""
+        """Return the number of breaches in a row, and of notches if the gate hardens defences."""
         notches = {"notches": self.notches} if self.action == "harden" else {}
         return {"breaches": self._breaches, **notches}
 

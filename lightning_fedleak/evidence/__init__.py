@@ -1,4 +1,4 @@
-"""What somebody else can check of a run: its logs and its weights."""
+"""Checks of a run by somebody else: whether its logs, weights and repetition fit together."""
 
 from lightning_fedleak.evidence.chain import CONTRADICTED as CONTRADICTED
 from lightning_fedleak.evidence.chain import HOLDS as HOLDS

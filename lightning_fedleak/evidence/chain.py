@@ -1,4 +1,9 @@
-"""The chain over a log: each line holds the hash of the line before; and what a check finds."""
+"""Check the hash chains of a run's logs.
+
+Each line of a log holds the hash of the line before and a hash of itself. So a line cannot be
+changed, removed, added or moved without a contradiction. What the checks find is collected in a
+:class:`Verdict`.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +15,22 @@ from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import explain_errors
 
 HOLDS, OPEN, CONTRADICTED = 0, 2, 3
-"""Exit codes of ``fedleak verify``: all that was given holds; undecided; it does not hold."""
+"""Exit codes of ``fedleak verify``: everything holds; something is undecided; a contradiction."""
 
 
 @dataclass
 class Verdict:
-    """Collect what a check finds.
+    """Collect the findings of a verification, as sentences.
 
     Attributes:
-        contradictions: what cannot be so in the logs of an honest run.
-        open: what cannot be decided.
-        notes: what a reader should know.
-        lines: number of lines by file.
-        heads: hash of the last line by file; a run's end can be held against it later.
+        contradictions: findings that the logs of an honest run cannot have.
+        open: questions that the given files cannot decide.
+        notes: findings that are no fault, but that a reader should know.
+        lines: the number of lines by file.
+        heads: the hash of the last line by file. Kept elsewhere, it shows later whether lines were
+            changed or cut.
         checked: what was checked, each in a few words.
-        not_checked: what was not, and what would check it.
+        not_checked: what was not checked, and what would check it.
     """
 
     contradictions: list[str] = field(default_factory=list)
@@ -36,26 +42,26 @@ class Verdict:
     not_checked: list[str] = field(default_factory=list)
 
     def contradict(self, text: str) -> None:
-        """Add what cannot be so."""
+        """Add a contradiction."""
         self.contradictions.append(text)
 
     def leave_open(self, text: str) -> None:
-        """Add what cannot be decided."""
+        """Add a question that cannot be decided."""
         self.open.append(text)
 
     def note(self, text: str) -> None:
-        """Add what a reader should know."""
+        """Add a note."""
         self.notes.append(text)
 
     @property
     def status(self) -> int:
-        """The exit code: 3 after a contradiction, else 2 where something is open, else 0."""
+        """The exit code: 3 after a contradiction, else 2 if a question is open, else 0."""
         return CONTRADICTED if self.contradictions else OPEN if self.open else HOLDS
 
 
 @dataclass
 class _ChainedFile:
-    """A log as it is on the disk.
+    """The lines of a log file and their hashes.
 
     Attributes:
         name: The name of the file.
@@ -120,7 +126,7 @@ def _object_of(line: bytes) -> records.JsonObject | None:
 
 
 def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict) -> None:
-    """Check that each run begins once, is closed, and wrote nothing later.
+    """Check that each run begins once, has a last line, and wrote nothing after it.
 
     Args:
         record: The lines of ``run.jsonl``.
@@ -170,7 +176,7 @@ def _check_results(
         if line is None:
             continue
         run, place = str(line.get("run", "")), f"{results.name}, line {number}"
-        n_lines = ends.get(run)  # of results, when the run ended
+        n_lines = ends.get(run)  # number of lines of results when the run ended
         if run in begins and n_lines is not None and number > n_lines:
             verdict.contradict(f"{place}: run {run} had ended before")
         elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):
@@ -188,7 +194,7 @@ def _count_of(line: records.JsonObject, key: str) -> int | None:
 def _check_closing(
     line: records.JsonObject, results: _ChainedFile, place: str, verdict: Verdict
 ) -> None:
-    """Compare the length and last hash of ``leakage.jsonl`` in a line with that file."""
+    """Compare ``leakage.jsonl`` with its length and last hash in the last line of a run."""
     count, head = _count_of(line, "results"), line.get("results_head")
     if count is None:
         verdict.leave_open(f"{place}: it does not say how far {records.RESULTS} goes")
@@ -204,15 +210,19 @@ def _check_closing(
 
 
 def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
-    """Check that each look at a step is where the line before it had planned it.
+    """Check that each look was at the step for which an earlier line had planned it.
 
-    A run's first line says when its first look is, and each look when the next one is. A look that
-    was at another step, or failed, has a line that says so; the first one of a run that was resumed
-    as well, since it learns its step later. Of a run that was cut off, what comes after its last
-    line is not missed. The verdict gets what is wrong.
+    The first line of a run states the step of its first look, and the line of each look that of the
+    next. If a look failed or was at another step, a line of kind ``plan`` says so. A resumed run
+    may have one for its first look, because it learns its step later. Looks that a run has planned
+    after its last line are not missing if it was cut off.
+
+    Args:
+        record: The lines of ``run.jsonl``.
+        verdict: The verdict to which findings are added.
 
     Returns:
-        Whether a run says what it plans.
+        Whether any run states planned looks.
     """
     planned: dict[str, int | None] = {}
     intervals: dict[str, int | None] = {}
@@ -255,7 +265,7 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
 
 
 def _steps_between_looks(line: records.JsonObject) -> int | None:
-    """Return n of the setting ``every_n_steps=n``; None where looks are set by their cost."""
+    """Return n of the setting ``every_n_steps=n``; None if looks are planned by their cost."""
     monitor = line.get("monitor")
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
     name, _, number = looks.partition("=")
@@ -263,6 +273,6 @@ def _steps_between_looks(line: records.JsonObject) -> int | None:
 
 
 def runs_below(run: Path) -> str:
-    """Return the folders of other runs in a run's folder, in words; empty if there is none."""
+    """Return a sentence that names folders of other runs in a run's folder; empty without any."""
     places = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
     return f"other runs lie in {', '.join(places)} of '{run}'" if places else ""

@@ -1,4 +1,9 @@
-"""Whether the logs, gates, report and weights of a run fit together."""
+"""Verify a run: check whether its logs, gates, report and weights fit together.
+
+:func:`verify_run` is the only entry. It first checks the hash chains of the two logs
+(:mod:`~lightning_fedleak.evidence.chain`). If they hold, it checks the gates' decisions, the report
+and saved weights against the logs, and the run against a repetition of the training.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +33,8 @@ from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
 Maker = Callable[[Findings], records.JsonObject]
-_OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
-"""Keys of a report that differ between reports of the same logs."""
+_PER_REPORT_KEYS = ("made", "made_by", "problems", "people", "release")
+"""Keys of a report whose values differ between reports of the same logs."""
 
 
 def verify_run(
@@ -49,10 +54,10 @@ def verify_run(
 
     Args:
         run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
-        weights: folder or file of saved weights, which should be those that the last run of the
-            folder ended with, or of a checkpoint that was noted.
-        heads: hashes of last lines that were noted elsewhere; each must be of a line.
-        repetition: folder of the same training, run again; see :func:`_check_repetition`.
+        weights: folder or file of saved weights. They should be the last weights of the folder's
+            last run, or those of a checkpoint that the logs state.
+        heads: hashes of last lines that were kept elsewhere; each must be the hash of a line.
+        repetition: folder of logs of the same training, run again; see :func:`_check_repetition`.
 
     Raises:
         ReportError: a file is missing or cannot be read.
@@ -65,8 +70,8 @@ def verify_run(
     verdict.lines |= {name: len(log.hashes) for name, log in logs.items()}
     verdict.heads |= {name: log.head for name, log in logs.items()}
     check_closings(logs[records.RECORD], logs[records.RESULTS], verdict)
-    if others := runs_below(run):
-        verdict.leave_open(f"{others}: they are not checked; verify each")
+    if other_runs := runs_below(run):
+        verdict.leave_open(f"{other_runs}: they are not checked; verify each")
     if check_plans(logs[records.RECORD], verdict):
         checked.append("looks at the planned steps")
     else:
@@ -91,9 +96,9 @@ def verify_run(
     else:
         _check_weights(fits, weights, verdict)
         checked.append("weights")
-        beside = (weights if weights.is_dir() else weights.parent) / LEAKAGE
-        if beside.exists():
-            _check_report(beside, run, fits, leakage_file, verdict)
+        leakage = (weights if weights.is_dir() else weights.parent) / LEAKAGE
+        if leakage.exists():
+            _check_report(leakage, run, fits, leakage_file, verdict)
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
@@ -110,11 +115,11 @@ def verify_run(
 
 
 def _check_gates(fit: FitLog, verdict: Verdict) -> None:
-    """Check that each gate of a run acted where the logged values say that it must.
+    """Check that each gate of a run acted exactly when the logged values require it.
 
-    Gates on the value of one attack are checked, and gates on the worst of a family where one of
-    its attacks read more than the threshold. Those on the trained weights, or that acted because a
-    value was unknown or its control low, depend on more than the logged values.
+    Gates on the value of one attack are checked, and gates on the worst of a family if one of its
+    attacks exceeded the threshold. Gates on the trained weights are not checked, nor decisions by
+    an unknown value or a low control: they depend on more than the logged values.
     """
     if fit.is_federation:  # a RoundGate may act below its threshold, where a control is low
         return
@@ -126,44 +131,45 @@ def _check_gates(fit: FitLog, verdict: Verdict) -> None:
                 f"{value:g}, which is not above {limit:g}"
             )
     for gate in (fit.begin.gates or ()) if fit.begin is not None else ():
-        for step, value in _missed(fit, gate):
+        for step, value in _missed_breaches(fit, gate):
             verdict.contradict(
                 f"run {fit.run}, step {step}: {gate.metric} is {value:g}, and gate "
                 f"'{gate.name}' (at most {gate.at_most:g}) did not act"
             )
 
 
-def _missed(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int, float]]:
+def _missed_breaches(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int, float]]:
     """Yield the steps at which a gate had to act by the logged values and did not.
 
-    A run that was cut off may have ended before its gate was asked. One that goes on from a
-    checkpoint begins with breaches that no line holds.
+    The last step of a run that was cut off is not judged, because the gate may not have decided
+    yet. A resumed run with patience is not judged: its earlier breaches are in no line.
     """
-    limit, patience, above = gate.at_most, gate.patience or 0, 0
+    limit, patience, breaches = gate.at_most, gate.patience or 0, 0
     resumed = fit.begin is not None and fit.begin.resumed is not None
     if limit is None or gate.bound == "lower" or (resumed and patience):
         return
-    did = {line.step: line.did for line in fit.decisions if line.gate == gate.name}
+    actions = {line.step: line.did for line in fit.decisions if line.gate == gate.name}
     is_finished = fit.end is not None and fit.end.outcome == "finished"
     values = _watched_values(fit, gate.metric)
-    for step in sorted({*values, *did}):
+    for step in sorted({*values, *actions}):
         if step in values:
             value = values[step]
             is_breach = bool(gate.strict) if value is None else value > limit
-            above = above + 1 if is_breach else above * (value is None)
-            is_judged = step not in did and (is_finished or step != fit.last_step)
-            if value is not None and above > patience and is_judged:
+            breaches = breaches + 1 if is_breach else breaches * (value is None)
+            is_judged = step not in actions and (is_finished or step != fit.last_step)
+            if value is not None and breaches > patience and is_judged:
                 yield step, value
-        if did.get(step) == "hardened":
-            above = 0
-        elif step in did and gate.action in ("stop", "raise", "harden"):
+        if actions.get(step) == "hardened":
+            breaches = 0
+        elif step in actions and gate.action in ("stop", "raise", "harden"):
             return
 
 
 def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
     """Return the values of a metric by step, None where it is unknown.
 
-    The worst of a family is at least the highest known value of an attack of it at that step.
+    The worst of a family is in no line of results. It is at least the highest known headline of the
+    family's attacks at that step, which is returned instead.
     """
     values: dict[int, float | None] = {}
     for line in fit.results:
@@ -185,10 +191,18 @@ def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
 def _check_report(
     path: Path, run: Path, fits: Sequence[FitLog], make: Maker, verdict: Verdict
 ) -> None:
-    """Check that a file says what the logs of a folder give, as ``make`` writes it."""
+    """Check that a report has the content that ``make`` computes from the logs of a folder.
+
+    Args:
+        path: The path of the report.
+        run: The folder of the logs.
+        fits: The runs in the logs.
+        make: Returns the content of such a report.
+        verdict: The verdict to which findings are added.
+    """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        state = _standing_of(report)
+        state = _progress_of(report)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         verdict.contradict(f"{path.name} cannot be read as a report")
         return
@@ -200,7 +214,7 @@ def _check_report(
         content = records.as_json(make(findings(read([run / records.RECORD], run=name))))
         if _statements(content) == _statements(report):
             return
-        states.append(_standing_of(content))
+        states.append(_progress_of(content))
     if state in states:
         verdict.contradict(f"{path.name} does not say what the logs give")
     elif fits:
@@ -209,22 +223,22 @@ def _check_report(
         )
 
 
-def _standing_of(report: records.JsonObject) -> list[tuple[object, ...]]:
-    """Return which runs a report is of, and how far they were."""
+def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
+    """Return the runs of a report, with their steps and numbers of looks when it was made."""
     runs, keys = report["runs"], ("run", "name", "ended", "steps")
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
     return [(*map(run.get, keys), count) for run, count in zip(runs, looks, strict=True)]
 
 
 def _statements(report: records.JsonObject) -> records.JsonObject:
-    """Return what a report says of its runs, wherever they are and whoever they are of."""
-    parts = {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
-    without = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
-    return {**parts, "runs": without}
+    """Return the content of a report that depends on the logs alone: no folders or people."""
+    parts = {name: part for name, part in report.items() if name not in _PER_REPORT_KEYS}
+    runs = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
+    return {**parts, "runs": runs}
 
 
 def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> None:
-    """Check that saved weights are those of a checkpoint, or that the last run ended with."""
+    """Check that saved weights are those of a logged checkpoint, or the last run's final ones."""
     saved = hash_weights(_saved_tensors(place))
     checkpoints, is_unclear = _checkpoints_of(fits, saved)
     last = _last_fit(fits)
@@ -258,7 +272,11 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
 
 
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Return in words whose checkpoints these tensors are, and whether one was not compared."""
+    """Return the logged checkpoints that hold exactly these tensors, in words.
+
+    Returns:
+        The checkpoints, and whether any logged checkpoint could not be compared.
+    """
     checkpoints, is_unclear = [], False
     for line in [checkpoint for fit in fits for checkpoint in fit.checkpoints]:
         names = line.trained or ()
@@ -271,7 +289,7 @@ def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[l
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:
     """Return all tensors in a file, or in the files of a folder."""
-    patterns = ("*.safetensors", "*model*.bin", "*.ckpt")  # of several kinds the first
+    patterns = ("*.safetensors", "*model*.bin", "*.ckpt")  # the first kind that exists is read
     by_kind = [sorted(place.glob(pattern)) for pattern in patterns] if place.is_dir() else []
     files = [place] if place.is_file() else next(filter(None, by_kind), [])
     tensors: dict[str, Tensor] = {}
@@ -294,16 +312,16 @@ def _saved_tensors(place: Path) -> dict[str, Tensor]:
 # script on the same data again.
 
 _Values = dict[tuple[int, tuple[str, ...]], object]
-"""A value of a run: the step, and what it is."""
+"""The values of a run, by their step and their name (in parts)."""
 
 _TRAINING = "model", "training", "defenses"
-"""Facts of a run's first line that determine its weights."""
+"""Fields of a run's first line that determine its weights."""
 _PLATFORM = "versions", "machine"
-"""Facts that determine the order of the sums in a tensor, and so its last bits."""
+"""Fields that determine the order of floating-point sums, and so the last bits of tensors."""
 _SAVED = "weights of a checkpoint"
 _INTERVAL = "between looks"
-_KINDS = "trained", "frozen"
-"""Groups of the tensors before the first step; each group has one hash."""
+_TENSOR_GROUPS = "trained", "frozen"
+"""Groups of parameters; each group has one hash before the first step."""
 _DETERMINISTIC = "Freeze", "GradientCompression"
 """Classes of defences without random numbers."""
 
@@ -311,10 +329,10 @@ _DETERMINISTIC = "Freeze", "GradientCompression"
 def _check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
     """Compare a run with the last one of another folder: weights, losses and leakage.
 
-    They need the same settings, first weights, order of rows and platform, and no noise that is
-    drawn afresh; otherwise the answer is open. Leakage is compared up to the first step at which
+    The two must have the same settings, initial weights, order of rows and platform, and no fresh
+    random noise; otherwise the answer is open. Leakage is compared up to the first step at which
     only one of the runs looked, because later results of games depend on the earlier looks. Results
-    of attacks with a budget of time are not compared.
+    of attacks with a time budget are not compared.
 
     Args:
         fit: The run.
@@ -327,47 +345,47 @@ def _check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
     Raises:
         ReportError: The folder has no logs, or no run begins in them.
     """
-    again = _last_fit(read([place / records.RECORD]).fits)
-    if fit.begin is None or again is None or again.begin is None:
+    repeated_fit = _last_fit(read([place / records.RECORD]).fits)
+    if fit.begin is None or repeated_fit is None or repeated_fit.begin is None:
         raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
-    begin, other = fit.begin, again.begin
-    if reason := _obstacle(begin, other) or _other_start(fit, again):
+    begin, other = fit.begin, repeated_fit.begin
+    if reason := _why_incomparable(begin, other) or _why_different_start(fit, repeated_fit):
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {reason}")
         return []
-    looks, other_looks = ({line.step for line in run.looks} for run in (fit, again))
-    first_apart = min(looks ^ other_looks, default=math.inf)
-    values, repeated = ({**_losses(run), **_weights(run)} for run in (fit, again))
+    looks, other_looks = ({line.step for line in run.looks} for run in (fit, repeated_fit))
+    split_step = min(looks ^ other_looks, default=math.inf)
+    values, repeated = ({**_losses(run), **_weights(run)} for run in (fit, repeated_fit))
     if _attacks_of(begin) == _attacks_of(other):
-        values |= _results_before(fit, first_apart)
-        repeated |= _results_before(again, first_apart)
-        if first_apart < math.inf:
+        values |= _results_before(fit, split_step)
+        repeated |= _results_before(repeated_fit, split_step)
+        if split_step < math.inf:
             verdict.note(
-                f"leakage from step {first_apart} on is not compared: one run alone looked there"
+                f"leakage from step {split_step} on is not compared: one run alone looked there"
             )
         if timed := [attack.name for attack in begin.attacks if _has_budget(attack.config)]:
             verdict.note(f"not compared, because of a budget of seconds: {', '.join(timed)}")
     else:
         verdict.note("leakage is not compared: other attacks, or other settings of them")
-    weights = len(_weights(fit).keys() & _weights(again).keys())
+    weights = len(_weights(fit).keys() & _weights(repeated_fit).keys())
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
-    _compare_values(values, repeated, verdict, first_apart)
+    _compare_values(values, repeated, verdict, split_step)
     common = len(values.keys() & repeated.keys())
     values_of = f"{weights} hashes of weights, {common - weights} values of losses and leakage"
     return [f"repetition: {values_of}"]
 
 
 def _compare_values(
-    values: _Values, repeated: _Values, verdict: Verdict, first_apart: float
+    values: _Values, repeated: _Values, verdict: Verdict, split_step: float
 ) -> None:
-    """Name the first value that differs, and the first that only one run has.
+    """Add the first value that differs, and the first that only one run has, to the verdict.
 
     Args:
         values: The values of the run.
         repeated: The values of its repetition.
         verdict: The verdict to which findings are added.
-        first_apart: The first step at which only one run looked: from there on only one may have
-            leakage and losses.
+        split_step: The first step at which only one run looked. From there on leakage and losses
+            may be logged by one run alone.
     """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
@@ -379,7 +397,7 @@ def _compare_values(
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
-        if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
+        if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < split_step)
     ]
     for step, names in alone[:1]:
         verdict.leave_open(
@@ -389,12 +407,12 @@ def _compare_values(
 
 
 def _last_fit(fits: Sequence[FitLog]) -> FitLog | None:
-    """Return the run that began last; None where none has begun."""
+    """Return the run that began last; None if none has begun."""
     return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
-def _obstacle(begin: records.BeginLine, other: records.BeginLine) -> str:
-    """Return why two runs may differ, by facts of their first lines; empty if they may not."""
+def _why_incomparable(begin: records.BeginLine, other: records.BeginLine) -> str:
+    """Return why two honest runs may differ, by their first lines; empty if they must agree."""
     if begin.run == other.run:
         return "it is the same run"
     if any(defense.class_name not in _DETERMINISTIC for defense in begin.defenses):
@@ -419,18 +437,18 @@ def _without_rates(fact: object) -> object:
     return [_without_rates(entry) for entry in fact] if isinstance(fact, list) else fact
 
 
-def _other_start(fit: FitLog, again: FitLog) -> str:
+def _why_different_start(fit: FitLog, repeated_fit: FitLog) -> str:
     """Return why two runs may have begun with different weights or rows; empty if they did not."""
     assert fit.begin is not None
-    assert again.begin is not None
-    weights, others = fit.begin.weights or {}, again.begin.weights or {}
-    if set(weights) != {*_KINDS} or weights != others:
+    assert repeated_fit.begin is not None
+    weights, repeated = fit.begin.weights or {}, repeated_fit.begin.weights or {}
+    if set(weights) != {*_TENSOR_GROUPS} or weights != repeated:
         return "different weights before the first step, or not all were hashed"
-    if fit.begin.resumed is not None or again.begin.resumed is not None:
+    if fit.begin.resumed is not None or repeated_fit.begin.resumed is not None:
         return "one of them went on from a checkpoint: repeat the training from its first step"
-    if fit.end is None or again.end is None:
+    if fit.end is None or repeated_fit.end is None:
         return "one of them has no last line"
-    if fit.end.row_order is not None and fit.end.row_order == again.end.row_order:
+    if fit.end.row_order is not None and fit.end.row_order == repeated_fit.end.row_order:
         return ""
     return (
         "another order of rows, or another row_order.key: copy that of the run into the folder of "
@@ -452,7 +470,11 @@ def _has_budget(config: records.JsonObject | None) -> bool:
 
 
 def _losses(fit: FitLog) -> _Values:
-    """Return the losses of a run; those between looks are logged at other moments of a step."""
+    """Return the losses of a run.
+
+    Losses at looks and between looks have different names, because they are logged at different
+    moments of a step.
+    """
     lines: list[records.LookLine | records.MetricsLine] = [*fit.looks, *fit.metrics]
     return {
         (line.step, ("look" if isinstance(line, records.LookLine) else _INTERVAL, name)): value
@@ -472,7 +494,7 @@ def _weights(fit: FitLog) -> _Values:
 
 
 def _results_before(fit: FitLog, before: float) -> _Values:
-    """Return what attacks without a budget of time read before a step."""
+    """Return the results before a step, without those of attacks with a time budget."""
     return {
         (line.step, ("leakage", line.stage, line.attack, name)): value
         for line in fit.results

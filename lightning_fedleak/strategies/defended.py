@@ -13,7 +13,7 @@ from lightning_fedleak.defenses.release import CanaryHook, Client, Tap, UpdateRe
 from lightning_fedleak.lightning_packages import EitherStrategy, both, package_of, twin
 from lightning_fedleak.strategies.seams import combined, seam_of
 
-_RESOLVED_HERE = ("auto", "single_device")
+_AUTOMATIC_NAMES = ("auto", "single_device")
 _SUPPORTED = (
     "Pass 'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', ...), or an instance "
     "of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a subclass: "
@@ -50,7 +50,7 @@ class DefendedStrategy(EitherStrategy):
       inside backward, before which no process holds a gradient of its own.
 
     With several optimizers (manual optimization) each step of each optimizer is a release of its
-    own parameters, so a clip bounds each by itself. Without defences training is bit-identical to
+    own parameters, so a clip bounds each separately. Without defences training is bit-identical to
     the plain strategy's.
 
     A name is resolved when the Trainer takes the strategy; ``"auto"`` is resolved as by the
@@ -101,7 +101,7 @@ class DefendedStrategy(EitherStrategy):
         if not isinstance(strategy, str):
             self._become(strategy)
             return
-        if strategy not in _RESOLVED_HERE:
+        if strategy not in _AUTOMATIC_NAMES:
             _registries(strategy)
         self._fedleak_name = strategy
         # The Trainer sets these attributes before it calls `_configure_launcher`.
@@ -157,7 +157,7 @@ class DefendedStrategy(EitherStrategy):
         return self._fedleak.add_canaries(fn)
 
     def _become(self, inner: EitherStrategy) -> None:
-        """Turn this object into a defended one of the inner strategy's class."""
+        """Turn this object into an instance of the inner strategy's class with defences."""
         _check_inner(inner)
         attributes = {"_fedleak": self._fedleak, "outside_epsilon": self.outside_epsilon}
         state = vars(inner) | attributes
@@ -168,7 +168,7 @@ class DefendedStrategy(EitherStrategy):
         self._check_combination()  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
-        """Build the inner strategy: when the Trainer calls this, devices and nodes are known."""
+        """Build the inner strategy from its name, since devices and nodes are known by now."""
         if type(self) is not DefendedStrategy:
             super()._configure_launcher()
             return
@@ -190,7 +190,7 @@ class DefendedStrategy(EitherStrategy):
     def _resolve(self) -> Any:
         """Return the named strategy of the Trainer's package; for ``"auto"`` its default choice."""
         accelerator = self.accelerator
-        if self._fedleak_name not in _RESOLVED_HERE:
+        if self._fedleak_name not in _AUTOMATIC_NAMES:
             return _by_name(self._fedleak_name, accelerator)
         devices = self.parallel_devices or []
         names = ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
@@ -211,7 +211,7 @@ class DefendedStrategy(EitherStrategy):
         forks = interactive and self.num_nodes == 1
         return _by_name("ddp_fork" if forks else "ddp", accelerator)
 
-    # An instance is concrete before it is resolved too: it can be built from a config.
+    # Lightning's abstract methods, so that an instance exists before its name is resolved.
     @property
     def root_device(self) -> torch.device:
         """Raise an error: known once a Trainer has the strategy."""
@@ -234,7 +234,7 @@ def _not_attached() -> NoReturn:
 
 
 def _registries(name: str) -> list[Any]:
-    """Return the registries in which a name is a DDP strategy's, of the packages that are loaded.
+    """Return the strategy registries of the loaded Lightning packages that name a DDP strategy so.
 
     Raises:
         DefenseError: there is none.

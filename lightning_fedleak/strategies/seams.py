@@ -1,6 +1,9 @@
-"""The methods that a defended strategy overrides in the strategy that it wraps.
+"""Mix-ins ("seams") that insert the defences into the Lightning strategy that a user wraps.
 
-Lightning's Trainer is their host of defences.
+``DefendedStrategy`` becomes an instance of a class with three bases: a seam from this file, the
+class of the wrapped strategy, and ``DefendedStrategy``. The seam overrides methods of the wrapped
+strategy (setup, training step, optimizer step, checkpoints) and calls the defences' release there.
+:class:`_LightningHost` is what the release knows of the Trainer.
 """
 
 from __future__ import annotations
@@ -31,20 +34,20 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 else:  # at run time `combined` adds the class of one of the two packages as a second base
-    DDPStrategy = ModelParallelStrategy = Strategy = ABC  # its memory layout is that of strategies
+    DDPStrategy = ModelParallelStrategy = Strategy = ABC  # same memory layout as the real classes
     _MultiProcessingLauncher = object
 
 
 _COUNTERS = (None, "step", "epoch")
 """Values of a callback's ``monitor`` that do not depend on data."""
-_CHOOSE = "leakage/choose"
-"""The only metric of leakage that holds a validation loss."""
-_READERS = (
+_CHOOSE_METRIC = "leakage/choose"
+"""The only ``leakage/`` metric that holds a validation loss, which epsilon does not cover."""
+_GRADIENT_HOOKS = (
     *("on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step"),
     *("configure_gradient_clipping", "optimizer_step"),
 )
 """Hooks of modules and callbacks that may read a gradient before its release."""
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")  # none of its own hooks reads one
+_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")  # Lightning's own hooks read no gradient
 
 
 class _LightningHost(Host):
@@ -84,8 +87,8 @@ class _LightningHost(Host):
         """Return whether a monitor, the module or a callback may read ``p.grad``."""
         trainer = self._trainer
         owners = trainer.lightning_module, *trainer.callbacks
-        hooks = [getattr(o, name) for o in owners for name in _READERS if hasattr(o, name)]
-        users = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(_LIGHTNING)]
+        hooks = [getattr(o, name) for o in owners for name in _GRADIENT_HOOKS if hasattr(o, name)]
+        users = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(_PACKAGES)]
         return bool(users) or trainer.strategy._fedleak.is_watched
 
     def refusals(self) -> Mapping[str, object]:
@@ -119,7 +122,7 @@ class _LightningHost(Host):
             class_names = {cls.__name__ for cls in type(callback).__mro__}
             metric = getattr(callback, "monitor", None)
             # A metric of leakage is allowed as a gate is: the monitor refuses those on weights.
-            is_leakage = str(metric).startswith("leakage/") and metric != _CHOOSE
+            is_leakage = str(metric).startswith("leakage/") and metric != _CHOOSE_METRIC
             is_allowed = metric in _COUNTERS or is_leakage
             if class_names & {"EarlyStopping", "ModelCheckpoint"} and not is_allowed:
                 yield f"{type(callback).__name__}(monitor={metric!r})"
@@ -147,13 +150,13 @@ class _LightningHost(Host):
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward in the Trainer's precision, without its hooks, which are for a batch."""
+        """Run backward in the Trainer's precision, without the hooks that are called per batch."""
         trainer = self._trainer
         trainer.precision_plugin.backward(loss, trainer.lightning_module, trainer.optimizers[0])
 
     @contextmanager
     def without_logs(self) -> Iterator[None]:
-        """Restore, at the end, what training steps have logged; metrics of a module's own stay."""
+        """Restore the logged values at the end of the block; the module's own metrics stay."""
         results = self._trainer._results
         if results is None:
             yield
@@ -188,9 +191,10 @@ def _merged(
 ) -> Iterator[Callable[[Piece], AbstractContextManager[None]]]:
     """Merge the logged values of the pieces into values of the logical batch.
 
-    It yields a context manager to run each piece in. Lightning keeps the last value of a step, and
-    weights the values of an epoch by the batch size. While a piece runs, it is Lightning's batch.
-    At the end the value of a step is the reduction of all pieces by its ``reduce_fx``. For a
+    A piece is a physical batch, a part of the logical batch. The function yields a context manager
+    in which each piece runs. Within it Lightning takes the piece for its batch, so that values of
+    an epoch are weighted by the size of the piece. Of a step Lightning alone would keep the last
+    value. Here it is the reduction over all pieces by the metric's ``reduce_fx``. For a
     torchmetrics metric it is the value of the last piece.
     """
     sums: dict[str, tuple[Tensor, int]] = {}
@@ -252,7 +256,7 @@ def _reduced(
 
 CHECKPOINT_KEY = "lightning_fedleak_defenses"
 """Key in a checkpoint of the states of the defences, by defence name."""
-_FITTING = "fit"
+_FITTING = "fit"  # the value of Lightning's `trainer.state.fn` in `trainer.fit`
 
 # Settings of DistributedDataParallel that do not change the result of its reducer.
 _REDUCER_SETTINGS = {
@@ -271,7 +275,7 @@ _REDUCER_SETTINGS = {
 
 @functools.cache
 def combined(name: str, *bases: type) -> type:
-    """Return a class of several bases, whose instances can be pickled (for DDP's spawn).
+    """Return a new class with the given bases, whose instances can be pickled (for DDP's spawn).
 
     Args:
         name: the name of the class.
@@ -291,14 +295,14 @@ def _rebuild(name: str, *bases: type) -> Any:
 
 
 class _StateReturningLauncher(_MultiProcessingLauncher):
-    """Extends Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+    """A launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` that returns defence states.
 
     Lightning's launcher returns the trained weights to the main process, but not the releases that
-    the defences counted: the count would begin again at zero in the next fit.
+    the defences counted. Without them the count would begin again at zero in the next fit.
     """
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, object]:
-        """Return also the states of the defences, in the first process after a fit."""
+        """Add the states of the defences to what the first process returns after a fit."""
         extra = super().get_extra_results(trainer)
         if trainer.state.fn == _FITTING:
             buffer = io.BytesIO()
@@ -316,7 +320,10 @@ class _StateReturningLauncher(_MultiProcessingLauncher):
 
 
 class _Seam(Strategy):
-    """The base of a defended strategy before the wrapped one in the method resolution order."""
+    """A mix-in that calls the defences in any supported strategy; see the module's docstring.
+
+    It is the first base, so that its methods run before those of the wrapped strategy.
+    """
 
     _fedleak: UpdateRelease
 
@@ -331,7 +338,7 @@ class _Seam(Strategy):
         super()._configure_launcher()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Let the defences prepare the model before it is wrapped and optimizers exist."""
+        """Let the defences prepare the model, before it is wrapped and its optimizers exist."""
         fitting = trainer.state.fn == _FITTING
         if fitting or any(defense.acts_in_inference for defense in self._fedleak.defenses):
             assert self.lightning_module is not None
@@ -372,7 +379,7 @@ class _Seam(Strategy):
         self._fedleak.train_starts()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the loader that the defences make from the training loader; others unchanged."""
+        """Return the training loader as the defences change it; other loaders unchanged."""
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         if module is not None and module.trainer.training:
@@ -394,13 +401,13 @@ class _Seam(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Add the defences' states."""
+        """Save a checkpoint that also holds the states of the defences."""
         if self._fedleak.defenses:
             checkpoint[CHECKPOINT_KEY] = self._fedleak.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restore the defences' states when a fit resumes."""
+        """Load a checkpoint, and restore the defences' states when a fit resumes."""
         with self._fedleak.paused():
             checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         module = self.lightning_module
@@ -415,7 +422,12 @@ class _Seam(Strategy):
 
 
 class _DDPSeam(_Seam, DDPStrategy):
-    """The seam of a DDPStrategy, whose stages depend on who is a client."""
+    """The seam of a DDPStrategy.
+
+    If each rank is a client and a defence acts on gradients, the model is not wrapped in
+    DistributedDataParallel, whose reducer would send undefended gradients. The release then
+    reduces the defended gradients, and this class broadcasts buffers as DDP would.
+    """
 
     _fedleak_buffers_differ = False
 
@@ -461,7 +473,7 @@ class _DDPSeam(_Seam, DDPStrategy):
         refuse("DefendedStrategy: ", refusals)
 
     def configure_ddp(self) -> None:
-        """Wrap the model in DistributedDataParallel only if its reducer may run."""
+        """Wrap the model in DDP if its reducer may run; else only synchronise the first weights."""
         if self._fedleak.reduces:
             assert self.lightning_module is not None
             twin("overrides.distributed._sync_module_states", self)(self.lightning_module)
@@ -479,7 +491,7 @@ class _DDPSeam(_Seam, DDPStrategy):
         super().on_validation_start()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step. The buffers then differ, and are broadcast once before the next batch."""
+        """Step the optimizer, and note that the buffers of the ranks may differ from now on."""
         result = super().optimizer_step(*args, **kwargs)
         self._fedleak_buffers_differ = True
         return result
@@ -497,7 +509,7 @@ class _DDPSeam(_Seam, DDPStrategy):
 
 
 class _ModelParallelSeam(_Seam, ModelParallelStrategy):
-    """The seam of FSDP2: all processes are one client, and gradients are sharded."""
+    """The seam of FSDP2, where all processes are one client and gradients are DTensors."""
 
     def _check_combination(self) -> None:
         release = self._fedleak
@@ -547,7 +559,10 @@ class _ModelParallelSeam(_Seam, ModelParallelStrategy):
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state. Torch creates a missing state by a step at a learning rate of 0."""
+        """Return the state of an optimizer, without counting a release.
+
+        Torch creates a missing state by a step at a learning rate of 0.
+        """
         with self._fedleak.paused():
             return super().optimizer_state(optimizer)
 
@@ -556,7 +571,7 @@ class _ModelParallelSeam(_Seam, ModelParallelStrategy):
 
 
 def seam_of(inner: type) -> type:
-    """Return the seam of a class of strategies."""
+    """Return the seam class for a strategy class."""
     if issubclass(inner, both("strategies.DDPStrategy")):
         return _DDPSeam
     sharded = issubclass(inner, both("strategies.ModelParallelStrategy"))

@@ -175,7 +175,7 @@ class TokenBatch:
         return real & (columns <= ends if one_way or self.kind == "causal" else ends >= 0)
 
     def _predicting(self, counted: Tensor) -> Tensor:
-        """Return (B, L) bool: positions with a gradient, or if unknown those that predict labels."""
+        """Return (B, L) bool: positions with a gradient; if unknown, those that predict labels."""
         if (observed := self.live if self.reached is None else self.reached) is not None:
             return observed.to(counted.device)
         return _preceding(counted) if self.kind == "causal" else counted

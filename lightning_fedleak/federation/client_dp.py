@@ -268,7 +268,7 @@ class ClientDP(Defense):
         return self.trust != "secure_aggregation" and self._budget.can_harden
 
     def harden(self) -> str | None:
-        """Double the noise from the next release on; return the change in words, None at the limit."""
+        """Double the noise from the next release on; return the change, or None at the limit."""
         return self._budget.harden() if self.can_harden else None
 
     # ---- a round ----------------------------------------------------------------------------

@@ -504,7 +504,7 @@ class RoundObserver:
     # ---- names ------------------------------------------------------------------------------
 
     def headlines(self) -> list[str]:
-        """Return the log names of each family's worst value, and of those that it is the worst of."""
+        """Return the log names of each family's worst value, and of the values it is taken from."""
         results = self.engine.results
         worst = [f"{core.WORST}/{family}" for family in results.families]
         return worst + [n for family in results.families for n in results.headlines(family)]

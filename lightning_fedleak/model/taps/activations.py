@@ -65,7 +65,8 @@ class ActivationTap:
         states: whether to record the hidden states.
         gradients: whether to record the gradient of the loss with respect to them.
         reach: whether to record the gradient also if nothing below the layer is trained (layer 0
-            with frozen embeddings), with hidden states that require a gradient. Backward then runs down
+            with frozen embeddings), with hidden states that require a gradient.
+            Backward then runs down
             to the layer. Not with reentrant checkpoints, whose parameters would get gradients that
             they do not get without the tap; nor may a measurement begin or end between a
             checkpointed forward and its backward.

@@ -268,7 +268,7 @@ class ClientDP(Defense):
         return self.trust != "secure_aggregation" and self._budget.can_harden
 
     def harden(self) -> str | None:
-        """Double the noise, from the next release on."""
+        """Double the noise from the next release on; return the change, or None at the limit."""
         return self._budget.harden() if self.can_harden else None
 
     # ---- a round ----------------------------------------------------------------------------
@@ -475,6 +475,7 @@ class ClientDP(Defense):
         self._budget.check_not_overdrawn()
 
     def _terms(self) -> dict[str, object]:
+        """Return the terms of the account, which those of an existing ledger must equal."""
         return {
             "unit": "client",
             "clients": self.clients,

@@ -69,7 +69,7 @@ class RoundSettings(core.WatchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundRun(core.Run):
-    """A federation as a run of the engine: one process, in which a client's rank is its number.
+    """A federation as a run of the engine, in one process. A hash of a client's name is its rank.
 
     Attributes:
         optimizers: the optimizer that the server prescribed.
@@ -431,12 +431,12 @@ class RoundObserver:
             client: the client whose update was looked at.
             seconds: the duration of the look.
             round_seconds: the duration of the round's training.
-            beside_seconds: the further duration of each round, with or without a look.
+            beside_seconds: the duration of the other work of each round, with or without a look.
         """
         engines = (e for (name, _), e in self._clients.items() if client in (name, SUM))
         waiting = any(engine.results.waiting for engine in engines)
         if self._cadence is not None and not waiting:
-            # At least 1 %, so that a next look comes even if the further duration takes the share.
+            # At least 1%, so that looks go on even if the other work uses up the allowed share.
             free = max(round_seconds - beside_seconds / self._cadence.share, round_seconds / 100)
             self.next_look[client] = self._cadence.after_look(self.round_, seconds, free)
 
@@ -504,7 +504,7 @@ class RoundObserver:
     # ---- names ------------------------------------------------------------------------------
 
     def headlines(self) -> list[str]:
-        """Return the log names of each family's worst, and of the values that it is taken from."""
+        """Return the log names of each family's worst value, and of the values it is taken from."""
         results = self.engine.results
         worst = [f"{core.WORST}/{family}" for family in results.families]
         return worst + [n for family in results.families for n in results.headlines(family)]

@@ -1,4 +1,7 @@
-"""A batch as the client has it: token ids, labels, masks."""
+"""The client's batch as token ids, labels and masks, whatever form the user's code gives it.
+
+Several texts that are packed into one row are its *documents*.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ _LABELS: dict[Kind, str] = {
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
 HIDDEN = -5e3
-"""Largest score of an additive attention mask that hides: libraries write -10,000 or less."""
+"""Score at or below which an additive mask hides a position: libraries write -10,000 or less."""
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 ADAPTER = " Else give settings= a batch_adapter=, a function from your batch to a TokenBatch."
-"""What ends the message of an unknown form, for those who take an adapter."""
+"""The last sentence of an error about a batch: how an adapter can read it."""
 
 
 class BatchError(ValueError):
@@ -52,19 +55,17 @@ class TokenBatch:
         kind: meaning of the labels (:data:`lightning_fedleak.model.anatomy.Kind`).
         position_ids: (B, L) or (1, L) integers, or None. A document begins where they do not
             increase by one.
-        documents: (B, L) integers, for several documents in a row: one begins where the number
-            changes, or where ``position_ids`` say so. Kept as the document's number in its row;
-            None means one document in a row.
-        crossing: whether documents attend to the others of their row. None: it is not known yet, so
-            that a monitor tries it on the model
-            (:func:`~lightning_fedleak.model.taps.calls.crosses`).
-        preferences: whether the loss prefers some texts to others, as that of DPO does, so that the
-            rejected ones are in the gradient with the other sign.
-        live: (B, L) bool, the positions whose logits have a gradient, as the graph of a step shows
-            them; None: those that predict a label.
-        soft_labels: whether the loss has targets that are no single labels, as in distillation, so
-            that the labels are not all that there are.
-        reached: (B, L) bool, the ids that any term of the loss depends on; None: it is not known.
+        documents: (B, L) integers that number the documents of a row. A document begins where the
+            number changes, and where ``position_ids`` begin one. Stored as 0, 1, ... in each row.
+            None means one document per row.
+        crossing: whether the documents of a row attend to each other. None: unknown, so that it is
+            tested (:func:`~lightning_fedleak.model.taps.calls.crosses`).
+        preferences: whether the loss prefers some answers to others, as that of DPO does. The
+            gradients of rejected answers then have the opposite sign.
+        live: (B, L) bool, the positions whose logits have a gradient, read from the autograd graph
+            of the step. None: the positions that predict a label.
+        soft_labels: whether the loss also has targets that are no single labels (distillation).
+        reached: (B, L) bool, the ids that any term of the loss depends on; None: unknown.
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -105,9 +106,9 @@ class TokenBatch:
     def target_ids(self) -> Tensor:
         """Return the ids that the loss is computed on, (n,) int64 in order, repeats included.
 
-        Of a causal batch they are the labels without each row's first and without -100, or without
-        labels the input ids that ``attention_mask`` does not pad; of the others (a classifier's are
-        classes) all labels without -100. On CUDA this waits for the device.
+        For a causal batch they are its labels, or without labels its unpadded input ids, without
+        the first of each row. For other models they are all labels (classes, for a classifier).
+        Labels of -100 are excluded. On CUDA this waits for the device.
 
         Raises:
             BatchError: a batch that is not causal has no labels, or they are no integers.
@@ -120,16 +121,16 @@ class TokenBatch:
         if self.labels is None:
             return _unmasked(self.input_ids, self.attention_mask, start=1)
         _check(_holds_ids(self.labels), "the labels are no ids", self.labels)
-        # A first token is predicted behind virtual tokens alone, which only a graph shows.
-        unread = self.kind == "causal" and self.live is None
-        targets = self.labels[:, 1:] if unread else self.labels
+        # Only virtual tokens (prompt tuning) predict a row's first token; only a graph shows them.
+        skips_first = self.kind == "causal" and self.live is None
+        targets = self.labels[:, 1:] if skips_first else self.labels
         return targets[targets != IGNORE_INDEX].long()
 
     def context_ids(self, *, one_way: bool = False) -> Tensor:
-        """Return the ids that are read and that the loss depends on, (n,) int64, with repeats.
+        """Return the input ids that the loss depends on, (n,) int64, with repeats.
 
-        Padding is among them if a term of the loss reaches it. The ids that a decoder reads beside
-        an encoder come last, without those that it starts with. On CUDA this waits for the device.
+        Padding is among them if a term of the loss reaches it. The inputs of an encoder-decoder's
+        decoder come last, without its start tokens. On CUDA this waits for the device.
 
         Args:
             one_way: see :meth:`context_mask`.
@@ -149,13 +150,13 @@ class TokenBatch:
     def context_mask(self, *, one_way: bool = False) -> Tensor:
         """Return (B, L) bool, which of the ``input_ids`` the loss depends on, without padding.
 
-        A causal text's last token predicts nothing, so that no layer's gradient depends on it and
-        it leaks as a label only. The same holds for the last token whose label counts and all that
-        follow it, and for a text without a label, as far as no other term of the loss reaches them.
+        A causal text's last token predicts nothing. No layer's gradient depends on it as an input,
+        so it leaks as a label only. The same holds for the last token with a label and all that
+        follow it, and for a text without a label, unless another term of the loss reaches them.
 
         Args:
             one_way: whether a classifier's tokens attend to no later ones. If each token has a
-                class, tokens after the last one that counts are then left out.
+                class, tokens after the last one with a label are then excluded.
         """
         mask, labels, ids = self.attention_mask, self.labels, self.input_ids
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -167,20 +168,20 @@ class TokenBatch:
         columns = torch.arange(ids.shape[1], device=real.device).expand_as(real)
         numbers = self.documents if self.documents is not None and not self.crossing else None
         numbers = torch.zeros_like(columns) if numbers is None else numbers.to(real.device)
-        last = torch.full_like(columns, -1).scatter_reduce(
+        ends = torch.full_like(columns, -1).scatter_reduce(
             1, numbers, columns.masked_fill(~counted, -1), "amax"
         )
-        last = last.gather(1, numbers)
-        return real & (columns <= last if one_way or self.kind == "causal" else last >= 0)
+        ends = ends.gather(1, numbers)
+        return real & (columns <= ends if one_way or self.kind == "causal" else ends >= 0)
 
     def _predicting(self, counted: Tensor) -> Tensor:
-        """Return (B, L) the positions that predict a label of ``counted``, or have a gradient."""
-        if (seen := self.live if self.reached is None else self.reached) is not None:
-            return seen.to(counted.device)
+        """Return (B, L) bool: positions with a gradient; if unknown, those that predict labels."""
+        if (observed := self.live if self.reached is None else self.reached) is not None:
+            return observed.to(counted.device)
         return _preceding(counted) if self.kind == "causal" else counted
 
     def _number_documents(self) -> None:
-        """Keep the number of each token's document within its row, where the batch marks any."""
+        """Store each token's document number within its row, if the batch marks documents."""
         ids = self.input_ids
         starts = torch.zeros_like(ids, dtype=torch.bool)[:, 1:]
         for name, step in (("position_ids", 1), ("documents", 0)):
@@ -204,7 +205,7 @@ class TokenBatch:
         return len(places) > len(set(rows.flatten().tolist()))
 
     def document_places(self) -> Tensor:
-        """Return (N, L') int64, where in the flattened (B L) each document's tokens are, then -1.
+        """Return (N, L') int64: each document's indices in the flattened batch, filled with -1.
 
         Padding belongs to no document. On CUDA this waits for the device.
         """
@@ -220,10 +221,10 @@ class TokenBatch:
         return nn.utils.rnn.pad_sequence(list(documents), batch_first=True, padding_value=-1)
 
     def by_document(self) -> TokenBatch:
-        """Return the batch with one document in a row, padded on the right; itself if it is so.
+        """Return the batch with one document per row, padded on the right; itself if not packed.
 
         Raises:
-            BatchError: a document is not read by itself, so that it is no text of its own.
+            BatchError: a document's text, labels or positions are not its own alone.
         """
         if not self.is_packed:
             return self
@@ -262,11 +263,11 @@ class TokenBatch:
         )
 
     def per_document(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Return what each document holds of values (B, L, ...), as rows of :meth:`by_document`.
+        """Return values (B, L, ...) of tokens, rearranged to the rows of :meth:`by_document`.
 
         Args:
             values: The values of each token of the batch.
-            fill: value behind the end of a document.
+            fill: The value after the end of a document.
         """
         if not self.is_packed:
             return values
@@ -275,25 +276,24 @@ class TokenBatch:
         return parts.masked_fill((places < 0).view(*places.shape, *[1] * (parts.dim() - 2)), fill)
 
     def check_values(self, readable: int | None, n_labels: int) -> None:
-        """Raise an error for unknown ids, or a mask that hides what is trained on.
+        """Raise an error for ids outside the vocabulary, or a mask that hides the trained tokens.
 
-        A mask is considered inverted (1 where padded, or 0 where it is added to scores) if it keeps
-        no token that has a label, or no token at all, or only one id many times while it hides
-        several others. A mask may hide any number of tokens, and padding may have a label. On CUDA
-        this waits for the device.
+        A mask counts as inverted (1 where padded, or 0 where it is added to scores) if it keeps no
+        token that has a label, or no token at all, or only repeats of one id while it hides several
+        ids. It may hide any other tokens, and padding may have labels. On CUDA this waits.
 
         Args:
             readable: rows of the input embedding; None leaves ``input_ids`` unchecked.
             n_labels: rows of the head; a classifier's labels are not compared with it.
 
         Raises:
-            BatchError: says what contradicts what, never which ids.
+            BatchError: ids or mask are inconsistent; the message contains no ids.
         """
-        words = self.labels is not None and self.kind != "classifier"
-        targets = self.target_ids() if words or self.kind == "causal" else None
+        has_ids = self.labels is not None and self.kind != "classifier"
+        targets = self.target_ids() if has_ids or self.kind == "causal" else None
         problem = None
         ids, mask = _unmasked(self.input_ids, self.attention_mask), self.attention_mask
-        if words and targets is not None and _any_outside(targets, n_labels):
+        if has_ids and targets is not None and _any_outside(targets, n_labels):
             problem = (
                 f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores -100)"
             )
@@ -314,7 +314,7 @@ class TokenBatch:
             )
 
     def _hides_words(self, mask: Tensor, visible: Tensor, targets: Tensor | None) -> bool:
-        """Return whether a mask (B, L) must be inverted; ``visible`` are the ids that it keeps."""
+        """Return whether a mask (B, L) is inverted; ``visible`` are the ids that it keeps."""
         labels = self.labels
         if len(visible) == 0:
             return labels is None or targets is None or len(targets) > 0
@@ -352,9 +352,9 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
 
     - mappings (dict, ``BatchEncoding``, ``UserDict``) and objects (dataclasses, named tuples) with
       ``input_ids`` and, if they have them, ``labels`` and ``attention_mask``. Labels under another
-      usual name (``targets``, ``y``) raise an error. Documents that are packed into a row are told
-      apart by ``position_ids`` that begin again, ``seq_idx``, ``cu_seq_lens`` (also
-      ``cu_seq_lens_q``; of a single row) and masks (B, H, L, L) or (B, L, L) of attention.
+      usual name (``targets``, ``y``) raise an error. Packed documents are separated by
+      ``position_ids`` that begin again, ``seq_idx``, ``cu_seq_lens`` or ``cu_seq_lens_q`` (for a
+      single row), and attention masks (B, H, L, L) or (B, L, L).
       ``completion_mask`` without ``labels`` is that of TRL's chosen and rejected answers;
     - ``(input_ids,)``, ``(input_ids, labels)``, ``(input_ids, attention_mask, labels)`` as tuple or
       list; of two, a second of dtype bool is the mask;
@@ -394,8 +394,7 @@ def write_batch(batch: Any, tokens: TokenBatch) -> Any:
     """Return a copy of ``batch`` with the ids and labels of ``tokens``, in the same form.
 
     It takes the forms of :func:`read_batch`. Everything else (mask, other fields) is the same
-    object in both, except the text that a ``BatchEncoding`` of a fast tokenizer has beside its
-    tensors: the copy has none.
+    object in both. Only the text that a fast tokenizer's ``BatchEncoding`` holds is not copied.
 
     Args:
         batch: the argument of :func:`read_batch`.
@@ -462,7 +461,7 @@ def other_fields(batch: Any) -> tuple[str, ...]:
 
 
 def adapter_to_copy(batch: object, kind: Kind, watcher: str) -> str:
-    """Return the code of a ``batch_adapter`` to fill in, with the batch's form, for a watcher."""
+    """Return a template of a ``batch_adapter`` for this form of batch; ``watcher`` takes it."""
     return f"""
     from lightning_fedleak.engine import WatchSettings
     from lightning_fedleak.model.batches import TokenBatch
@@ -479,13 +478,14 @@ def adapter_to_copy(batch: object, kind: Kind, watcher: str) -> str:
 
 
 def _check_copy(batch: Any, new_batch: Any, unchanged: bool) -> Any:
-    """Return a copy, or raise an error if a change of it changed the original."""
+    """Return a copy, or raise an error if the original changed with it."""
     shares = new_batch is batch or not unchanged
     _check(not shares, "a copy of the batch shares its fields with it", batch)
     return new_batch
 
 
 def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBatch:
+    """Return the batch whose fields ``get`` returns by name, None for a missing one."""
     ids, mask, positions = get("input_ids"), get("attention_mask"), get("position_ids")
     labels, preferences = _labels(batch, get, kind)
     _check(
@@ -502,24 +502,24 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
             and mask.dim() in (3, 4)
             and mask.shape[-2:] == 2 * ids.shape[1:]
         ):
-            sees = mask > HIDDEN if mask.is_floating_point() else mask != 0
-            sees = (sees.any(1) if mask.dim() == 4 else sees).expand(len(ids), -1, -1)
-            apart = ~sees.diagonal(-1, 1, 2)
-            numbers = functional.pad(apart, (1, 0)).cumsum(1) if ids.shape[1] else ids
+            attends = mask > HIDDEN if mask.is_floating_point() else mask != 0
+            attends = (attends.any(1) if mask.dim() == 4 else attends).expand(len(ids), -1, -1)
+            starts = ~attends.diagonal(-1, 1, 2)
+            numbers = functional.pad(starts, (1, 0)).cumsum(1) if ids.shape[1] else ids
             documents = numbers if documents is None else documents + numbers
-            mask = sees.diagonal(0, 1, 2)
+            mask = attends.diagonal(0, 1, 2)
     return TokenBatch(ids, labels, mask, kind, positions, documents, preferences=preferences)
 
 
 def _labels(batch: object, get: Callable[[str], Any], kind: Kind) -> tuple[Any, bool]:
-    """Return the labels, and whether they are of answers that the loss compares."""
+    """Return the labels, and whether the loss prefers some of the answers they mark (TRL)."""
     labels, ids, answers = get("labels"), get("input_ids"), get("completion_mask")
     if labels is not None:
         return labels, False
     dims = (1, 2) if kind == "classifier" else (2,)
     for name in _OTHER_LABELS:
-        may_be = isinstance(value := get(name), Tensor) and value.dim() in dims
-        _check(not may_be, f"the batch has no 'labels', but '{name}', which may be", batch)
+        is_candidate = isinstance(value := get(name), Tensor) and value.dim() in dims
+        _check(not is_candidate, f"the batch has no 'labels', but '{name}', which may be", batch)
     if kind != "causal" or not isinstance(answers, Tensor) or not isinstance(ids, Tensor):
         return None, False
     return ids.masked_fill(answers == 0, IGNORE_INDEX), True
@@ -531,8 +531,8 @@ def _marked_documents(ids: Tensor, get: Callable[[str], Any]) -> Tensor | None:
     if lengths is None:
         numbers = get("seq_idx")
         return numbers if isinstance(numbers, Tensor) else None
-    several = f"cu_seq_lens of {len(ids)} rows: of which tokens they are is unknown"
-    _check(len(ids) == 1, several, lengths)
+    problem = f"cu_seq_lens of {len(ids)} rows: of which tokens they are is unknown"
+    _check(len(ids) == 1, problem, lengths)
     ends = torch.as_tensor(lengths, device=ids.device).flatten()
     places = torch.arange(ids.shape[1], device=ids.device, dtype=ends.dtype)
     return torch.searchsorted(ends, places, right=True)[None]
@@ -546,12 +546,12 @@ def _unmasked(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
 
 
 def before_last(flags: Tensor) -> Tensor:
-    """Return (B, L) whether a position is before the last one of its row that is set."""
+    """Return (B, L) bool: the positions before the last True of their row."""
     return _preceding(flags.flip(1).cumsum(1).flip(1) > 0)
 
 
 def _preceding(flags: Tensor) -> Tensor:
-    """Return (B, L) whether the next position of the row is set."""
+    """Return (B, L) bool: the positions right before a True of their row."""
     return torch.cat([flags[:, 1:], torch.zeros_like(flags[:, :1])], dim=1)
 
 

@@ -1,4 +1,4 @@
-"""How shared tensors are compressed, and the error of that."""
+"""Methods of compression of shared tensors, and the error that each leaves in them."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def low_rank(values: Tensor, rank: int, factor: Tensor | None = None) -> tuple[T
     Args:
         values: (n, ...), read as a matrix (n, m).
         rank: columns of the factors.
-        factor: (m, rank) of the update before; None for the first one, which begins with numbers
-            that are the same everywhere.
+        factor: (m, rank) the right factor of the previous update; None for the first update, which
+            begins with random numbers of a fixed seed, the same on every client.
     """
     matrix = values.flatten(1)
     if factor is None or not bool(factor.any()):

@@ -1,7 +1,9 @@
-"""Running the model on any text without a trace: its logits, and hidden states at a layer.
+"""Run the model on any text *without a trace*: for its logits, or hidden states at a layer.
 
-Every forward of this package runs inside :func:`undisturbed`. It calls the model's ``forward``,
-which handles masks, positions, PEFT and sharding. A run for hidden states stops after the layer.
+Without a trace means that the run changes neither the model nor the random generators, so that
+training continues as if it had not happened. Every forward of this package runs inside
+:func:`undisturbed`, which restores them. It calls the model's ``forward``, which handles masks,
+positions, PEFT and sharding. A run for hidden states stops after the layer.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
 
 WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
-_DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # not its debuggers
+_DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # without its debuggers
 _HOOK_PACKAGES = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), *WHOLE_MODEL_PACKAGES)
 _DEEPSPEED = ("deepspeed",)
 TRAINING_PACKAGES = (*_HOOK_PACKAGES, *_DEEPSPEED)
 
-_open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
+# The roots of the undisturbed() blocks that the current code runs in, outermost first.
+_open_roots: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
 
 def is_observed() -> bool:
@@ -51,7 +54,7 @@ def is_observed() -> bool:
 
     Hooks that change a client's data must do nothing then.
     """
-    return bool(_open.get())
+    return bool(_open_roots.get())
 
 
 @contextmanager
@@ -64,25 +67,25 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     (:func:`~lightning_fedleak.model.model_state.preserve_process`: random generators, autocast),
     and each module's ``training`` flag, without a call of a user's ``train()``. What FSDP2 had
     sharded is sharded again. Compiled modules run eagerly, and autocast stores no cast weights.
-    Gradients stay enabled or disabled; a backward belongs inside. ``input_ids`` are given by the
-    name that the model's forward has for them.
+    Gradients stay enabled or disabled; a backward belongs inside. The yielded model takes
+    ``input_ids``, whatever name its own forward has for them.
 
-    It may be nested: each call restores modes and the state of the process, and the outermost call
-    of a root restores its modules. :func:`is_observed` is True meanwhile. Not restored is what no
-    module holds: files, global variables, closures, class attributes, and objects whose state
+    Blocks may be nested: each restores modes and the state of the process, and the outermost block
+    of a root restores its modules. :func:`is_observed` is True inside. State that no module holds
+    is not restored: files, global variables, closures, class attributes, and objects whose state
     cannot be read.
 
     Raises:
         RuntimeError: a parameter was written to and could not be restored.
     """
-    root, before = anatomy.root, _open.get()
+    root, outer_roots = anatomy.root, _open_roots.get()
     modules = model_state.modules_of(root)
     flags = [m.training for m in modules]
     # Linear4bit of bitsandbytes would pack its weights in eval mode, and have no backward any more.
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(model_state.preserve_process())
-        if not any(root is other for other in before):
+        if not any(root is outer for outer in outer_roots):
             stack.enter_context(model_state.preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(root))
         if is_compiled(root):
@@ -90,7 +93,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         # Older torch would store weights that are cast without gradient for training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        _open.set((*before, root))
+        _open_roots.set((*outer_roots, root))
         try:
             for module in modules:
                 if module.training:  # setting an attribute of a module is slow
@@ -106,7 +109,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
                     module.training = flag
             for module in packing:
                 module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
-            _open.set(before)
+            _open_roots.set(outer_roots)
 
 
 def hidden_states(
@@ -188,14 +191,14 @@ def sees_no_later(anatomy: Anatomy) -> bool:
 
 @contextmanager
 def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES) -> Iterator[None]:
-    """Run only those hooks on modules within that the model needs, see :func:`hidden_states`.
+    """Run only those module hooks inside the block that the model needs: :func:`hidden_states`.
 
-    They run to the end even if an exception stops the forward, so that FSDP2 frees what it
-    gathered. Hooks that are registered meanwhile stay. ZeRO-3's would take the run for a part of a
-    training step; instead, parameters are gathered for each call of their module.
+    They run even if an exception stops the forward, so that FSDP2 frees the parameters that it
+    gathered. Hooks that are registered inside the block stay. ZeRO-3's own hooks would count the
+    run as part of a training step. Parameters are gathered for each call of their module instead.
 
     Args:
-        root: module whose hooks, and whose submodules' hooks, are meant.
+        root: module whose hooks, and whose submodules' hooks, are selected.
         packages: packages whose hooks run.
     """
     holders: list[dict[str, Any]] = [m.__dict__ for m in model_state.modules_of(root)]
@@ -220,7 +223,7 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
 
 
 def _gather_in_calls(root: nn.Module, stack: ExitStack) -> None:
-    """Gather a module's parameters that ZeRO-3 has sharded in each call, until the stack ends."""
+    """Gather ZeRO-3's shards before each call of their module, and free them after it."""
     sharded = {*filter(is_absent, root.parameters())}
 
     def gather(module: nn.Module, *_: object) -> None:
@@ -239,6 +242,7 @@ def _gather_in_calls(root: nn.Module, stack: ExitStack) -> None:
 
 
 def _owned(module: nn.Module) -> list[Any]:
+    """Return the parameters of a module itself, without those of its children."""
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
@@ -246,8 +250,8 @@ def _owned(module: nn.Module) -> list[Any]:
 def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Run the forward hooks of modules even if an exception stops the forward.
 
-    ZeRO-3's do not: a gradient checkpoint stops its recomputation by an exception, and the backward
-    still needs the layer that they would shard.
+    ZeRO-3's hooks are excluded. A gradient checkpoint stops its recomputation by an exception, and
+    its backward still needs the layer that these hooks would shard.
     """
     with_hooks = [x for x in holders if x["_forward_hooks"]]
     always = [(x["_forward_hooks_always_called"], x["_forward_hooks"]) for x in with_hooks]
@@ -264,6 +268,7 @@ def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
 
 def _comes_from(hook: Callable[..., Any], packages: Sequence[str]) -> bool:
+    """Return whether a hook's function is defined in one of these packages."""
     home = model_state.hook_home(hook)
     return any(home == name or home.startswith(f"{name}.") for name in packages)
 
@@ -297,7 +302,7 @@ def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
 
 
 def stop_behind(model: nn.Module, places: Sequence[Place]) -> Callable[..., list[Any]]:
-    """Return a function that runs ``model`` up to the last place, for the states at each."""
+    """Return a function that runs ``model`` up to the last place for the states at each place."""
     *earlier, last = places
     run_to_last = stop_at(model, last)
 
@@ -316,7 +321,7 @@ def states_of_text(states: Any, length: int, anatomy: Anatomy, layer: int) -> Te
     """Return the states of a layer without virtual tokens.
 
     Raises:
-        ValueError: they are no tensor (B, L, d).
+        ValueError: the states are not a tensor (B, L, d).
     """
     virtual = virtual_tokens(anatomy)
     form: object = type(states).__name__
@@ -337,11 +342,11 @@ def check_text(
     Raises:
         ValueError: shapes differ, a text is empty or too long, or the model takes no positions.
     """
-    others = [tensor for tensor in (mask, positions) if tensor is not None]
+    optional = [tensor for tensor in (mask, positions) if tensor is not None]
     context, problem = context_length(anatomy), None
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         problem = f"texts are (B, L), and not empty; input_ids has {tuple(input_ids.shape)}"
-    elif any(tensor.shape != input_ids.shape for tensor in others):
+    elif any(tensor.shape != input_ids.shape for tensor in optional):
         problem = "attention_mask and position_ids need the shape of input_ids"
     elif mask is not None and not bool((mask != 0).any(1).all()):
         empty = int((mask == 0).all(1).nonzero()[0])
@@ -356,7 +361,7 @@ def check_text(
 
 
 def context_length(anatomy: Anatomy) -> int | None:
-    """Return how many tokens of text the model takes at most; None if unknown, as for T5.
+    """Return the maximum number of text tokens of the model; None if unknown, as for T5.
 
     RoBERTa uses the first positions for padding, and prompt tuning for its virtual tokens.
     """
@@ -389,7 +394,7 @@ def takes(model: nn.Module, argument: str) -> bool:
 
 
 def _reads_ids(anatomy: Anatomy) -> bool:
-    """Return whether a run on ids reaches the input embeddings with them."""
+    """Return whether the model's forward passes the ids that it gets to the input embeddings."""
     if (name := ids_argument(anatomy.model)) in (None, "input_ids"):
         return name is not None
     ids = torch.zeros(1, 2, dtype=torch.long, device=anatomy.device)
@@ -397,15 +402,15 @@ def _reads_ids(anatomy: Anatomy) -> bool:
     with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
         try:
             return torch.equal(run(input_ids=ids), ids)
-        except Exception:  # the user's own forward, of something else
+        except Exception:  # a user's forward of other inputs raises any error
             return False
 
 
 def why_not_run(anatomy: Anatomy) -> str | None:
     """Return why no text can be run through the model, and what to change; None if it can.
 
-    Models of Hugging Face take ``input_ids``; a module of your own may have another name for its
-    only argument. A model that takes no mask runs without one, as in its training step.
+    Models of Hugging Face take ``input_ids``. In other modules the only required argument may have
+    another name. A model that takes no mask runs without one, as in its training step.
     """
     model = anatomy.model
     model_name, root_name = (type(without_peft(m)).__name__ for m in (model, anatomy.root))
@@ -445,9 +450,10 @@ def reset_compiled(root: nn.Module) -> None:
 
 @contextmanager
 def _reshard(root: nn.Module) -> Iterator[None]:
-    """Shard again after a block: an optimizer would change whole parameters in place of shards.
+    """Shard parameters again after a block, so that the optimizer steps on shards.
 
-    FSDP2 leaves the outermost module whole, ZeRO-3 what a stopped forward would have read next.
+    After a forward FSDP2 leaves the outermost module whole. If a forward stops early, ZeRO-3 leaves
+    the parameters whole that it has prefetched.
     """
     modules = model_state.modules_of(root)
     groups = [m for m in modules if hasattr(m, "unshard") and hasattr(m, "reshard")]
@@ -472,16 +478,16 @@ def _reshard(root: nn.Module) -> Iterator[None]:
 
 
 def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:
-    """Return parameters of ``module`` that are in no other of ``groups`` inside it."""
+    """Return the parameters of ``module`` that belong to none of the ``groups`` inside it."""
     children = {id(m) for m in module.modules() if m is not module}
-    others = {id(p) for m in groups if id(m) in children for p in m.parameters()}
-    return [p for p in module.parameters() if id(p) not in others]
+    nested = {id(p) for m in groups if id(m) in children for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in nested]
 
 
 def micro_batches(
     anatomy: Anatomy, batch: TokenBatch, max_logits: int | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield blocks of rows with ``max_logits`` (LOGITS_AT_ONCE) logits, or of one row with more."""
+    """Yield blocks of rows with at most ``max_logits`` (LOGITS_AT_ONCE) logits, or single rows."""
     device = anatomy.device
     labels = labels_of(batch)
     length = max(labels.shape[-1], batch.input_ids.shape[-1])
@@ -527,7 +533,7 @@ def token_logits(
 def predicting(values: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return the values (N, k) of (B, L, k) that predict a label, and the labels (N,).
 
-    A causal model predicts the label of the *next* position, the others that of the same one.
+    A causal model predicts the label of the *next* position, other models that of the same one.
     """
     labels = labels_of(batch)
     if batch.kind == "causal":

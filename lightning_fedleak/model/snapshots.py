@@ -68,7 +68,7 @@ class GradientSnapshot:
     compression: str = ""
 
     def noise_on(self, role: str) -> float:
-        """Return the standard deviation of what defences changed in each number of a gradient."""
+        """Return the standard deviation of each entry's error: declared noise and compression."""
         error = compression_error(self.tensors[role], self.compression) if self.compression else 0.0
         return math.hypot(self.noise_std, error)
 
@@ -249,7 +249,7 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def shaped(parameters: Iterable[Any]) -> Iterator[None]:
-    """Give what ZeRO-3 has sharded its whole shape, of one NaN; nothing is gathered for it."""
+    """Give ZeRO-3's shards their whole shape inside the block, as one NaN; gather nothing."""
     absent = [p for p in parameters if hasattr(p, "ds_status") and not p.numel()]
     try:
         for p in absent:
@@ -290,7 +290,7 @@ def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
-    """Return rows (k, d) of a matrix of whose numbers each process holds as many, in order."""
+    """Return rows (k, d) of a flat matrix that is split evenly over processes, in order."""
     part, width = matrix.ds_tensor.data, matrix.ds_shape[1]
     group = matrix.ds_process_group
     places = rows.to(part.device)[:, None] * width + torch.arange(width, device=part.device)

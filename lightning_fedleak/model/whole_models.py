@@ -24,7 +24,7 @@ ParameterPlace = tuple[nn.Module, str, Tensor]
 def parameter_places(
     modules: Iterable[nn.Module], values: Mapping[int, Tensor]
 ) -> list[ParameterPlace]:
-    """Return the places of parameters, each with its value: ``values`` has it by the id."""
+    """Return the places of parameters with their new values, given by the parameter's ``id``."""
     return [
         (module, name, values[id(parameter)])
         for module in modules

@@ -1,4 +1,4 @@
-"""The tap that records hidden states of a layer in training, and their gradients of the loss."""
+"""The tap that records hidden states of layers in training, and the loss's gradient in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class ChangedInPlace(RuntimeError):
 
 @dataclass
 class _Record:
-    """One pass through a layer in one micro-batch, with the versions of its tensors."""
+    """One pass through a layer in one micro-batch.
+
+    Version counters of the tensors show whether the model overwrites them before they are read.
+    """
 
     source: ref[Tensor]
     states: Tensor | None
@@ -37,14 +40,14 @@ class ActivationTap:
     """Hooks that record hidden states in the user's forward, and their gradient in the backward.
 
     Nothing is computed again, and training is bit-identical: the hooks return nothing, and a record
-    aliases autograd's tensors. The tap may keep that memory alive
-    until :meth:`disarm`, (B, L, d) twice for each layer and micro-batch.
+    aliases autograd's tensors. The tap may keep that memory alive until :meth:`disarm`: twice
+    (B, L, d) for each layer and micro-batch.
 
     There is one record per layer and micro-batch, in the order of the forwards, also under gradient
-    checkpointing. A recomputation counts only where the first pass ran without gradient (a block
-    inside a reentrant checkpoint: then in the order of the backwards, and only if a gradient
-    reaches it). A forward without gradient is no training step and leaves no record. A block that
-    is called several times in a forward (ALBERT) leaves as many.
+    checkpointing. A recomputation is recorded only if the first pass ran without gradient: a block
+    inside a reentrant checkpoint, in the order of the backwards, if a gradient reaches it. A
+    forward without gradient is no training step and leaves no record. A block that is called
+    several times in a forward (ALBERT) leaves one record per call.
 
     A model compiled earlier by ``torch.compile`` would run without the hooks. So torch's compiled
     code of this process is reset when a tap is created, and again at :meth:`close`. The hooks stay
@@ -61,12 +64,13 @@ class ActivationTap:
             encoder-decoder the encoder's.
         states: whether to record the hidden states.
         gradients: whether to record the gradient of the loss with respect to them.
-        reach: record the gradient also where nothing below the layer is trained (layer 0 with
-            frozen embeddings), with hidden states that require a gradient. Backward then runs down
+        reach: whether to record the gradient also if nothing below the layer is trained (layer 0
+            with frozen embeddings), with hidden states that require a gradient.
+            Backward then runs down
             to the layer. Not with reentrant checkpoints, whose parameters would get gradients that
-            they do not get without the tap; nor may a look begin or end between a checkpointed
-            forward and its backward.
-        first: run before the model's present hooks and not after them, to record hidden states
+            they do not get without the tap; nor may a measurement begin or end between a
+            checkpointed forward and its backward.
+        first: whether to run before the hooks that the model already has, to record hidden states
             before a defence's hook rewrites them.
 
     Raises:
@@ -134,13 +138,13 @@ class ActivationTap:
             add(record)
 
     def arm(self) -> None:
-        """Start a look: drop earlier records and let the hooks record."""
+        """Start a measurement step: drop earlier records, and let the hooks record."""
         self._records = {layer: [] for layer in self._places}
         self.error = None
         self.armed = True
 
     def disarm(self) -> None:
-        """Stop a look: drop the records, and let the hooks return at once."""
+        """End a measurement step: drop the records; the hooks return at once."""
         self.arm()
         self.armed = False
 
@@ -190,31 +194,31 @@ class ActivationTap:
 
 
 def join_pieces(pieces: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the tensors of logical batches, each of which ran in pieces.
+    """Join the tensors of batches, each of which ran through the model in several pieces.
 
     Args:
         pieces: tensors of the pieces, rows first, in the order in which they ran.
-        rows: number of rows of each batch.
+        rows: The number of rows of each batch.
 
     Returns:
         One tensor for each batch; ``pieces`` where its rows do not add up to those of the batches.
     """
-    whole, rest = [], [*pieces]
+    joined, remaining = [], [*pieces]
     for count in rows:
         parts: list[Tensor] = []
-        while rest and sum(map(len, parts)) < count:
-            parts.append(rest.pop(0))
+        while remaining and sum(map(len, parts)) < count:
+            parts.append(remaining.pop(0))
         fits = sum(map(len, parts)) == count and len({piece.shape[1:] for piece in parts}) == 1
         if not fits:
             return (*pieces,)
-        whole.append(torch.cat(parts) if len(parts) > 1 else parts[0])
-    return (*pieces,) if rest else (*whole,)
+        joined.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+    return (*pieces,) if remaining else (*joined,)
 
 
 def join_gradients(
     pieces: Sequence[Tensor], batches: Sequence[TokenBatch], layer: int
 ) -> tuple[Tensor, ...]:
-    """Return the (B, L, d) gradient of each batch, of which the calls of the model had pieces.
+    """Return the (B, L, d) gradient of each batch, joined from the pieces of the model's calls.
 
     Raises:
         UnusableObservation: the gradients are not of these batches.
@@ -240,6 +244,7 @@ def _version(tensor: Tensor | None) -> int:
 
 
 def _unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
+    """Return a recorded tensor; raise an error if it was overwritten since then."""
     if _version(tensor) != version:
         raise ChangedInPlace(f"the model overwrote {name} in place before they were read")
     return tensor

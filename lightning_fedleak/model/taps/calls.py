@@ -30,7 +30,7 @@ NOT_TESTED = (
 
 
 MEDIA = ("pixel_values", "input_features", "input_values")
-"""Prefixes of the names that transformers has for arguments with images or sounds."""
+"""Prefixes of the arguments that hold images or sounds in transformers."""
 
 
 class ModelCalls:
@@ -63,7 +63,7 @@ class ModelCalls:
 
     @property
     def calls(self) -> list[dict[str, object]]:
-        """Return the arguments of each call, by name; raise an error of the hook."""
+        """Return the arguments of each call, by name; raise an error that the hook has kept."""
         raise_kept(self)
         return self._calls
 
@@ -112,8 +112,8 @@ def with_ids(
 def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> bool:
     """Return whether documents in one row attend to each other, by two runs of a recorded call.
 
-    The second run replaces the tokens of every other document, from the first on. Documents attend
-    to each other if this changes a hidden state of the remaining documents after the last block.
+    The second run replaces the tokens of every second document, from the first on. Documents attend
+    to each other if this changes a hidden state of a kept document after the last block.
 
     Args:
         anatomy: The parts of the model.

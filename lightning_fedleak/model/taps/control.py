@@ -1,9 +1,10 @@
-"""The positive control of a look: the attack reads a gradient whose words are known.
+"""The positive control of a measurement: an attack reads a gradient whose tokens are known.
 
-The step's forward is repeated with its tokens shuffled over their positions, with the weights of
-now, each module in the mode of the step, from the random state that the call began with, and before
-any defence. The gradient of the logits keeps its shape in each row. Where an attack fails here, its
-low number on the real gradient means nothing. With the step's own words it is the step made again.
+The step's forward is repeated with its tokens shuffled over their positions. It uses the current
+weights, the train or eval mode of each module in the step, and the random state that the call began
+with. No defence acts on it. Each row of dL/dlogits keeps its shape (its sizes, see ``RowLabels``),
+so that the control is as hard to attack as the step. If an attack fails on it, its low value on the
+real gradient means nothing. The same functions repeat the step itself, on its original tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_fedleak.model.taps.step import ModelCall, PlacedRows, Step
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
 UNEVEN = 0.5
-"""Coefficient of variation of the labels' gradients above which two draws are made.
+"""Coefficient of variation of the labels' gradients above which two controls are made.
 
 A loss without weights stays below it until most labels are predicted; class weights of .1 and 1 are
 above. Were it higher, class weights would be shuffled as if they belonged to positions.
@@ -46,9 +47,9 @@ above. Were it higher, class weights would be shuffled as if they belonged to po
 
 
 Fails = Callable[[bool], bool]
-"""Whether a call has failed here, as given, or on another process that makes it at the same time.
+"""Returns whether a call failed on this process (the argument) or on any other process.
 
-A process that left alone would keep the others waiting, which gather layers together.
+If one process stopped alone, the others would wait for it, because they gather layers together.
 """
 
 
@@ -66,17 +67,18 @@ def shuffle_words(
     *,
     sizes_go_with_words: bool = False,
 ) -> Step:
-    """Return a control: a step with the tokens of another one shuffled over its positions.
+    """Return a control: a copy of a step with its tokens shuffled over their positions.
 
-    Special tokens and padding do not move, and the tokens of packed texts stay in their text.
-    Labels of models that are not causal are shuffled apart, among the positions that have one.
+    Special tokens and padding do not move, and tokens of packed texts stay in their text. A causal
+    model's labels move with their tokens. Other labels are shuffled separately, among the positions
+    that have one; those of a classifier stay.
 
     Args:
         step: the step.
         special: The ids of tokens that are not moved.
         generator: The generator of the shuffling, on the CPU.
-        sizes_go_with_words: the size at a label moves with its word, as class weights do; else it
-            stays at its position.
+        sizes_go_with_words: whether the size of a label's gradient moves with its token, as class
+            weights do, or stays at its position.
 
     Raises:
         UnusableObservation: the labels' gradients of a call are not known.
@@ -86,8 +88,8 @@ def shuffle_words(
     return Step(step.number, calls, round=step.round, n_ended=len(calls))
 
 
-def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
-    """Return (B, L) the places whose tokens stay: special ones and padding."""
+def _fixed_positions(batch: TokenBatch, special: frozenset[int]) -> Tensor:
+    """Return (B, L) bool: the positions of special tokens and padding, which are not shuffled."""
     ids = batch.input_ids
     stay = torch.isin(ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype))
     return stay if batch.attention_mask is None else stay | (batch.attention_mask.to(ids) == 0)
@@ -96,15 +98,16 @@ def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
 def _shuffle_call(
     call: ModelCall, special: frozenset[int], generator: torch.Generator, with_words: bool
 ) -> ModelCall:
+    """Return a call of a control, with shuffled tokens and labels, and the shapes of its rows."""
     batch, placed = call.texts, call.known_rows
     ids, labels, shapes = batch.input_ids, model_runs.labels_of(batch), placed.rows.shapes
-    stay = _stays(batch, special)
+    stay = _fixed_positions(batch, special)
     counted = labels != IGNORE_INDEX
-    if batch.kind == "masked":  # what is asked for stays a mask
+    if batch.kind == "masked":  # positions to predict keep their mask tokens
         stay |= counted
     texts = batch.documents if batch.is_packed else None
     source = _permutation(~stay, texts, generator)
-    moved = ids.flatten()[source].view_as(ids)
+    shuffled_ids = ids.flatten()[source].view_as(ids)
     if batch.kind == "causal":  # a label moves with its token
         words = torch.where(counted, labels.to(ids.dtype), ids)
         words = words.flatten()[source].view_as(ids)
@@ -119,21 +122,21 @@ def _shuffle_call(
         grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1]))
         grid = grid.flatten()[source.to(grid.device)].view_as(labels)
         grid = functional.pad(grid, (0, shift))
-        moved_rows = grid[placed.text, placed.place + shift]
-        by_word = shapes[:, (moved_rows - 1).clamp(min=0)] * (moved_rows > 0)
+        shuffled_rows = grid[placed.text, placed.place + shift]
+        by_word = shapes[:, (shuffled_rows - 1).clamp(min=0)] * (shuffled_rows > 0)
         shapes = torch.where((shapes[0] != 0) & (by_word[0] != 0), by_word, shapes)
     words = words.masked_fill(~counted, IGNORE_INDEX)
-    batch = replace(batch, input_ids=moved, labels=words, soft_labels=False, reached=None)
+    batch = replace(batch, input_ids=shuffled_ids, labels=words, soft_labels=False, reached=None)
     return replace(call, batch=batch, shapes=shapes)
 
 
 def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Return (n,) where in the flattened grid each place takes its token from.
+    """Return (n,) the flattened index from which each position takes its token.
 
     Args:
-        moves: the places whose tokens are shuffled.
-        texts: (B, L) the number of each token's text in its row, within which it stays; None:
-            tokens move over all texts.
+        moves: (B, L) bool, the positions whose tokens are shuffled.
+        texts: (B, L) the number of each token's text in its row, in which it stays. None: tokens
+            move over all texts.
         generator: The generator of the shuffling.
     """
     source = torch.arange(moves.numel())
@@ -156,16 +159,16 @@ def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator
 def fresh_leaves(
     root: nn.Module, values: Mapping[int, Tensor] | None = None
 ) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace the trained parameters by leaves of their own that share their values.
+    """Replace the trained parameters by new leaf tensors of the same values, inside the block.
 
-    No hook of a gradient's accumulation is on them: neither DDP, nor an optimizer that steps within
-    backward, nor a user's function sees their backward. Yields each by the ``id`` of the parameter
-    that it represents.
+    The leaves have no hooks on gradient accumulation. So neither DDP, nor an optimizer that steps
+    within backward, nor a user's hook sees their backward. Yields the leaves by the ``id`` of the
+    parameters that they replace.
 
     Args:
-        root: of the parameters.
-        values: of all trained parameters, by the ``id`` of each, that the leaves take copies of in
-            place of their own.
+        root: The module that holds the parameters.
+        values: Other values for the leaves, which are copied, by the ``id`` of every trained
+            parameter. None: the leaves share the memory of the parameters.
     """
     modules = modules_of(root)
     owned = (p for m in modules for p in m._parameters.values())
@@ -181,14 +184,14 @@ def fresh_leaves(
 def control_gradient(
     anatomy: Anatomy, step: Step, roles: Sequence[str], *, scale: float = 1.0, fails: Fails = bool
 ) -> GradientSnapshot:
-    """Return the gradient of a step made again, in the modes and the precision that it had.
+    """Repeat a step in its modes and precision, and return its gradient.
 
     Args:
         anatomy: The parts of the model.
         step: The step itself, or a control.
         roles: The roles of the parameters whose gradients are returned.
         scale: The loss scale contained in the sizes, which is divided out.
-        fails: see :data:`Fails`; where a model is sharded each process makes every call.
+        fails: See :data:`Fails`. If the model is sharded, each process makes every call.
 
     Raises:
         UnusableObservation: the call cannot be made again, on this process or on another one.
@@ -200,9 +203,9 @@ def control_gradient(
         for key, leaf in leaves.items():
             if key not in ids:  # their gradients are not kept
                 leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
-        together = any(is_shard(p) for p in anatomy.root.parameters())
+        is_sharded = any(is_shard(p) for p in anatomy.root.parameters())
         for call in step.calls:
-            if together or call.has_gradient:
+            if is_sharded or call.has_gradient:
                 run_backward(anatomy, model, call, fails)
         for role, parameter in parameters.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
@@ -216,11 +219,11 @@ def control_gradient(
 def control_states(
     anatomy: Anatomy, step: Step, layer: int, *, scale: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of a step made again in the hidden states at a layer.
+    """Repeat a step, and return the gradients of its hidden states at a layer.
 
     Args:
         anatomy: The parts of the model.
-        step: the step itself, or a control, whose calls without a label have no gradient.
+        step: The step itself, or a control. Calls of a control without a label are skipped.
         layer: 0 is the input of the first block, k the output of block k.
         scale: The loss scale contained in the sizes, which is divided out.
 
@@ -245,7 +248,7 @@ def control_states(
 def control_crossing(
     anatomy: Anatomy, step: Step, layer: int, *, fails: Fails = bool
 ) -> list[Crossed]:
-    """Return what crosses the split at a layer in a step made again, before any defence.
+    """Repeat a step, and return what crosses the split at a layer, before any defence.
 
     Args:
         anatomy: The parts of the model.
@@ -274,7 +277,7 @@ def control_crossing(
 
 @contextmanager
 def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
-    """Yield the model as it can be called again for its hidden states, without a trace."""
+    """Yield the model for repeated calls that record hidden states, without a trace."""
     if model_runs.is_compiled(anatomy.root):
         raise UnusableObservation("a control of hidden states would compile the model again")
     with _model_again(anatomy) as (model, _):
@@ -283,10 +286,11 @@ def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
 
 @contextmanager
 def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Parameter]]]:
-    """Yield the model for a call without a trace, and what gathers the gradients of parameters.
+    """Yield the model for repeated calls without a trace, and the leaves that get gradients.
 
-    Under FSDP2 and ZeRO-3 their own hooks gather the weights layer by layer, so that all processes
-    make the same calls. FSDP2's reduce the gradients too.
+    The leaves are given by the ``id`` of their parameters. Under FSDP2 and ZeRO-3 the parameters
+    themselves get the gradients. The hooks of these packages run: they gather weights layer by
+    layer, so that all processes must make the same calls, and those of FSDP2 reduce gradients.
     """
     root = anatomy.root
     sharded: list[Any] = [p for p in root.parameters() if is_shard(p) and p.requires_grad]
@@ -317,18 +321,18 @@ def run_backward(
 ) -> None:
     """Run one call again, and its backward from the logits.
 
-    A call of the step itself has exactly the gradients there that it had. A call of a control has
-    rows of its own shapes.
+    A call of the step itself gets exactly the gradient of the logits that it had. A call of a
+    control gets rows with its labels and shapes.
 
     Args:
         anatomy: The parts of the model.
         model: The model to be called.
-        call: the call.
+        call: The call of the step, or of a control.
         fails: See :data:`Fails`.
         scale: The loss scale contained in the sizes, which is divided out.
 
     Raises:
-        UnusableObservation: it cannot be made again, on this process or on another one.
+        UnusableObservation: The call cannot be repeated, on this process or on another one.
     """
     for module in modules_of(anatomy.root):
         is_training = id(module) in call.training
@@ -341,28 +345,28 @@ def run_backward(
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         states, logits = _logits_again(anatomy, model, call)
     heads = call.read_heads
-    unlike = [head.shape for head in heads] != [values.shape[:-1] for values in logits]
-    if call.shapes is None and not fails(unlike):
+    shapes_differ = [head.shape for head in heads] != [values.shape[:-1] for values in logits]
+    if call.shapes is None and not fails(shapes_differ):
         rows = [head.gradient_of(values) for head, values in zip(heads, logits, strict=True)]
     else:
         rows = _control_rows(call, logits, fails)
     if states is not None:
         assert call.gradient is not None
-        is_trained = [values.requires_grad for values in logits]  # where the head is trained
+        is_trained = [values.requires_grad for values in logits]  # False if the head is frozen
         logits = [states, *compress(logits, is_trained)]
         rows = [call.gradient, *compress(rows, is_trained)]
     torch.autograd.backward(logits, [row / scale for row in rows])
 
 
 def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> list[Tensor]:
-    """Return the gradients of logits, each (..., V), whose rows have the shapes of a call."""
+    """Return the gradient of each of the logits (..., V), with the labels and shapes of a call."""
     placed = call.known_rows
     shapes = placed.rows.shapes if call.shapes is None else call.shapes
     counts = [part.shape[:-1].numel() for part in logits]
     index, n_rows = placed.index, sum(counts)
     width = n_rows // max(1, len(call.texts.input_ids))
     if n_rows != placed.n_rows and len(logits) == 1 and width >= placed.width:
-        # The step called the head on a part of the places, and all are there now.
+        # The step called the head on some positions only, and the repeated call on all of them.
         index = placed.text * width + placed.place + width - placed.width
     elif fails(n_rows != placed.n_rows):
         raise UnusableObservation(
@@ -370,8 +374,8 @@ def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> li
             f"{placed.n_rows} in the step"
         )
     gradient = call.read_heads[0].gradient if call.read_heads else None
-    if gradient is not None:  # of a classifier, whatever its labels are
-        shares = shapes[0] / placed.rows.sizes  # 0 where a part leaves a row out
+    if gradient is not None:  # a classifier's gradient is scaled as a whole, whatever its labels
+        shares = shapes[0] / placed.rows.sizes  # 0 for rows that a part of the control excludes
         return [gradient * shares.nan_to_num(0.0).view(*gradient.shape[:-1], 1).to(gradient)]
     targets = _targets(placed, call.texts)
     all_targets = torch.split(targets.new_zeros(n_rows).index_copy(0, index, targets), counts)
@@ -384,10 +388,11 @@ def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> li
 def _logits_again(
     anatomy: Anatomy, model: nn.Module, call: ModelCall
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the logits of a call that is made again, where the step's rows were read.
+    """Repeat a forward, and return its logits at the place where the step's rows were read.
 
-    Where the last hidden states were read, they come first, and in the step itself, where their
-    gradient is known, the logits depend on the head alone.
+    If the rows were read at the last hidden states, and the call is one of the step itself, these
+    states are returned first. Their gradient is known, so that the logits are computed from
+    detached states and depend on the head alone.
     """
     heads, backbone = list[Tensor](), backbone_of(anatomy)
     source = call.read_heads[0].source if call.read_heads else "model"
@@ -395,7 +400,7 @@ def _logits_again(
     head: Any = anatomy.head
     arguments = _arguments(call, model)
     if backbone is not None and (source == "states" or target is backbone):
-        if "labels" in call.arguments:  # which a fused loss computes with behind the hidden states
+        if "labels" in call.arguments:  # some backbones compute a fused loss from them
             arguments["labels"] = call.arguments["labels"]
         states = _last_states(target, backbone, arguments)
         reads_states = call.shapes is None and source == "states"
@@ -410,11 +415,11 @@ def _logits_again(
 
 
 class _Reached(Exception):
-    """A signal, not an error, that ends a forward behind the last hidden states."""
+    """A signal, not an error, that ends a forward after the last hidden states."""
 
 
 def _last_states(target: Any, backbone: nn.Module, arguments: Mapping[str, object]) -> Tensor:
-    """Return the output of the backbone in a call of a module, of which no more is run."""
+    """Return the last hidden states of a module, whose forward stops after its backbone."""
     outputs = []
 
     def end(module: nn.Module, args: object, output: Any) -> None:
@@ -428,7 +433,7 @@ def _last_states(target: Any, backbone: nn.Module, arguments: Mapping[str, objec
 
 
 def _arguments(call: ModelCall, model: nn.Module) -> dict[str, object]:
-    """Return the arguments of the call with a control's words in place of the step's."""
+    """Return the arguments of the call, with the ids and labels of its token batch."""
     assert call.ids is not None
     batch = call.texts
     ids, labels = batch.input_ids[:, : call.ids.shape[1]], batch.labels
@@ -445,8 +450,8 @@ def _arguments(call: ModelCall, model: nn.Module) -> dict[str, object]:
         if not isinstance(previous, Tensor):
             return arguments | {"labels": labels}
         assert labels is not None
-        later = torch.cat([previous[:, :1], labels[:, :-1].to(previous)], 1)
-        arguments["decoder_input_ids"] = torch.where(later == IGNORE_INDEX, previous, later)
+        shifted = torch.cat([previous[:, :1], labels[:, :-1].to(previous)], 1)
+        arguments["decoder_input_ids"] = torch.where(shifted == IGNORE_INDEX, previous, shifted)
     return arguments
 
 

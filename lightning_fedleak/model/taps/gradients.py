@@ -1,4 +1,4 @@
-"""The moment right before an optimizer's step, at which its gradient is there."""
+"""Calls functions right before an optimizer's update, when the gradient that it uses is final."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NO_ONE_GRADIENT = (
 def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[], None]:
     """Call ``fn`` in every step of ``optimizer`` right before the real update.
 
-    For ``step(closure)``, as Lightning's automatic optimization calls it, that is after the
-    closure: forward, backward, hooks and gradient clipping. For ``step()`` it is at once. Under a
+    In ``step(closure)``, as Lightning's automatic optimization calls it, ``fn`` runs after the
+    closure: forward, backward, hooks and gradient clipping. In ``step()`` it runs at once. Under a
     ``GradScaler`` gradients are unscaled by then, and ``fn`` is not called in a step that the
     scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
     in which they were added.
 
-    Of one that makes its gradient inside its own step (Opacus' ``DPOptimizer``) it is the moment
-    when that is made; steps that it skips are none.
+    Opacus' ``DPOptimizer`` makes its gradient inside its own step. ``fn`` then runs after that,
+    before the update of the optimizer that it wraps, and not in steps that it skips.
 
     The optimizer's ``step`` does everything else as before, hooks and learning rate schedulers
     included.
@@ -58,7 +58,7 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer) and isinstance(optimizer, type(inner)):
         optimizer = (
-            inner  # Lightning's wrapper poses as what it wraps; others have steps of their own
+            inner  # Lightning's wrapper is a subclass of its content; other wrappers have own steps
         )
     optimizer = real_optimizer(optimizer)
     check_optimizer(optimizer)
@@ -69,19 +69,18 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
 
 
 def real_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that takes the step, inside one that makes its gradient (Opacus')."""
+    """Return the optimizer that updates the weights, inside Opacus' wrappers if there are any."""
     while isinstance(inner := getattr(optimizer, "original_optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
-    """Raise an error for an optimizer that ``before_real_step`` cannot serve, as far as setup can
-    know.
+    """Raise an error at setup for an optimizer that ``before_real_step`` does not support.
 
     Args:
         optimizer: the torch optimizer.
-        scaler: the precision plugin's GradScaler, None without one.
+        scaler: the GradScaler of the precision plugin; None without one.
 
     Raises:
         RuntimeError: LBFGS, or a fused optimizer under a GradScaler.
@@ -121,9 +120,10 @@ class _Chain:
         optimizer.step = self._patch  # type: ignore[method-assign]
 
     def remove(self, entry: Callable[[], None]) -> None:
+        """Remove a function, and restore the original ``step`` after the last one."""
         if entry in self.functions:
             self.functions.remove(entry)
-        # Under somebody else's later patch this one stays, and passes calls through.
+        # If other code has patched ``step`` since, this patch stays and passes calls through.
         if not self.functions and vars(self._optimizer).get("step") is self._patch:
             if self._was_patched:
                 self._optimizer.step = self._original  # type: ignore[method-assign]
@@ -136,6 +136,7 @@ class _Chain:
                 fn()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the original step, and run the functions after its closure, before its update."""
         if not self.functions:
             return self._original(*args, **kwargs)
         name = type(self._optimizer).__name__

@@ -1,6 +1,8 @@
-"""Ground truth of a training step, read from its own graph: inputs, and labels from gradients.
+"""The ground truth of a training step, read from its autograd graph.
 
-Labels are read from dL/dlogits if the output head is called
+:class:`GraphTap` records each call of the model: its input ids in the forward, and the gradient of
+its logits in the backward. :func:`read_call` then finds the label of each row of logits and places
+the rows in the texts. Labels are read from dL/dlogits if the output head is called
 (:mod:`~lightning_fedleak.model.taps.row_labels`), and from the gradient of the last hidden states
 if a fused loss never calls it (:mod:`~lightning_fedleak.model.taps.last_states`).
 """
@@ -112,11 +114,11 @@ class GraphTap:
         self._depth, self.error, self._head_logits = 0, None, None
 
     def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
-        """Return the calls whose logits got a gradient since the last time; forget them.
+        """Return and forget the calls whose logits got a gradient since the previous ``take``.
 
         Args:
             read: The user's batch, or None if it could not be read. Its labels are candidates for
-                calls without a call of the head.
+                calls of the model that never called the head.
 
         Raises:
             Exception: An exception that a hook raised during the user's forward or backward.
@@ -127,7 +129,7 @@ class GraphTap:
                 self._read_below_head(call, read)
         for before, call in zip(self._calls, self._calls[1:], strict=False):
             if call.ids is None and before.module is None and not before.heads:
-                # The ids of an encoder that ran before.
+                # The step ran its encoder on its own before this call: these are its ids.
                 call.ids, call.reached = before.ids, before.reached
         calls = [call for call in self._calls if call.read_heads]
         self._calls = [call for call in self._calls if not call.read_heads]
@@ -137,6 +139,7 @@ class GraphTap:
     def _model_begins(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
+        """Record a call; nested forwards (PEFT wrapper, backbone) only change the depth."""
         if model_runs.is_observed() or not (self._depth or torch.is_grad_enabled()):
             return
         self._depth += 1
@@ -154,6 +157,7 @@ class GraphTap:
 
     @raised_when_read
     def _model_ends(self, module: nn.Module, args: object, output: object) -> None:
+        """Hook the logits of the outermost forward, unless the head's output shows them."""
         if model_runs.is_observed() or not self._depth:
             return
         self._depth -= 1
@@ -182,6 +186,7 @@ class GraphTap:
 
     @raised_when_read
     def _backbone_ends(self, module: nn.Module, args: object, output: object) -> None:
+        """Keep the last hidden states, for a fused loss that never calls the head."""
         if model_runs.is_observed() or not self._depth or not self._calls:
             return
         states, call = last_states_in(output), self._calls[-1]
@@ -191,6 +196,7 @@ class GraphTap:
 
     @raised_when_read
     def _embed(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Record the first ids that arrive at the input embedding in a call."""
         ids = args[0] if args else None
         if model_runs.is_observed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
             return
@@ -208,6 +214,7 @@ class GraphTap:
             self._watch_reach(output[0] if isinstance(output, tuple) else output)
 
     def _watch_reach(self, states: object) -> None:
+        """Record at which positions the loss has a gradient in these hidden states."""
         call = self._calls[-1]
         if call.ids is None or not isinstance(states, Tensor):
             return
@@ -222,6 +229,7 @@ class GraphTap:
             self._watch(output, self._calls[-1])
 
     def _watch(self, logits: Tensor, call: ModelCall) -> None:
+        """Read the rows of these logits in the backward, as a call of the head."""
         head = HeadCall(logits.shape[:-1], logits.shape[-1])
         call.heads.append(head)
         self._head_logits = logits.detach()
@@ -232,7 +240,7 @@ class GraphTap:
     def _read_logits(
         self, call: ModelCall, head: HeadCall, source: Source, logits: Tensor, gradient: Tensor
     ) -> None:
-        # Backward reads the logits that the model scaled or capped before the head's output.
+        # The backward reaches the scaled or capped logits before the head's output: they are kept.
         if head.rows is not None and head.source != source:
             return
         head.source = source
@@ -295,8 +303,8 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
     Args:
         call: A call with at least one call of the head that got a gradient.
         kind: The kind of the model.
-        read: The user's batch, or None if it could not be read. If its labels agree with all that
-            are certain, they decide where two labels could have produced a row.
+        read: The user's batch, or None if it could not be read. If its labels agree with all
+            certain rows, they decide the rows that two labels could have produced.
 
     Raises:
         BatchError: No ids arrived at the input embedding, or the positions of the labels are
@@ -313,7 +321,7 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
         labels = read.input_ids
     shift = int(kind == "causal")
     placed = _placed(call, kind, labels)
-    placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
+    placed = replace(placed, rows=_resolved(placed, _labels_of_rows(labels, placed, shift)))
     rows = placed.rows
     soft = rows.soft | rows.ambiguous
     if kind == "causal":  # the last logits have no label, but may be in an entropy or a z-loss
@@ -329,7 +337,7 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
     if shift:  # the last position predicts no token, unless the user shifted the labels
         live = functional.pad(live[:, 1:], (0, 1))
         if bool((targets[:, -1] != IGNORE_INDEX).any()):
-            batch = _lengthened(batch, targets[:, -1])
+            batch = _with_last_labels(batch, targets[:, -1])
         else:
             targets, live = targets[:, :-1], live[:, :-1]
     batch = replace(batch, labels=targets, live=live)
@@ -339,8 +347,8 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
 def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     """Return the rows of all calls of the head in a call of the model, with their positions.
 
-    ``labels`` are those of the call or of the user's batch. If the head of a masked model was
-    called on the labelled positions only, their number shows it.
+    ``labels`` are those of the call or of the user's batch. The head of a masked model was called
+    on the labelled positions only if there are as many rows as labels.
     """
     heads, ids = call.read_heads, call.ids
     assert ids is not None
@@ -359,7 +367,7 @@ def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
             f"{(b, length)}: at which places of the texts is not known"
         )
     device, width = rows.labels.device, n // b
-    # Rows as (calls, texts, columns): calls on one chunk of columns after the other are joined.
+    # Rows are ordered (calls, texts, columns): several calls take successive chunks of columns.
     columns = [torch.arange(head.shape.numel() // b, device=device) for head in heads]
     starts = accumulate(map(len, columns[:-1]), initial=0)
     place = torch.cat([(c + s).repeat(b) for c, s in zip(columns, starts, strict=True)])
@@ -373,33 +381,33 @@ def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
         places = kept.to(device).flatten() % length
         return replace(placed, place=places[place], width=length)
     if width > length:  # the last virtual token of prompt tuning predicts a text's first
-        real = place >= width - length - int(kind == "causal")
-        late = place[real] - (width - length)
-        rows = RowLabels(*(column[real] for column in rows))
-        return PlacedRows(rows, text[real], late, length, index[real], n)
-    first = replace(placed, width=length)  # the first positions, as in hidden[:, :-1]
-    placed = replace(first, place=place + (length - width))  # or the last positions
+        is_text = place >= width - length - int(kind == "causal")
+        text_place = place[is_text] - (width - length)
+        rows = RowLabels(*(column[is_text] for column in rows))
+        return PlacedRows(rows, text[is_text], text_place, length, index[is_text], n)
+    at_start = replace(placed, width=length)  # the first positions, as in hidden[:, :-1]
+    at_end = replace(at_start, place=place + (length - width))  # or the last positions
     if width == length or kept:
-        return placed
-    matches = [_share_of_next(rows, ids) for rows in (first, placed)]
+        return at_end
+    matches = [_share_of_next(rows, ids) for rows in (at_start, at_end)]
     if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
         raise BatchError(
             f"the head gave {width} logits for texts of {length} tokens: for which is not known"
         )
-    return first if matches[0] > matches[1] else placed
+    return at_start if matches[0] > matches[1] else at_end
 
 
 def _share_of_next(placed: PlacedRows, ids: Tensor) -> float:
     """Return the share of the labels that are the next token of their text."""
     following = functional.pad(ids.to(placed.text.device), (0, 1), value=IGNORE_INDEX)
     labels = placed.rows.labels
-    known = labels != IGNORE_INDEX
+    has_label = labels != IGNORE_INDEX
     equal = following[placed.text, placed.place + 1] == labels
-    return float(equal[known].double().mean()) if bool(known.any()) else 0.0
+    return float(equal[has_label].double().mean()) if bool(has_label.any()) else 0.0
 
 
-def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | None:
-    """Return (N,) the label of each row by labels (B, L); None if the shapes do not match."""
+def _labels_of_rows(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | None:
+    """Return (N,) each row's entry of labels (B, L); None if the shapes do not match."""
     if labels is None or labels.dim() != 2 or not len(placed.text):
         return None
     padded = functional.pad(labels.long(), (0, shift), value=IGNORE_INDEX).to(placed.text.device)
@@ -439,18 +447,18 @@ def read_inputs(call: ModelCall, kind: Kind, read: TokenBatch | None) -> TokenBa
     return replace(batch, reached=call.reached)
 
 
-def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
-    """Return the batch with one more token, which only the labels contain (shifted ``x, y``)."""
+def _with_last_labels(batch: TokenBatch, last_labels: Tensor) -> TokenBatch:
+    """Append each text's last token, which only the labels of shifted ``x, y`` contain."""
     ids, mask, positions = batch.input_ids, batch.attention_mask, batch.position_ids
-    is_label = (last != IGNORE_INDEX)[:, None]
-    more = last.clamp(min=0)[:, None].to(ids.dtype)
+    is_label = (last_labels != IGNORE_INDEX)[:, None]
+    new_ids = last_labels.clamp(min=0)[:, None].to(ids.dtype)
     mask = torch.ones_like(ids) if mask is None else mask
     if positions is not None:
         positions = torch.cat([positions, positions[:, -1:] + 1], 1)
     documents = batch.documents
     return replace(
         batch,
-        input_ids=torch.cat([ids, more], 1),
+        input_ids=torch.cat([ids, new_ids], 1),
         labels=None,
         attention_mask=torch.cat([mask, is_label.to(mask.dtype)], 1),
         position_ids=positions,
@@ -459,24 +467,24 @@ def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
     )
 
 
-def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
-    """Return the rows with labels for uncertain ones, as far as they can be determined.
+def _resolved(placed: PlacedRows, given: Tensor | None) -> RowLabels:
+    """Return the rows with labels for ambiguous ones, as far as they can be determined.
 
-    ``given`` labels decide if they agree with all certain rows. Without them, a row with one
-    negative and one positive entry gets the sign that all certain rows have.
+    The user's labels (``given``) decide if they agree with all certain rows. Without them, a row
+    with one negative and one positive entry gets the sign that all certain rows have.
     """
     rows = placed.rows
-    sure = rows.labels != IGNORE_INDEX
+    certain = rows.labels != IGNORE_INDEX
     if not bool(rows.ambiguous.any()):
         return rows
-    if given is not None and bool((given[sure] == rows.labels[sure]).all()):
-        known = rows.ambiguous & ((given == rows.lowest) | (given == rows.highest))
-        rows = _with_labels(rows, known, given)
+    if given is not None and bool((given[certain] == rows.labels[certain]).all()):
+        is_match = rows.ambiguous & ((given == rows.lowest) | (given == rows.highest))
+        rows = _with_labels(rows, is_match, given)
     for pushed, entry in ((False, rows.lowest), (True, rows.highest)):
-        one_way = bool(sure.any()) and bool((rows.pushed[sure] == pushed).all())
-        if given is None and one_way:
+        same_sign = bool(certain.any()) and bool((rows.pushed[certain] == pushed).all())
+        if given is None and same_sign:
             rows = _with_labels(rows, rows.ambiguous & rows.one_each, entry)
-            rows = rows._replace(pushed=rows.pushed | ((rows.labels == entry) & ~sure & pushed))
+            rows = rows._replace(pushed=rows.pushed | ((rows.labels == entry) & ~certain & pushed))
     return rows
 
 
@@ -510,7 +518,7 @@ def _classified(
     index = torch.arange(n, device=rows.live.device)
     text, place = index // (n // b), index % (n // b)
     per_text = len(head.shape) == 1 or call.text_logits
-    # With two classes either could be the label, and with one output there is no class.
+    # With two classes either entry could be the label's; a single output has no class.
     sizes = rows.values.abs().amax(1) if head.n_entries > 1 else -rows.values[:, 0]
     rows = rows._replace(sizes=sizes, others=sizes, shifts=torch.zeros_like(sizes))
     placed = PlacedRows(rows, text, place, n // b, index, n)

@@ -1,4 +1,4 @@
-"""Hooks in a forward and a backward; in the user's own they must not end them."""
+"""Helpers for hooks of taps. A hook that fails must not end the user's forward or backward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _pauses: set[object] = set()
-"""It is the process's own: on a GPU, hooks run in threads of autograd without context variables."""
+"""Global, not a context variable: on a GPU autograd runs hooks in threads of its own."""
 
 
 def raised_when_read(
     hook: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[Concatenate[Any, _P], _R | None]:
-    """Return a hook that changes nothing where it fails: its tap keeps the ``error``.
+    """Return a hook that never raises: its tap keeps the ``error`` until it is read.
 
     Within :func:`taps_paused` it does nothing.
     """
@@ -39,9 +39,9 @@ def raised_when_read(
 
 @contextmanager
 def taps_paused() -> Iterator[None]:
-    """Let the hooks of taps do nothing, where gradients are computed that the step does not have.
+    """Pause the hooks of taps inside the block, for backwards that are not the step's own.
 
-    A check of a loss runs backward through the step's own graph.
+    For example, a check of a loss runs a backward through the step's graph.
     """
     key = object()
     _pauses.add(key)
@@ -52,21 +52,21 @@ def taps_paused() -> Iterator[None]:
 
 
 def raise_kept(tap: Any) -> None:
-    """Raise what a hook of a tap has raised, once."""
+    """Raise the error that a tap has kept, and forget it."""
     error, tap.error = tap.error, None
     if error is not None:
         raise error
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators of the CPU and of a model's device; () for others."""
+    """Return the states of torch's generators of the CPU and the device; () for other devices."""
     if device.type == "cuda":
         return torch.get_rng_state(), torch.cuda.get_rng_state(device)
     return (torch.get_rng_state(),) if device.type == "cpu" else ()
 
 
 def set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:
-    """Go back to what :func:`random_states` returned."""
+    """Set torch's generators to the states that :func:`random_states` returned."""
     if states:
         torch.set_rng_state(states[0])
     for state in states[1:]:

@@ -4,7 +4,7 @@ A fused or chunked loss never calls the output head, so no gradient of logits ca
 hidden states h that such a loss reads, and g = dL/dh, exist in every step. A cross-entropy,
 whatever its weights, masks, signs and smoothing, has ``dL/dlogits = a p - b e_y - c 1`` in a row.
 So ``g = a u - b W_y - c m`` with ``u = W^T p`` and ``m = W^T 1``. The head's matrix W and h are
-known, and so is the softmax p: the row of W that explains what u and m leave of g is the label.
+known, and so is the softmax p. Projecting u and m out of g and W leaves the label's row of W.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_RESIDUAL = 0.05
 A temperature that is wrong by half leaves .1, targets that are no labels .3 and more.
 """
 MIN_COSINE = 0.9
-"""Least cosine of a label's row with what u and m leave of g; another row has about d^-.5.
+"""Minimum cosine of a label's row with g without u and m; another row has about d^-.5.
 
 Lower: rows of other tokens pass where d is small; higher: rounding to bfloat16 hides labels.
 """
 TWINS = 1e-3
-"""Cosine by which another row may explain g better than a given label: rounding, or a twin."""
+"""Cosine by which another row may fit better than a given label: rounding, or an equal row."""
 CERTAIN_P = 0.99
 """Probability of a given label above which its gradient may be rounding, and does not refute it.
 
@@ -97,7 +97,12 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """A block of rows: ``residual`` is g with u and m projected out; other fields fit labels."""
+    """A block of rows and what is computed from it once for all candidate labels.
+
+    ``residual`` is ``gradient`` (g) with u and m projected out, ``basis`` an orthonormal basis of u
+    and m, ``columns`` u and m themselves, ``slopes`` the derivative of the cap, and ``p`` the
+    softmax. ``row_norms`` are the squared norms of the rows of W.
+    """
 
     states: Tensor
     gradient: Tensor
@@ -156,7 +161,7 @@ def _search(rows: _Rows, weight: Tensor) -> Tensor:
 
 
 def _fit_labels(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a, -c and -b of g for given labels, (n, 3), and the unexplained share of g, (n,)."""
+    """Fit a, -c and -b to g for given labels, (n, 3); also return the unexplained share, (n,)."""
     entries = weight[labels]
     if rows.slopes is not None:
         entries = entries * rows.slopes.gather(1, labels[:, None])
@@ -202,22 +207,22 @@ def read_states(
         p_y = rows.p.gather(1, best[:, None])[:, 0]
         # Not 1 - p_y, which is only rounding if the label is certain.
         p_others = rows.p.scatter(1, best[:, None], 0.0).sum(1)
-        above, shift, below = factors[:, 0], -factors[:, 1], -factors[:, 2]
-        shape = torch.stack([below + shift - above * p_y, above * p_others, shift])
+        a, c, b = factors[:, 0], -factors[:, 1], -factors[:, 2]
+        shape = torch.stack([b + c - a * p_y, a * p_others, c])
         for claim in claims if bool((~is_label).any()) else ():
             row = (~is_label).nonzero()[:, 0]
             claimed = claim[block[row]].to(device)
             holds, sizes = _check_hidden(rows.select(row), weight, claimed)
             row, claimed, sizes = row[holds], claimed[holds], sizes[holds]
-            best[row], below[row], is_label[row] = claimed, sizes, True
+            best[row], b[row], is_label[row] = claimed, sizes, True
             shape[:, row] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
         labels[block] = torch.where(is_label, best, IGNORE_INDEX)
         numbers[:, block] = torch.where(is_label, shape, 0.0)
-        pushed[block] = is_label & (below < 0)
+        pushed[block] = is_label & (b < 0)
     soft, never = live & (labels == IGNORE_INDEX), torch.zeros_like(live)
-    none, values = torch.zeros_like(labels), numbers.new_zeros(n, 2)
+    no_ids, values = torch.zeros_like(labels), numbers.new_zeros(n, 2)
     fields = labels, numbers[0], numbers[1], numbers[2], pushed, live, soft
-    return RowLabels(*fields, never, none, none, never, values)
+    return RowLabels(*fields, never, no_ids, no_ids, never, values)
 
 
 def _labels(rows: _Rows, weight: Tensor, claims: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -310,9 +315,9 @@ def read_last_states(
     """
     rows, gradients = states.flatten(0, 1), gradient.flatten(0, 1)
     claims = [claims_of(labels, states.shape[1], shift) for labels, shift in sources]
-    read = read_states(rows, gradients, head, claims)
-    if float(read.soft.sum()) > MAX_SOFT * float(read.live.sum()):
+    row_labels = read_states(rows, gradients, head, claims)
+    if float(row_labels.soft.sum()) > MAX_SOFT * float(row_labels.live.sum()):
         fitted = fit_temperature(rows, gradients, head)
         if fitted is not head:
             return read_states(rows, gradients, fitted, claims), fitted
-    return read, head
+    return row_labels, head

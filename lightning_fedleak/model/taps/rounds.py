@@ -1,4 +1,7 @@
-"""A round of local steps that is made again on known words, for its control."""
+"""Repeats a round of local steps, on its own tokens or on the shuffled ones of a control.
+
+Each client's steps are taken again by a new optimizer, from the weights of the round's start.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +30,33 @@ def control_update(
     scale: float = 1.0,
     clip_value: float | None = None,
 ) -> UpdateSnapshot:
-    """Return the update of a round made again, with its weights and its optimizer.
+    """Repeat a round from its weights with an optimizer of its class, and return the update.
 
     Args:
         anatomy: The parts of the model.
-        step: the round itself, or a control, with the calls of all local steps.
-        roles: whose updates are returned.
-        scale: loss scale that is in the sizes; divided out.
-        clip_value: size that entries of each step's gradient are cut to; None: they are not.
+        step: The round itself, or a control, with the calls of all local steps.
+        roles: The roles of the parameters whose updates are returned.
+        scale: The loss scale contained in the sizes, which is divided out.
+        clip_value: The absolute value to which entries of each gradient are clipped, or None.
 
     Raises:
-        UnusableObservation: the round cannot be made again.
+        UnusableObservation: The round cannot be repeated.
     """
     local = step.round
     assert local is not None
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
-    is_more = not trained <= local.weights.keys()
-    if local.why_not is not None or local.optimizer is None or is_more:
+    trains_more = not trained <= local.weights.keys()
+    if local.why_not is not None or local.optimizer is None or trains_more:
         unseen = "no step of the round was seen, or more is trained at its end than at its begin"
         raise UnusableObservation(local.why_not or unseen)
     parameters = {role: anatomy.parameter(role) for role in roles}
-    wanted = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
-    learning_rate = sum(local.rates_of({*wanted.values()})) / len(local.rates)
+    ids_by_role = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
+    learning_rate = sum(local.rates_of({*ids_by_role.values()})) / len(local.rates)
     n_steps, sums = len(local.rates) // local.clients, dict[str, Tensor]()
     for client in range(local.clients):
         numbers = range(client * n_steps, (client + 1) * n_steps)
         with _steps_again(anatomy, step, numbers, scale, clip_value) as leaves:
-            for role, key in wanted.items():
+            for role, key in ids_by_role.items():
                 change = (local.weights[key] - leaves[key].detach()) / learning_rate
                 sums[role] = sums[role] + change if role in sums else change
     return UpdateSnapshot(
@@ -70,7 +73,7 @@ def control_update(
 def _steps_again(
     anatomy: Anatomy, step: Step, numbers: Iterable[int], scale: float, clip_value: float | None
 ) -> Iterator[Mapping[int, nn.Parameter]]:
-    """Yield the trained parameters, by their ``id``, after local steps of a round made again."""
+    """Repeat local steps of a round, and yield the trained parameters after them by ``id``."""
     local = step.round
     assert local is not None
     with (
@@ -81,18 +84,18 @@ def _steps_again(
     ):
         optimizer = local.fresh_optimizer(leaves)
         for number in numbers:
-            first = local.n_calls[number - 1] if number else 0
-            for call in step.calls[first : local.n_calls[number]]:
+            start = local.n_calls[number - 1] if number else 0
+            for call in step.calls[start : local.n_calls[number]]:
                 if call.has_gradient:
                     run_backward(anatomy, model, call, scale=scale)
             if clip_value is not None:
                 nn.utils.clip_grad_value_(leaves.values(), clip_value)
             for group, rate in zip(optimizer.param_groups, local.rates[number], strict=True):
                 group["lr"] = rate
-            # Without the hooks that a user has put on the steps of all optimizers.
+            # The unwrapped step, without hooks of the user on the steps of all optimizers.
             step_alone = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
             step_alone(optimizer)
-            optimizer.zero_grad(set_to_none=False)  # a step without words still is a step
+            optimizer.zero_grad(set_to_none=False)  # zeros, not None: the next step counts anyway
         yield leaves
 
 
@@ -104,14 +107,14 @@ def plain_call(
     *,
     trained_elsewhere: bool = False,
 ) -> ModelCall:
-    """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
+    """Return the call that a plain cross-entropy makes on a batch, if no graph was read.
 
     Args:
         anatomy: The parts of the model.
-        batch: its ids and labels.
-        autocast: dtype that the step computes in; None without.
-        random: the random states that the step began with; empty where they are not known.
-        trained_elsewhere: the step was another model's, all of whose modules were in training mode.
+        batch: The ids and labels of the call.
+        autocast: The dtype of autocast; None without autocast.
+        random: The random states at the beginning of the step; empty if they are unknown.
+        trained_elsewhere: Whether another copy of the model took the step, all in train mode.
     """
     arguments: dict[str, object] = {"input_ids": batch.input_ids}
     for name in ("attention_mask", "position_ids"):
@@ -134,11 +137,11 @@ def plain_call(
     targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
     counted = targets != IGNORE_INDEX
     sizes = counted / counted.sum().clamp(min=1)
-    none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
-    nothing = torch.zeros_like(targets)
+    never, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
+    no_ids = torch.zeros_like(targets)
     values = sizes.new_zeros(len(sizes), 2)
-    shape = sizes, sizes, torch.zeros_like(sizes), none
-    rows = RowLabels(targets, *shape, counted, none, none, nothing, nothing, none, values)
+    shape = sizes, sizes, torch.zeros_like(sizes), never
+    rows = RowLabels(targets, *shape, counted, never, never, no_ids, no_ids, never, values)
     width = labels.shape[1]
     placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
     return replace(call, placed=placed)

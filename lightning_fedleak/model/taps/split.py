@@ -1,6 +1,7 @@
-"""The tap that records what crosses the split in a training step.
+"""The tap that records what crosses the split of split learning in a training step.
 
-These are hidden states, mask, positions and token ids, recorded in the user's forward.
+The client sends the hidden states of a layer, the mask and the positions to the server. The tap
+records them in the user's forward, before and after the client's defences.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Crossed:
     Attributes:
         batch: the client's batch before any defence: the truth.
         local: by layer the hidden states (B, L, d) before the defences, or the error that says why
-            they are not known.
-        shared: the same of the hidden states that left the client.
+            they are unknown.
+        shared: by layer the hidden states (B, L, d) that left the client, or the error.
         attention_mask: (B, L), as the model received it, or None.
         position_ids: (B, L), as the model received them, or None.
     """

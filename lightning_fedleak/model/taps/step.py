@@ -1,8 +1,8 @@
 """One training step as a value: what the model was called with, its labels, and its gradients.
 
 A :class:`Step` is made while the user's forward and backward run
-(:mod:`~lightning_fedleak.model.taps.step_tap`). A control is another ``Step``, whose words are
-known. A round of a federation is another one, of several local steps. A test writes one by hand::
+(:mod:`~lightning_fedleak.model.taps.step_tap`). A control is also a ``Step``: a copy with shuffled
+tokens. So is a round of a federation, with several local steps. A test writes one by hand::
 
     Step(calls=[ModelCall(batch=batch)], gradients={Stage.SHARED: snapshot})
 """
@@ -70,7 +70,7 @@ class ModelCall:
         gradient: (B, L, d) the gradient of ``states``; None before the backward.
         random: The states of torch's generators of the CPU and the model's device at the beginning
             of the call.
-        batch: Its ids, labels and mask; None until they are read.
+        batch: The ids, labels and mask of the call; None until they are read.
         placed: The rows of dL/dlogits, with the size and the sign of each label's gradient; None if
             neither the graph nor the batch shows them.
         shapes: In a control, (3, N) the shapes of these rows, see ``RowLabels.shapes``; 0 for a row
@@ -104,7 +104,7 @@ class ModelCall:
 
     @property
     def texts(self) -> TokenBatch:
-        """Return its ids, labels and mask, which must have been read."""
+        """Return the ids, labels and mask of the call, which must have been read."""
         assert self.batch is not None
         return self.batch
 
@@ -206,8 +206,8 @@ class LocalRound:
             {**group, "params": [leaves[id(p)] for p in group["params"] if id(p) in leaves]}
             for group in self.optimizer.param_groups
         ]
-        made: Callable[[Any], Optimizer] = getattr(torch.optim, name)
-        return made(groups)
+        factory: Callable[[Any], Optimizer] = getattr(torch.optim, name)
+        return factory(groups)
 
     def rates_of(self, keys: Collection[int]) -> list[float]:
         """Return the learning rate of some parameters, given by their ``id``, at each step.
@@ -238,7 +238,7 @@ class Step:
         calls: The calls of the model that got a gradient, with their ground truth.
         gradients: For each stage the snapshot, a function that takes it, or the error it raised.
         batch: The current micro-batch as it was read before any defence; None if its form is
-            unknown. It is known to be trained on only after its backward.
+            unknown. Only its backward shows whether it is trained on.
         batch_error: The reason why the current micro-batch could not be read, or None.
         error: The reason why the words of the step are unknown; None if they are known.
         n_ended: The number of calls whose micro-batches have ended.
@@ -282,7 +282,7 @@ class Step:
 
         Raises:
             KeyError: The step has not reached the stage.
-            Exception: An error when they were taken.
+            Exception: The error that was raised when they were taken.
         """
         gradients = take = self.gradients[stage]
         if not isinstance(take, GradientSnapshot | Exception):
@@ -298,7 +298,7 @@ class Step:
         return gradients
 
     def part(self, n_labels: int) -> Step:
-        """Return the control with only its first ``n_labels`` labels."""
+        """Return a control with only the first ``n_labels`` labels of this one."""
         calls = []
         for call in self.calls:
             assert call.shapes is not None
@@ -309,10 +309,10 @@ class Step:
         return replace(self, calls=calls, gradients={}, is_part=True)
 
 
-def _without_placeholders(batch: TokenBatch, held: Collection[int]) -> TokenBatch:
+def _without_placeholders(batch: TokenBatch, placeholders: Collection[int]) -> TokenBatch:
     """Return the batch with placeholders of images and sounds masked like padding."""
     ids, mask, live = batch.input_ids, batch.attention_mask, batch.live
-    places = torch.isin(ids, ids.new_tensor(sorted(held)))
+    places = torch.isin(ids, ids.new_tensor(sorted(placeholders)))
     mask = (torch.ones_like(ids) if mask is None else mask).masked_fill(places, 0)
     live = None if live is None else live & ~places.to(live.device)
     reached = None if batch.reached is None else batch.reached & ~places.to(batch.reached.device)

@@ -1,7 +1,8 @@
 """The tap that makes the :class:`~lightning_fedleak.model.taps.step.Step` of a training step.
 
-Ids and labels are read from the step's own forward and backward, so that the form of the user's
-batch does not matter. If the graph cannot be read, they are taken from the batch.
+A *tap* is a set of hooks that record what attacks read, and change nothing. Ids and labels are read
+from the step's own forward and backward, so that the form of the user's batch does not matter. If
+the graph cannot be read, they are taken from the batch. Gradients are read from ``p.grad``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _EncoderTap(GraphTap):
         self._calls_with_gradient = []
 
     def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
-        """Return the calls whose hidden states got a gradient since the last time; forget them.
+        """Return and forget the calls whose states got a gradient since the previous ``take``.
 
         Args:
             read: Unused; part of the interface of :class:`GraphTap`.
@@ -68,9 +69,9 @@ class _EncoderTap(GraphTap):
             Exception: An exception that a hook raised during the user's forward or backward.
         """
         raise_kept(self)
-        found, self._calls_with_gradient = self._calls_with_gradient, []
-        calls = [call for call in self._calls if call in found]
-        self._calls = [call for call in self._calls if call not in found]
+        reached, self._calls_with_gradient = self._calls_with_gradient, []
+        calls = [call for call in self._calls if call in reached]
+        self._calls = [call for call in self._calls if call not in reached]
         return calls
 
     @raised_when_read
@@ -117,16 +118,16 @@ _NO_GRADIENT = (
 
 
 class _GradientTap:
-    """The gradients of some parameters, also a client's local one that DDP overwrites.
+    """The gradients of some parameters, also the local gradients that DDP overwrites.
 
-    Where ``p.grad`` holds a stage's gradient, :meth:`view` returns views of it without a copy. A
+    If ``p.grad`` holds the gradient of a stage, :meth:`view` returns views of it without a copy. A
     DDP process's local gradient exists only until DDP reduces it inside backward: while the tap is
     armed, :meth:`keep_local` copies it into one buffer per parameter, which is allocated once.
 
     Args:
         parameters: parameter by role. A tied matrix with two roles is read once.
-        gradient_of: returns what a parameter's next step is taken with.
-        tied: recorded in the snapshots.
+        gradient_of: returns the gradient with which the optimizer steps a parameter.
+        tied: whether head and embedding are one matrix, for the snapshots.
     """
 
     def __init__(
@@ -166,24 +167,24 @@ class _GradientTap:
         self._scales[id(parameter)] = 1.0
 
     def arm(self) -> None:
-        """Start a look: drop earlier copies and let the hooks copy."""
+        """Start a measurement step: drop earlier copies, and let the hooks copy."""
         self.error = None
         self._scales.clear()
         self.armed = True
 
     def disarm(self) -> None:
-        """Stop a look: let the hooks return at once."""
+        """End a measurement step: the hooks return at once."""
         self.armed = False
 
     def view(
         self, step: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1.0
     ) -> GradientSnapshot:
-        """Return views of the present gradients.
+        """Return views of the current gradients.
 
         Args:
-            step: optimizer step that they lead to.
-            stage: the stage that they are at.
-            copies: read the copies of :meth:`keep_local` in place of ``p.grad``.
+            step: the optimizer step that they are for.
+            stage: the stage of the gradients.
+            copies: whether to read the copies of :meth:`keep_local` instead of ``p.grad``.
             client: rank of the client.
             scale: loss scale still in the copies (fp16's GradScaler); divided out.
 
@@ -191,7 +192,7 @@ class _GradientTap:
             A snapshot without the roles that have no gradient.
 
         Raises:
-            Exception: what a hook has raised since :meth:`arm`.
+            Exception: an exception that a hook has raised since :meth:`arm`.
         """
         raise_kept(self)
         gradients: dict[int, Tensor] = {}
@@ -217,7 +218,7 @@ class _GradientTap:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, dense also where it is sparse."""
+    """Return the tensor as a whole and dense one, if it is a shard or sparse."""
     tensor = whole_tensor(tensor)
     return tensor.to_dense() if tensor.is_sparse else tensor
 
@@ -343,7 +344,7 @@ class StepTap:
         self.why_not = why_not or self._graph.why_not
         self._rows: _PackedRows | None = None
         self._random: tuple[Tensor, ...] = ()
-        self._said: set[str] = set()
+        self._message_kinds: set[str] = set()
         self._gradients = _GradientTap({})
 
     def close(self) -> None:
@@ -383,7 +384,7 @@ class StepTap:
         return Step(number, placeholders=self._placeholders)
 
     def end(self) -> None:
-        """Deactivate the hooks until the next step, and drop its calls."""
+        """Deactivate the hooks until the next step, and drop the recorded calls."""
         self._gradients.disarm()
         self._graph.close()
 
@@ -424,9 +425,9 @@ class StepTap:
         try:
             calls = [] if self.why_not is not None else self._graph.take(step.batch)
             if calls:
-                step.calls += self._of_calls(step, calls)
+                step.calls += self._read_calls(step, calls)
             elif not is_read and step.batch is not None:
-                step.calls.append(self._of_batch(step, step.batch))
+                step.calls.append(self._call_on_batch(step, step.batch))
             elif not is_read and step.batch_error is not None:
                 step.error = step.batch_error
         except Exception as error:
@@ -465,7 +466,8 @@ class StepTap:
 
         Args:
             number: The index of the step.
-            kept: Whether to return the copy that was made before DDP's reduction.
+            kept: Whether to return the copy that was made before DDP's reduction, see
+                :meth:`read_gradients`.
         """
         try:
             view = self._gradients.view(number, Stage.LOCAL, copies=kept)
@@ -482,8 +484,8 @@ class StepTap:
         self._rows = self._rows or _PackedRows(self._anatomy, self._forward_context)
         return self._rows
 
-    def _of_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:
-        """Return the calls with the ground truth of their graph, or else a call on the batch."""
+    def _read_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:
+        """Return the calls with the ground truth of their graph, or a plain call on the batch."""
         kind, batch = self._anatomy.kind, step.batch
         try:
             reads = [self._read_call(call, kind, batch) for call in calls]
@@ -491,7 +493,7 @@ class StepTap:
             if batch is None:
                 raise
             self._say(f"the labels of a step are read off its batch: {error}")
-            return [self._of_batch(step, batch)]
+            return [self._call_on_batch(step, batch)]
         for i, call in enumerate(reads):
             texts = call.texts
             if texts.crossing is None and texts.is_packed:
@@ -501,13 +503,13 @@ class StepTap:
         for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
             beside = f"the images or sounds that the model reads: {name}"
             self._say(f"the text of a step is looked for, and nobody asks about {beside}")
-        first, *others = reads
-        if not others and first.ids is not None and first.texts.input_ids.shape == first.ids.shape:
-            step.batch = first.batch
+        call, *more = reads
+        if not more and call.ids is not None and call.texts.input_ids.shape == call.ids.shape:
+            step.batch = call.batch
         return reads
 
-    def _of_batch(self, step: Step, batch: TokenBatch) -> ModelCall:
-        """Return a plain call on the batch as it was read."""
+    def _call_on_batch(self, step: Step, batch: TokenBatch) -> ModelCall:
+        """Return a plain call on the user's batch, as a plain loss would have made it."""
         self._say(f"the labels of a step are read off its batch: {self.why_not or _NO_GRADIENT}")
         if self._rows is not None:
             batch = self._rows.with_crossing(batch)
@@ -515,7 +517,8 @@ class StepTap:
         return plain_call(self._anatomy, batch, self._autocast, self._random)
 
     def _say(self, sentence: str) -> None:
+        """Pass on a message, once for each text before its colon."""
         kind = sentence.partition(":")[0]
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._message_kinds:
+            self._message_kinds.add(kind)
             self._write(sentence)

@@ -1,10 +1,11 @@
 """Per-token log-probabilities of texts: the forwards that memorization attacks use.
 
-A masked model is queried for each token of a text once. A draw that depends only on the text
-divides the tokens into 7 parts, and each forward masks one of them, about the 15% that collators
-mask. The sum over the tokens is a pseudo-log-likelihood (Salazar et al. 2020, arXiv 1910.14659, who
-mask one token a forward), whose ratio to the base's Mireshghallah et al. 2022 (arXiv 2203.03929)
-compare. The base and every look have the same masks, whatever masks the training draws.
+A causal model is queried for a text once. A masked model is queried once for each of 7 parts of
+the text's tokens, with that part masked, about the 15% that collators mask. The parts are drawn
+from the text alone, so that the base model and the trained one have the same masks in every
+measurement. The sum over the tokens is a pseudo-log-likelihood (Salazar et al. 2020, arXiv
+1910.14659, who mask one token a forward). Attacks compare it with that of the base model
+(Mireshghallah et al. 2022, arXiv 2203.03929).
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.pairs import PairBatch, RatedBatch
 from lightning_fedleak.model.snapshots import TokenSnapshot
 
-TOKENS_AT_ONCE = 1 << 10  # of one forward: as fast as larger ones on two CPU cores
-LOGITS_OF_FORWARD = 1 << 25  # 128 MiB in float32; more take more memory than an evaluation step
-MASKS = 7  # forwards of a masked model for a text, each with 1/7 masked; more cost more
-POSITIONS_AT_ONCE = 4  # logits that are reduced at once on a CPU: they fit its cache; 16 take 1.6x
-NUMBERS_AT_ONCE = 1 << 17  # of smaller vocabularies, as many as of those four at 32,000
-NUMBERS_COPIED = 1 << 22  # of logits, 16 MiB in float32: a copy of all would double the memory
+TOKENS_AT_ONCE = 1 << 10  # tokens of one forward; larger ones are not faster on two CPU cores
+LOGITS_OF_FORWARD = 1 << 25  # 128 MiB in float32: no more memory than an evaluation step takes
+MASKS = 7  # forwards of a masked model for a text, each with 1/7 of its tokens masked
+# Positions whose logits are reduced at once on a CPU: they fit its cache; 16 take 1.6x as long.
+POSITIONS_AT_ONCE = 4
+# Logits that are reduced at once if the vocabulary is small: those of 4 positions at 32,000 tokens.
+NUMBERS_AT_ONCE = 1 << 17
+# Logits that are copied at once, 16 MiB in float32: a copy of all would double the memory.
+NUMBERS_COPIED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,9 @@ class Text:
         labels: (L,) int64, the id if the loss is computed on the token and -100 otherwise; the
             first is not predicted. For a classifier or a masked model (L + 1,): a -100, then the
             label of each token. A class of the whole text is at its last token.
-        split: For a pair, the number of tokens of the chosen text, which those of the rejected text
-            follow; for a rated answer, L if it is desirable and 0 if not; None without preferences.
+        split: For a pair, the number of tokens of the chosen text; the tokens of the rejected text
+            follow it. For a rated answer, L if it is desirable and 0 if not. None without
+            preferences.
     """
 
     ids: Tensor
@@ -54,9 +59,9 @@ class Text:
     @classmethod
     def of_pair(cls, chosen: Text, rejected: Text) -> Text:
         """Return a pair: the ids of the chosen text, then those of the rejected one."""
-        first = nn.functional.pad(rejected.labels[1:], (1, 0), value=IGNORE_INDEX)
+        rejected_labels = nn.functional.pad(rejected.labels[1:], (1, 0), value=IGNORE_INDEX)
         ids = torch.cat([chosen.ids, rejected.ids])
-        return cls(ids, torch.cat([chosen.labels, first]), len(chosen.ids))
+        return cls(ids, torch.cat([chosen.labels, rejected_labels]), len(chosen.ids))
 
     @property
     def alone(self) -> list[Text]:
@@ -105,7 +110,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Completions(Text):
-    """Completions of one prompt by a model, each with the prompt before it, one after the other.
+    """A model's completions of one prompt, one after the other, each with the prompt before it.
 
     Attributes:
         lengths: The number of tokens of each completion with its prompt.
@@ -148,7 +153,7 @@ def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
 
 
 def label_places(texts: Sequence[Text], columns: int) -> Tensor:
-    """Return (N, columns) bool, the tokens that texts have as labels, as a snapshot places them."""
+    """Return (N, columns) bool: the label tokens of texts, in the columns of a TokenSnapshot."""
     places = torch.zeros(len(texts), columns, dtype=torch.bool)
     for row, text in enumerate(texts):
         places[row, : len(text.labels) - 1] = text.labels[1:] != IGNORE_INDEX
@@ -156,7 +161,7 @@ def label_places(texts: Sequence[Text], columns: int) -> Tensor:
 
 
 def rejected_places(texts: Sequence[Text], columns: int) -> Tensor:
-    """Return (N, columns) bool, the tokens of rejected texts, as a snapshot places them."""
+    """Return (N, columns) bool: tokens of rejected texts, in the columns of a TokenSnapshot."""
     splits = torch.tensor([columns + 1 if t.split is None else t.split for t in texts])
     return torch.arange(1, columns + 1) >= splits[:, None]
 
@@ -169,7 +174,7 @@ def answer_groups(texts: Sequence[Text]) -> Tensor:
 
 
 def texts_in(batch: TokenBatch) -> list[Text]:
-    """Return the texts of a batch, without padding; those packed into one row apart; or its pairs.
+    """Return the texts of a batch without padding, one for each packed document, or its pairs.
 
     Raises:
         ValueError: the batch is of an encoder-decoder, its labels are not one for each row or
@@ -211,11 +216,11 @@ def texts_in(batch: TokenBatch) -> list[Text]:
 def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> TokenBatch:
     """Return a batch of a masked model as it was before it was masked.
 
-    Labels are all tokens but special ones, which collators never mask. A row with masked tokens
-    that have no label, so that nobody knows what they were, has no labels.
+    All tokens get labels except special ones, which collators never mask. A row gets no labels if
+    it has a mask token without a label, whose original token is unknown.
 
     Args:
-        batch: with the labels of the tokens that were masked or exchanged.
+        batch: The batch, with labels at the tokens that were masked or replaced.
         mask_id: The id of the mask token.
         special: ids of special tokens.
 
@@ -232,7 +237,7 @@ def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> Token
 
 
 def _masked_copies(text: Text, mask_id: int) -> list[Text]:
-    """Return a text with each of its parts masked, which alone has labels then."""
+    """Return a copy of a text for each of its parts: the part is masked and alone has labels."""
     places = (text.labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
     seed = int.from_bytes(hashlib.sha256(text.ids.numpy().tobytes()).digest()[:7])
     generator = torch.Generator().manual_seed(seed)
@@ -250,11 +255,11 @@ def _masked_copies(text: Text, mask_id: int) -> list[Text]:
 def compressed_bytes(
     texts: Sequence[Text], decode: Callable[[list[int]], str] | None = None
 ) -> Tensor:
-    """Return (N,) the bytes of each text that zlib compresses it to.
+    """Return (N,) the number of bytes to which zlib compresses each text.
 
     Args:
         texts: the texts.
-        decode: returns the words of token ids; without it the ids are compressed.
+        decode: a function from token ids to their words; None compresses the ids.
     """
     sizes = []
     for text in texts:
@@ -270,15 +275,15 @@ def compressed_bytes(
 def token_log_probs(
     anatomy: Anatomy, texts: Sequence[Text], mask_id: int | None = None
 ) -> TokenSnapshot:
-    """Return what the model says of each label token, in eval mode and without a trace.
+    """Query the model for each label token of texts, in eval mode and without a trace.
 
-    It costs one forward for each text, two for a pair, and 7 of a masked model. Texts are batched
-    by length. The caller chooses the precision: an autocast around the call holds within. Under
-    FSDP2 every process makes the call, with texts of the same lengths.
+    A text costs one forward, a pair two, and a text of a masked model 7. Texts are batched by
+    length. The caller chooses the precision by an autocast around the call. Under FSDP2 every
+    process must make the call, with texts of the same lengths.
 
     Args:
-        anatomy: a causal language model; a classifier, which is asked for the class of each text or
-            token; or a masked model.
+        anatomy: a causal language model; a classifier, which is queried for the class of each text
+            or token; or a masked model.
         texts: N texts, at least one.
         mask_id: The id of the mask token; only for a masked model.
 
@@ -293,7 +298,7 @@ def token_log_probs(
     columns = max(1, max(len(text.labels) for text in texts) - 1)
     if any(text.split is not None for text in texts):
         alone = token_log_probs(anatomy, [part for text in texts for part in text.alone])
-        return _joined(alone, texts, columns)
+        return _join_pairs(alone, texts, columns)
     shape = (len(texts), columns)
     snapshot = TokenSnapshot(
         *(torch.zeros(shape) for _ in range(3)),
@@ -305,18 +310,18 @@ def token_log_probs(
         while order:
             length = len(texts[order[0]].ids)
             rows = max(1, at_once // length)
-            if anatomy.kind == "classifier":  # some find a text's end by its padding: there is none
+            if anatomy.kind == "classifier":  # it may find a text's end by padding tokens: pad none
                 rows = min(rows, sum(len(texts[row].ids) == length for row in order[:rows]))
             part, order = order[:rows], order[rows:]
-            answers = _ask(anatomy, model, [texts[row] for row in part])
+            answers = _query(anatomy, model, [texts[row] for row in part])
             width = answers.labels.shape[1]
             for whole, value in zip(snapshot, answers, strict=True):
                 whole[part, :width] = value
     return snapshot
 
 
-def _joined(alone: TokenSnapshot, texts: Sequence[Text], columns: int) -> TokenSnapshot:
-    """Return the snapshot of pairs, (N, columns), of one with a row for each text alone."""
+def _join_pairs(alone: TokenSnapshot, texts: Sequence[Text], columns: int) -> TokenSnapshot:
+    """Return the snapshot (N, columns) of pairs from a snapshot with a row for each single text."""
     snapshot = TokenSnapshot(*(value.new_zeros(len(texts), columns) for value in alone))
     owners = ((row, part) for row, text in enumerate(texts) for part in text.alone)
     ends = [0] * len(texts)
@@ -328,7 +333,7 @@ def _joined(alone: TokenSnapshot, texts: Sequence[Text], columns: int) -> TokenS
     return snapshot
 
 
-def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnapshot:
+def _query(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnapshot:
     """Return the snapshot of texts of similar length, padded on the right."""
     pad = nn.utils.rnn.pad_sequence
     labels = pad([t.labels for t in texts], batch_first=True, padding_value=IGNORE_INDEX)
@@ -350,16 +355,16 @@ def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnap
         logits = logits[:, end - targets.shape[1] : end]
         rows = max(1, NUMBERS_COPIED // max(1, logits[0].numel()))
         parts = (torch.split(values, rows) for values in (logits, targets))
-        for some, target in zip(*parts, strict=True):
+        for block, target in zip(*parts, strict=True):
             scored = target != IGNORE_INDEX
-            answers.append(describe_tokens(some[scored], target[scored]).cpu())
+            answers.append(describe_tokens(block[scored], target[scored]).cpu())
     values = torch.zeros(4, *counted.shape)
     values[:, counted] = torch.cat(answers, 1)
     return TokenSnapshot(values[0], values[1], values[2], values[3] > 0, counted)
 
 
 def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return log probability, its mean and deviation over the vocabulary, and greedy, (4, n).
+    """Return (4, n): log probability, its mean and deviation over the vocabulary, and greedy.
 
     Args:
         logits: (n, V) at the predicting positions.
@@ -378,16 +383,17 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
         weights = scores.exp()
         total = weights.sum(1)
         target = scores.gather(1, targets[part, None])[:, 0]
-        first = torch.linalg.vecdot(weights, scores) / total
-        second = torch.linalg.vecdot(weights.mul_(scores), scores) / total
+        mean = torch.linalg.vecdot(weights, scores) / total
+        mean_square = torch.linalg.vecdot(weights.mul_(scores), scores) / total
         numbers[0, part] = target - total.log()
-        numbers[1, part] = first - total.log()
-        numbers[2, part] = (second - first * first).clamp_min(0).sqrt()
+        numbers[1, part] = mean - total.log()
+        numbers[2, part] = (mean_square - mean * mean).clamp_min(0).sqrt()
         numbers[3, part] = (target >= 0).float()
     return numbers
 
 
-MAX_NODES = 256  # tokens of one forward, each beside each other one: 128 and 512 take 1.1 as long
+# Prefixes in one forward of a tree, whose mask grows with the square: 128 and 512 take 1.1x.
+MAX_NODES = 256
 Prefix = tuple[int, ...]
 """Token ids that begin a candidate, without its last one."""
 
@@ -397,10 +403,10 @@ def candidate_log_probs(
 ) -> tuple[Tensor, bool]:
     """Return the log probability of each candidate after a context, in eval mode, without a trace.
 
-    The context runs once. What candidates begin with alike runs once, too: a forward holds the
-    prefixes of many side by side, each of which attends to the context and to its own beginning
-    (tree attention: Miao et al. 2024, SpecInfer). A model that takes no such mask, or whose logits
-    are others with it, runs the context with each candidate. Within
+    The context runs once, and so does each prefix that candidates share. One forward holds the last
+    tokens of many prefixes, each of which attends to the context and to its own prefix (tree
+    attention: Miao et al. 2024, SpecInfer). If the model takes no such mask, or its logits differ
+    with it, the context runs with each candidate. Inside
     :func:`~lightning_fedleak.model.model_runs.undisturbed` many calls cost no more than their
     forwards.
 
@@ -417,7 +423,7 @@ def candidate_log_probs(
     words = [tuple(candidate.tolist()) for candidate in candidates]
     log_probs, greedy = torch.zeros(len(words)), True
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
-        first, cache = _run_context(anatomy, model, context)
+        context_logits, cache = _run_context(anatomy, model, context)
         is_tree, is_verified = cache is not None, False
         for rows, prefixes in _parts(words, LOGITS_OF_FORWARD // anatomy.vocab_size):
             logits = _run_tree(model, context, cache, prefixes) if is_tree else None
@@ -428,38 +434,38 @@ def candidate_log_probs(
                 is_verified = len(prefixes) > len(prefixes[-1])
             if logits is None or not is_tree:
                 logits, is_tree = _run_whole(anatomy, model, context, prefixes), False
-            behind = dict(zip([(), *prefixes], [first, *logits], strict=True))
-            totals = {prefix: scores.float().logsumexp(0) for prefix, scores in behind.items()}
+            next_logits = dict(zip([(), *prefixes], [context_logits, *logits], strict=True))
+            totals = {prefix: scores.float().logsumexp(0) for prefix, scores in next_logits.items()}
             for row in rows:
                 word = words[row]
-                steps = [behind[word[:n]][token] - totals[word[:n]] for n, token in enumerate(word)]
+                steps = [next_logits[word[:n]][t] - totals[word[:n]] for n, t in enumerate(word)]
                 log_probs[row] = torch.stack(steps).float().sum()
             if 0 in rows:
                 greedy = all(
-                    int(behind[words[0][:n]].argmax()) == t for n, t in enumerate(words[0])
+                    int(next_logits[words[0][:n]].argmax()) == t for n, t in enumerate(words[0])
                 )
     return log_probs, greedy
 
 
-def _parts(words: Sequence[Prefix], most: int) -> Iterator[tuple[list[int], list[Prefix]]]:
-    """Yield the rows of some candidates each, and all that they begin with, in order.
+def _parts(words: Sequence[Prefix], max_prefixes: int) -> Iterator[tuple[list[int], list[Prefix]]]:
+    """Yield the rows of candidates for one forward, and all of their prefixes, sorted.
 
-    The order is that of their content: where a candidate stands in a forward, and so rounding, says
-    nothing of which one it is.
+    Candidates are sorted by content. So the position of a candidate in a forward, which affects
+    rounding, does not depend on whether it is the true value.
     """
     rows, prefixes = list[int](), set[Prefix]()
     for row in sorted(range(len(words)), key=words.__getitem__):
-        beginnings = {words[row][:n] for n in range(1, len(words[row]))}
-        if rows and len(prefixes | beginnings) > min(MAX_NODES, most):
+        new_prefixes = {words[row][:n] for n in range(1, len(words[row]))}
+        if rows and len(prefixes | new_prefixes) > min(MAX_NODES, max_prefixes):
             yield rows, sorted(prefixes)
             rows, prefixes = [], set()
         rows.append(row)
-        prefixes |= beginnings
+        prefixes |= new_prefixes
     yield rows, sorted(prefixes)
 
 
 def _run_context(anatomy: Anatomy, model: nn.Module, context: Tensor) -> tuple[Tensor, object]:
-    """Return (V,) the logits behind a context, and its cache; None where the model keeps none."""
+    """Return (V,) the logits after a context, and its cache; None if the model has no cache."""
     argument = None if model_runs.virtual_tokens(anatomy) else cache_argument(model)
     output = model(input_ids=context, **({"use_cache": True} if argument else {}))
     cache = getattr(output, argument, None) if argument else None
@@ -470,19 +476,19 @@ def _run_context(anatomy: Anatomy, model: nn.Module, context: Tensor) -> tuple[T
 def _run_tree(
     model: nn.Module, context: Tensor, cache: object, prefixes: Sequence[Prefix]
 ) -> list[Tensor] | None:
-    """Return (V,) the logits behind each prefix; None where the model takes no such forward."""
+    """Return (V,) the logits after each prefix; None if the model takes no such forward."""
     if not prefixes:
         return []
     place = {prefix: n for n, prefix in enumerate(prefixes)}
-    sees = torch.eye(len(prefixes), dtype=torch.bool)
+    attends = torch.eye(len(prefixes), dtype=torch.bool)
     for n, prefix in enumerate(prefixes):
         if len(prefix) > 1:
-            sees[n] |= sees[place[prefix[:-1]]]
+            attends[n] |= attends[place[prefix[:-1]]]
     length = context.shape[1]
-    sees = torch.cat([sees.new_ones(len(prefixes), length), sees], 1)
+    attends = torch.cat([attends.new_ones(len(prefixes), length), attends], 1)
     example = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    mask = torch.zeros(sees.shape, dtype=example.dtype)
-    mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
+    mask = torch.zeros(attends.shape, dtype=example.dtype)
+    mask.masked_fill_(~attends, torch.finfo(mask.dtype).min)
     caches = {cache_argument(model) or "past_key_values": copy.deepcopy(cache)}
     try:
         output = model(
@@ -492,30 +498,31 @@ def _run_tree(
             use_cache=True,
             **caches,
         )
-    except Exception:  # another form of mask, or no positions: it is run otherwise
+    except Exception:  # other masks, or no positions: the caller runs prefixes one by one
         return None
     return [*model_runs.logits_in(output)[0]]
 
 
 def _agree(logits: Tensor, others: Tensor) -> bool:
-    """Return whether two logits (V,) differ by rounding alone: 3% in 16 bits, 0.1% in 32."""
-    one, two = (part.float() - part.float().mean() for part in (logits, others))
-    return bool((one - two).norm() <= (0.03 if logits.element_size() < 4 else 1e-3) * two.norm())
+    """Return whether two logits (V,) differ only by rounding: 3% in 16 bits, 0.1% in 32."""
+    a, b = (part.float() - part.float().mean() for part in (logits, others))
+    return bool((a - b).norm() <= (0.03 if logits.element_size() < 4 else 1e-3) * b.norm())
 
 
 def _run_whole(
     anatomy: Anatomy, model: nn.Module, context: Tensor, prefixes: Sequence[Prefix]
 ) -> list[Tensor]:
-    """Return (V,) the logits behind each prefix, run with the context before it."""
-    leaves = [one for one, two in pairwise([*prefixes, ()]) if two[: len(one)] != one]
+    """Return (V,) the logits after each prefix, by forwards of context and prefix."""
+    # Prefixes are sorted: one that begins the next one needs no forward.
+    leaves = [a for a, b in pairwise([*prefixes, ()]) if b[: len(a)] != a]
     width = max(map(len, leaves), default=0)
     at_once = max(1, LOGITS_OF_FORWARD // ((context.shape[1] + width) * anatomy.vocab_size))
     logits = dict[Prefix, Tensor]()
-    for some in (leaves[n : n + at_once] for n in range(0, len(leaves), at_once)):
-        ids = pad_sequence([context.new_tensor(prefix) for prefix in some], batch_first=True)
-        whole = torch.cat([context.expand(len(ids), -1), ids], 1)  # nothing sees what is behind it
+    for block in (leaves[n : n + at_once] for n in range(0, len(leaves), at_once)):
+        ids = pad_sequence([context.new_tensor(prefix) for prefix in block], batch_first=True)
+        whole = torch.cat([context.expand(len(ids), -1), ids], 1)  # causal: padding changes nothing
         for leaf, scores in zip(
-            some, model_runs.logits_in(model(input_ids=whole))[:, -ids.shape[1] :], strict=True
+            block, model_runs.logits_in(model(input_ids=whole))[:, -ids.shape[1] :], strict=True
         ):
             logits |= {leaf[: n + 1]: scores[n] for n in range(len(leaf))}
     return [logits[prefix] for prefix in prefixes]

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Item = TypeVar("Item")
 
+# The display of the enclosing :func:`bars`; None if no bars are shown.
 _display: ContextVar[Progress | None] = ContextVar("_display", default=None)
-"""The display of the enclosing :func:`bars`; None if no bars are shown."""
 
 
 @contextmanager

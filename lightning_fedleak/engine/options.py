@@ -64,8 +64,8 @@ factor that is still zero adds nothing to the output, and its gradient can be of
 """
 
 
+# Values of ``WatchSettings.precision``, in the spelling of Lightning's Trainer.
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-"""Values of ``WatchSettings.precision``, in the spelling of Lightning's Trainer."""
 
 
 @dataclass(frozen=True)

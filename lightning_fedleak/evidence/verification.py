@@ -33,8 +33,8 @@ from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
 Maker = Callable[[Findings], records.JsonObject]
+# Keys of a report whose values differ between reports of the same logs.
 _PER_REPORT_KEYS = ("made", "made_by", "problems", "people", "release")
-"""Keys of a report whose values differ between reports of the same logs."""
 
 
 def verify_run(
@@ -320,8 +320,8 @@ _PLATFORM = "versions", "machine"
 """Fields that determine the order of floating-point sums, and so the last bits of tensors."""
 _SAVED = "weights of a checkpoint"
 _INTERVAL = "between looks"
+# Groups of parameters; each group has one hash before the first step.
 _TENSOR_GROUPS = "trained", "frozen"
-"""Groups of parameters; each group has one hash before the first step."""
 _DETERMINISTIC = "Freeze", "GradientCompression"
 """Classes of defences without random numbers."""
 

@@ -20,8 +20,8 @@ RELEASED = "released"
 NEXT_TO_NONE = 0.1
 """Distance above chance up to which a result counts as next to nothing. Not tuned."""
 
+# Pairs of a step, or round, and a value; None is unknown.
 Points = list[tuple[int, float | None]]
-"""Pairs of a step, or round, and a value; None is unknown."""
 
 
 class Point(NamedTuple):

@@ -28,8 +28,8 @@ ACTIONS = {  # what a gate did, by its name in run.jsonl, as a verb in the past 
     "hardened": "turned the defence up",
     "raise": "raised an error",
 }
+# A metric or a phrase in braces in a family's sentence: its name, and ``%`` for a percentage.
 _METRIC = re.compile(r"\{([^}]+?)(%?)\}")
-"""A metric or a phrase in braces in a family's sentence: its name, and ``%`` for a percentage."""
 _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
 
 

@@ -29,8 +29,8 @@ from lightning_fedleak.report.wording import brief, brief_interval, measure
 MAX_ROUNDS, MAX_CLIENTS = 24, 20
 """Maximum number of columns (rounds) and rows (clients) of a heat map with legible numbers."""
 MAX_DRAWN = 1e300  # differences of larger values may overflow
+# The lowest and the highest value of an axis.
 Span = tuple[float, float]
-"""The lowest and the highest value of an axis."""
 
 
 def is_leak(rate: MetricValue, chance: float) -> bool:

@@ -40,13 +40,13 @@ else:  # at run time `combined` adds the class of one of the two packages as a s
 
 _COUNTERS = (None, "step", "epoch")
 """Values of a callback's ``monitor`` that do not depend on data."""
+# The only ``leakage/`` metric that holds a validation loss, which epsilon does not cover.
 _CHOOSE_METRIC = "leakage/choose"
-"""The only ``leakage/`` metric that holds a validation loss, which epsilon does not cover."""
+# Hooks of modules and callbacks that may read a gradient before its release.
 _GRADIENT_HOOKS = (
     *("on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step"),
     *("configure_gradient_clipping", "optimizer_step"),
 )
-"""Hooks of modules and callbacks that may read a gradient before its release."""
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")  # Lightning's own hooks read no gradient
 
 

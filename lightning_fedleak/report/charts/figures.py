@@ -43,8 +43,8 @@ SHAPES = {
     "memorization": "m0-4l4 7h-8z",
 }
 """SVG path of the symbol of each family of attacks. Other families have the symbol of words."""
+# A point in the values of the two axes; y is None where it is unknown.
 Place = tuple[float, float | None]
-"""A point in the values of the two axes; y is None where it is unknown."""
 
 
 class _Plot:

@@ -146,12 +146,12 @@ def holds_own_hash(line: bytes) -> bool:
     return before != start and hash_line(before + b"}") == end.decode(errors="replace")
 
 
+# The lines that each thread has yet to write, by its id. A signal handler may add further ones.
 _pending_lines: dict[int, list[tuple[Path, object]]] = {}
-"""The lines that each thread has yet to write, by its id. A signal handler may add further ones."""
+# The ids of the threads that are writing a line.
 _writing_threads: set[int] = set()
-"""The ids of the threads that are writing a line."""
+# The files whose lock another process held for the whole waiting time.
 _unlockable_files: set[str] = set()
-"""The files whose lock another process held for the whole waiting time."""
 LOCK_TRIES = 300
 """Number of attempts to lock a file, 10 ms apart."""
 

@@ -15,8 +15,8 @@ from typing import Any
 from lightning_fedleak.report.records.fields import SCHEMA, JsonObject
 from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
+# Names of the files with the results of attacks, and with the record of the run.
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
-"""Names of the files with the results of attacks, and with the record of the run."""
 
 MAX_DIGITS = 20
 """Integers with more digits are read as None: the time to parse one grows with its square."""

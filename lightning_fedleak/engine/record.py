@@ -37,11 +37,11 @@ from lightning_fedleak.engine.run import Run
 from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret, write_secret
 from lightning_fedleak.report import records
 
+# Packages whose installed versions are recorded, because results may depend on them.
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
     *("opacus", "torchmetrics", "numpy"),
 )
-"""Packages whose installed versions are recorded, because results may depend on them."""
 _PER_FIT_FIELDS = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
     *("next_look", "weights"),

@@ -28,8 +28,8 @@ from lightning_fedleak.model.model_state import WeightsWritten
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage, check_finite, is_shard
 from lightning_fedleak.model.taps import ChangedInPlace, Step, UpdateError, before_real_step
 
+# The dtype of autocast, by the precision of a run.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""The dtype of autocast, by the precision of a run."""
 
 StageReached = Callable[[Stage, Optimizer], None]
 """A function of a stage and an optimizer, called when ``p.grad`` is the gradient at the stage."""

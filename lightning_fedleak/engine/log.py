@@ -190,8 +190,8 @@ def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
 
 
 # Log names of this package, and of times, counts and learning rates: not metrics of the user's.
-_FEDLEAK_NAMES = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
-_PROGRESS_NAMES = re.compile(
+_LEAK_NAMES = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
+_RUN_NAMES = re.compile(
     r"epoch|step|lr.*|(.*[_/])?(learning_rate|grad_norm|runtime|total_flos|.*_per_second)"
 )
 
@@ -210,9 +210,7 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
     return {
         name: value
         for name, value in logged.items()
-        if name not in forks
-        and not _FEDLEAK_NAMES.match(name)
-        and not _PROGRESS_NAMES.fullmatch(name)
+        if name not in forks and not _LEAK_NAMES.match(name) and not _RUN_NAMES.fullmatch(name)
     }
 
 
@@ -228,7 +226,7 @@ class UserMetrics:
         self.last: dict[str, float] = {}
         self.best: dict[str, tuple[int, float]] = {}
         self._steps: dict[str, int] = {}  # step of the last logged value
-        self._observed: dict[str, tuple[object, int]] = {}  # newest value, and its first step
+        self._newest: dict[str, tuple[object, int]] = {}  # newest value, and its first step
 
     def changed(
         self, metrics: Mapping[str, Any], step: int, *, sparse: bool = False
@@ -247,11 +245,9 @@ class UserMetrics:
         new: dict[str, float] = {}
         for name, value in metrics.items():
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
-            if self._observed.get(name, (None, 0))[0] is not value:
-                self._observed[name] = value, step
-            if self._observed[name][1] != step or (
-                sparse and is_training(name) and step < next_step
-            ):
+            if self._newest.get(name, (None, 0))[0] is not value:
+                self._newest[name] = value, step
+            if self._newest[name][1] != step or (sparse and is_training(name) and step < next_step):
                 continue
             number, last = float(value), self.last.get(name)
             if number == last or (math.isnan(number) and last != last):
@@ -267,7 +263,7 @@ class UserMetrics:
         """Count the present values of these metrics as new, even if they equal the last ones."""
         for name in names:
             self.last.pop(name, None)
-            self._observed.pop(name, None)
+            self._newest.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the last and the best values, and the steps of the best ones."""

@@ -63,8 +63,7 @@ canary layer takes the whole norm that it is clipped to. The server need not dis
 factor that is still zero adds nothing to the output, and its gradient can be of any size.
 """
 
-
-# Values of ``WatchSettings.precision``, in the spelling of Lightning's Trainer.
+# Values of `WatchSettings.precision`, in the spelling of Lightning's Trainer.
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -377,8 +376,7 @@ def parts_of(
 UNEVEN_SECONDS = 2.0
 """Budget of RevealLabels with ``attacks="auto"``: seconds of linear programs at one look.
 
-It suffices for about 30 distinct labels of a vocabulary of 50,000. With more seconds larger batches
-are solved, and looks become rarer.
+About 30 distinct labels of a vocabulary of 50,000. More: larger batches, and rarer looks.
 """
 
 

@@ -42,18 +42,18 @@ PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
     *("opacus", "torchmetrics", "numpy"),
 )
-# Fields of the first line that differ between fits with the same settings.
 _PER_FIT_FIELDS = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
     *("next_look", "weights"),
 )
+"""Fields of the first line that differ between fits with the same settings."""
 MAX_HASHED_BYTES = 2**30
 """Largest size of the trained, or frozen, weights that are hashed before the first step and at
 checkpoints, in bytes: hashing takes 1 to 3 seconds. At the end of a fit there is no limit."""
 ROW_KEY = "row_order.key"
 """File next to the logs, of mode 0600, with the key of the commitment to the order of rows."""
-# The key of each :data:`ROW_KEY` file of this process, which is written when a fit ends.
 _row_order_keys: dict[Path, str] = {}
+"""The key of each :data:`ROW_KEY` file of this process, which is written when a fit ends."""
 PLANNED = records.BeginLine, records.LookLine, records.PlanLine
 """Kinds of lines that state the step of the next look."""
 

@@ -31,8 +31,7 @@ MIN_STRENGTH = 0.9
 """Smallest share of the model's gain, on texts that neither was trained on, of a strong reference.
 
 For a LoRA model (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and
-.79 of its gain, and showed a TPR of .86 and .52 at .1% FPR. With a smaller value weaker references
-pass for strong ones.
+.79 of its gain, and a TPR of .86 and .52 at .1% FPR. Lower: weaker ones pass for strong.
 """
 
 

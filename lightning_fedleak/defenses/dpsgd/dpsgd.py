@@ -47,9 +47,9 @@ class DPSGD(Defense):
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
     the gradient of sample i's loss, C is ``max_grad_norm``, sigma ``noise_multiplier``, and L the
     expected batch size. Batches are Poisson samples of the client's examples; an empty one releases
-    only noise. :attr:`privacy` is the privacy cost so far. ``p.grad`` is the local gradient until
-    the release; most steps leave it out where nothing reads it. ``docs/dpsgd.md`` says what the
-    guarantee covers, what it costs, what is refused, and how several processes are one client.
+    only noise. :attr:`privacy` is the privacy cost so far. Until the release ``p.grad`` is the
+    local gradient; most steps do not compute it if nothing reads it. ``docs/dpsgd.md`` says what
+    the guarantee covers, what it costs, what is refused, and how several processes are one client.
 
     Examples:
         >>> import lightning as L
@@ -86,7 +86,7 @@ class DPSGD(Defense):
     Attributes:
         releases: The number of releases so far.
         measured_noise_multiplier: The last measured standard deviation of the noise, divided by C.
-            No epsilon covers it: do not publish it beside what was released.
+            No epsilon covers it: do not publish it.
 
     Raises:
         DefenseError: An argument is out of range or contradicts another. At setup and in a step:
@@ -179,7 +179,7 @@ class DPSGD(Defense):
 
     @property
     def notches(self) -> int:
-        """Return how often the noise was increased."""
+        """Return how many times a gate has increased the noise (:meth:`harden`)."""
         return self._budget.notches
 
     @property
@@ -195,7 +195,8 @@ class DPSGD(Defense):
     def finding(self) -> str | None:
         """Return the verdict in one line, for the record of the fit; None without ``check``.
 
-        One process writes the record, and a verdict on several needs all of them.
+        It is unknown with several processes: one of them writes the record, and a verdict needs
+        what all of them observed.
         """
         if self._referee is None or self._is_alone:
             return None if self._referee is None else str(self.verdict.in_short)

@@ -277,6 +277,7 @@ class LossCheck:
             self._check_constant(f"{path}{attribute}", float(factor))
 
     def _check_constant(self, path: str, value: float) -> None:
+        """Raise an error if the factor at a path of the graph differs from an earlier step's."""
         earlier = self._constants.setdefault(path, value)
         _refuse_if(
             earlier != value,
@@ -335,19 +336,20 @@ def check_isolation(
 ) -> None:
     """Raise an error where one sample's gradient depends on another sample.
 
-    A sample whose gradient is not finite shows nothing: zeros of others become NaN at its infinite
-    slope. It takes one more backward pass, without gradients of parameters, and does not change
+    One sample's gradient is propagated alone, and must not reach the rows of other samples. The
+    sample is one with a finite gradient, since an infinite one turns other rows' zeros into NaN.
+    The check takes one more backward pass, without gradients of parameters, and does not change
     ``p.grad``. Where backward is a collective (FSDP2) all processes must call this, with the same
     ``separate``, and errors are raised after the last backward.
 
     Args:
-        loss: scalar with a graph, which stays.
-        top: the calls that it is computed from directly.
+        loss: the loss, a scalar whose graph is retained.
+        top: the calls whose outputs the loss is computed from directly.
         calls: all calls of layers.
-        samples: B; the check shows nothing of a single sample.
+        samples: the number B of samples; with one sample nothing can be mixed.
         separate: whether the loss is known to keep samples separate, so that only the network is
             checked.
-        restore: called after each backward: makes the model what it was after forward.
+        restore: called after each backward; restores the model's state after the forward.
 
     Raises:
         DefenseError: samples are mixed, or that cannot be checked.
@@ -366,7 +368,7 @@ def check_isolation(
     restore()
     above = {edge.node for edge in edges}
     below = [call for call in calls if call.trained and call.edge.node not in above]
-    masked = [_mask_others(g.detach(), sample, samples) for g in gradients]
+    masked = [_keep_sample(g.detach(), sample, samples) for g in gradients]
     del gradients
     layers: Sequence[Tensor | None] = ()
     if below:
@@ -427,9 +429,9 @@ def _mixing_error(
 
 
 def _keeps_apart(node: Any, name: str, samples: int) -> bool:
-    """Return whether an operation is known to work on one sample's numbers at a time.
+    """Return whether an operation is known to compute each sample's numbers separately.
 
-    Views keep the order of numbers, so a sample's are one of B equal blocks throughout.
+    Views keep the order of numbers, so that those of a sample are always one of B equal blocks.
     """
     inputs = sum(below is not None for below, _ in node.next_functions)
     if name == "LogSoftmaxBackward0":
@@ -445,13 +447,15 @@ def _keeps_apart(node: Any, name: str, samples: int) -> bool:
     return inputs == 1 and name in single_input
 
 
-def _mask_others(gradient: Tensor, sample: int, samples: int) -> Tensor:
+def _keep_sample(gradient: Tensor, sample: int, samples: int) -> Tensor:
+    """Return a gradient (B * n, ...) with the rows of all samples but one set to zero."""
     masked = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
     masked.view(samples, -1)[sample] = gradient.reshape(samples, -1)[sample]
     return masked
 
 
 def _reaches_others(gradient: Tensor, sample: int, samples: int) -> bool:
+    """Return whether a gradient (B * n, ...) has finite nonzero rows of other samples."""
     rows = torch.linalg.vector_norm(gradient.detach().reshape(samples, -1), ord=math.inf, dim=1)
     rows[sample] = 0
     return bool((rows.isfinite() & (rows != 0)).any())
@@ -511,13 +515,14 @@ def _keeps_numbers(node: Any, name: str) -> bool:
 
 
 def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) -> None:
+    """Raise an error unless an operation is a mean whose first dimension holds the samples."""
     _refuse_if(not is_mean, f"{name} is a sum over the batch")
     reason = f"{name} is over a shape {tuple(shape)}, of a batch of {samples} samples"
     _refuse_if(not len(shape) or shape[0] % samples != 0, reason)
 
 
 def _scalar(node: Any) -> bool:
-    """Return whether a node stacks numbers that are losses."""
+    """Return whether a node stacks scalars that are losses."""
     return bool(node.name() == "StackBackward0" and node._saved_dim == 0) and all(
         below is None or below.name() in _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
         for below, _ in node.next_functions

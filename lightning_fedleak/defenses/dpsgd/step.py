@@ -35,8 +35,12 @@ from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
-SMALL = 1 << 20  # numbers in a buffer; larger ones are compared now and then. Not tuned
-USUAL_SAMPLES = 8  # expected samples of a batch; below, rows are compared in small ones. Not tuned
+# Buffers of up to so many numbers are compared after every step, which is cheap; larger ones every
+# ``loss_graph.CHECK_EVERY`` releases. Not tuned.
+SMALL = 1 << 20
+# If batches are expected to hold fewer samples, small batches are used for comparisons too: larger
+# ones may never come. Not tuned.
+USUAL_SAMPLES = 8
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,12 +55,12 @@ class WatchedStep:
         trusted: whether the user has proved that the loss is a mean of per-sample means.
 
     Attributes:
-        check: checks the loss.
-        weights: checks that only the optimizer moves them.
+        check: the checks of the loss.
+        weights: the check that only the optimizer changes the weights.
         audited: whether an audit reads ``p.grad``.
-        canaries: how many were released beside this step.
-        clip: as passed.
-        sampling: how batches are drawn; set before the first.
+        canaries: the number of canary gradients that were released at this step.
+        clip: how samples are clipped.
+        sampling: how batches are drawn; it is set before the first batch.
     """
 
     sampling: Sampling
@@ -83,7 +87,7 @@ class WatchedStep:
         self._last_comparison: int | None = None
 
     def adopt(self, context: DefenseContext) -> None:
-        """Read parameters by layer, whether DDP reduces and what is sharded; before training."""
+        """Record the layers' parameters, and whether DDP or FSDP2 acts on them; before training."""
         self._recorder.read_parameters()
         self._reduces = context.host.reducer is not None
         self._shards = [p for p in context.root.parameters() if isinstance(p, DTensor)]
@@ -110,7 +114,7 @@ class WatchedStep:
             step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
             max_rows: The largest number of rows of a piece.
-            releases: how many were made.
+            releases: the number of releases so far.
             context: where the step runs.
 
         Returns:
@@ -201,7 +205,7 @@ class WatchedStep:
             training_step: of the module.
             batch: The batch that it gets: a logical one, or a piece of it within
                 :meth:`run_in_pieces`.
-            releases: how many were made.
+            releases: the number of releases so far.
             context: where the step runs.
 
         Returns:
@@ -255,11 +259,11 @@ class WatchedStep:
     def _begin_with_ones(self, loss: Tensor, root: nn.Module) -> None:
         """Let backward begin with one for each term of the loss, however many there are.
 
-        Half precision rounds a gradient otherwise where it is divided by another number: one sample
-        more would change what all others add. Whether a layer computes in half is not asked:
-        weights, an autocast of the user's own and layers of four bits do, whatever Lightning's
-        precision is. ``p.grad`` becomes the mean's again. Gradients of another backward, of an
-        attack say, are left as they are.
+        A backward of the mean would begin with 1 / n. Half precision rounds differently for each n,
+        so that one more sample would change the contributions of all other samples. This is done in
+        any precision: weights, a user's autocast and layers of four bits may compute in half
+        whatever Lightning's precision is. ``p.grad`` is scaled back to the gradient of the mean.
+        The gradients of other backward passes, such as those of an attack, are not changed.
         """
         terms, engine = max(1, self.check.terms), torch.autograd.Variable._execution_engine
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]

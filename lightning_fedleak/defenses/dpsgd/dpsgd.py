@@ -195,8 +195,7 @@ class DPSGD(Defense):
     def finding(self) -> str | None:
         """Return the verdict in one line, for the record of the fit; None without ``check``.
 
-        It is unknown with several processes: one of them writes the record, and a verdict needs
-        what all of them observed.
+        It is unknown with several processes: the one that writes the record has not seen all looks.
         """
         if self._referee is None or self._is_alone:
             return None if self._referee is None else str(self.verdict.in_short)

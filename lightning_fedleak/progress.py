@@ -91,9 +91,9 @@ def peak_bytes(device: torch.device, *, begin: bool = False) -> float:
         if begin:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
+        return 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
+    except (OSError, IndexError):  # not Linux, or a kernel that reports no peak
         return math.nan
-    return 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 @cache

@@ -1,6 +1,8 @@
-"""measure_seconds; progress bars are tested with their callers."""
+"""Measured seconds and memory; progress bars are tested with their callers."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -13,3 +15,8 @@ def test_processor_seconds_are_divided_by_threads(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(progress.time, "process_time", lambda: next(clock))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert progress.measure_seconds(lambda: None, torch.device("cpu")) == 2.0
+
+
+def test_a_kernel_that_reports_no_peak_leaves_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.Path, "read_text", lambda *args, **kwargs: "VmRSS:\t 1024 kB\n")
+    assert math.isnan(progress.peak_bytes(torch.device("cpu")))

@@ -108,7 +108,7 @@ class StepEngine:
         if fit.run.separates_stages:
             self._capture((stage,), optimizer)
         elif stage is Stage.AGGREGATE and fit.keeps_local:
-            self._capture((Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
+            self._capture((Stage.LOCAL, Stage.SHARED), optimizer, from_copies=True)
             self._capture((Stage.AGGREGATE,), optimizer)
         elif stage is Stage.AGGREGATE:
             self._capture(ON_THE_WAY, optimizer)
@@ -128,16 +128,16 @@ class StepEngine:
             fit.look.training_step.compression = method
 
     def _capture(
-        self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
+        self, stages: tuple[Stage, ...], optimizer: Optimizer, *, from_copies: bool = False
     ) -> None:
         """Let the attacks read the present gradient, once for all ``stages`` at which it is equal.
 
         Args:
             stages: The stages at which the gradient is the same as now.
             optimizer: The optimizer that is about to step.
-            kept: Whether to take the copies from before DDP's reduction, not ``p.grad``.
+            from_copies: Whether to take the copies from before DDP's reduction, not ``p.grad``.
         """
-        look = self._fit.capture(stages, optimizer, kept=kept)
+        look = self._fit.capture(stages, optimizer, from_copies=from_copies)
         if look is not None:
             self._attack(look)
             if Stage.AGGREGATE in stages:

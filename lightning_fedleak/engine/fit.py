@@ -181,12 +181,12 @@ class Fit:
 
         Under DP they never run, because the moment of the decision would depend on the data.
         """
-        waiting = self.lineup.held
+        waiting = self.lineup.uneven_only
         if not waiting or look.scope is not None or self.accounting:
             return
         calls = [call for call in look.training_step.calls if call.placed is not None]
         if self.run.on_any_process(bool(calls) and is_uneven(calls)):
-            self.lineup.held = set()
+            self.lineup.uneven_only = set()
             self.follow()
             self.lineup.refresh(look.step, waiting)
 
@@ -338,14 +338,14 @@ class Fit:
         return self.exchange.outcomes(ordered, shared, next_step)
 
     def capture(
-        self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
+        self, stages: tuple[Stage, ...], optimizer: Optimizer, *, from_copies: bool = False
     ) -> Look | None:
         """Add the present gradient to the step of the look, and return the look.
 
         Args:
             stages: The stages at which the gradient is the same as now.
             optimizer: The optimizer that is about to step.
-            kept: Whether to take the copies from before DDP's reduction, not ``p.grad``.
+            from_copies: Whether to take the copies from before DDP's reduction, not ``p.grad``.
 
         Returns:
             The look; None without one, or if the attacks do not read this optimizer's parameters,
@@ -365,7 +365,7 @@ class Fit:
         look.stages, look.optimizer = stages, optimizer
         look.wanted = tuple(stage for stage in stages if stage in self._options.stages)
         if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:
-            step.undefended = self._undefended(look, kept=kept)
+            step.undefended = self._undefended(look, from_copies=from_copies)
 
         def take() -> GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:
@@ -373,9 +373,9 @@ class Fit:
             view = self.tap.gradients(
                 look.step,
                 look.wanted[0],
-                copies=kept,
+                copies=from_copies,
                 client=run.number,
-                scale=scale if kept else 1.0,
+                scale=scale if from_copies else 1.0,
             )
             return replace(
                 view,
@@ -387,14 +387,14 @@ class Fit:
         step.gradients |= dict.fromkeys(stages, take)
         return look
 
-    def _undefended(self, look: Look, *, kept: bool) -> GradientSnapshot | None:
+    def _undefended(self, look: Look, *, from_copies: bool) -> GradientSnapshot | None:
         """Return a copy of the local gradient, for controls, before defences or DDP change it.
 
         Args:
             look: The look.
-            kept: Whether the tap holds copies already, so that none is made.
+            from_copies: Whether the tap holds copies already, so that none is made.
         """
         controlled = any(map(self.controls.may_play, self.lineup.exposed))
         if not controlled or self.run.why_hidden((Stage.LOCAL,), look.optimizer) is not None:
             return None
-        return self.tap.local_copy(look.step, kept=kept)
+        return self.tap.local_copy(look.step, from_copies=from_copies)

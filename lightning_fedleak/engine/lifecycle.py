@@ -49,12 +49,14 @@ class Engine(StepEngine):
         engine.reset()
         engine.open(run)
         engine.begin(run, destination)         # calibrates; raises where an attack does not fit
+        engine.training_begins()               # a checkpoint has been loaded
         for batch in loader:
             engine.batch_begins(batch)
             engine.optimizer_steps(optimizer)  # before the step
             engine.batch_ends(trained=True)    # after it
         engine.training_ends()
         engine.end("finished")
+        engine.close()
 
     Args:
         selection: The attacks.

@@ -54,7 +54,7 @@ class Lineup:
         plans: The plans of the attacks that give results, in the order of the logs.
         prepared: The names of the calibrated attacks.
         rows: With ``attacks="auto"`` the decision about each attack.
-        held: The names of the attacks that run only once labels weigh unevenly in the loss.
+        uneven_only: The names of the attacks that run only once labels weigh unevenly in the loss.
         calibrating_seconds: The duration of all calibrations.
         set_up_seconds: The computation time of each calibration, by the attack's name.
         is_sharded: Whether each process holds a part of every layer.
@@ -81,7 +81,7 @@ class Lineup:
         self._max_seconds = options.look_seconds
         self._refused = dict(refused)
         self._lacking_text: set[str] = set()
-        self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
+        self.uneven_only = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
         self.plans: list[Plan] = []
         self.prepared: set[str] = set()
@@ -183,7 +183,7 @@ class Lineup:
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._is_auto:  # an attack whose gradients were never shared is not logged
-            logged = self._ever_exposed - self.held
+            logged = self._ever_exposed - self.uneven_only
             by_name = {n: plan for n, plan in by_name.items() if n in logged}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
         if plans == self.plans:
@@ -284,7 +284,7 @@ class Lineup:
         """Return why an attack does not run; None if it does."""
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
-        is_held = attack.name in self.held & self._ever_exposed
+        is_held = attack.name in self.uneven_only & self._ever_exposed
         return _HELD_REASON if is_held else _NOT_SHARED_REASON
 
     def _never_reads(self, name: str) -> str | None:
@@ -324,15 +324,15 @@ class Lineup:
             watcher = self._run.watcher
             rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
 
-    def refresh(self, step: int, asked: Collection[str]) -> dict[str, str]:
+    def refresh(self, step: int, names: Collection[str]) -> dict[str, str]:
         """Adapt attacks to the present weights, and return the reasons of failures, by name.
 
         Args:
             step: The optimizer step of the look.
-            asked: The names of the attacks to adapt.
+            names: The names of the attacks to adapt.
         """
-        failed = {name: why for name, why in self._too_slow.items() if name in asked}
-        plans = [plan for plan in self.exposed if plan.attack.name in asked]
+        failed = {name: why for name, why in self._too_slow.items() if name in names}
+        plans = [plan for plan in self.exposed if plan.attack.name in names]
         with self._gathered(plans) if self.is_sharded else nullcontext(), share_work():
             for plan in plans:
                 try:

@@ -23,8 +23,8 @@ _ATTACKS = (
     ("model inversion", "", (), ""),
     ("reconstruction", "", ("words", "texts"), ""),
 )
-"""For each attack: its name in the Opinion; the metric that tests it on the trained model; the
-families that test it on what clients shared; and the unit of the smallest detectable rate on the
+"""Each attack has its name in the Opinion, the metric that tests it on the trained model, the
+families that test it on shared updates, and the unit of the smallest detectable rate on the
 trained model."""
 
 

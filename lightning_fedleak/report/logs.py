@@ -202,7 +202,8 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
     """Merge the logs that several monitors wrote of one fit.
 
     The merged log has an end if all monitors recorded it. In a federation one process is enough,
-    since clients do not learn when the federation ends.
+    since clients do not learn when the federation ends. Checkpoints are left out:
+    verification reads them from the log of each monitor.
     """
     if len(logs) == 1:
         return logs[0]

@@ -104,18 +104,18 @@ class MemorizationAttack(Attack):
         """Return (N,) one score for each text; higher is more likely a member."""
 
 
-def released_part(answers: T | None, asked: str) -> T:
+def released_part(answers: T | None, query: str) -> T:
     """Return the outputs of a released model, if there is one.
 
     Args:
         answers: The outputs; None if no model is released.
-        asked: The kind of query, for the message.
+        query: The kind of query, such as "text", for the message.
 
     Raises:
         UnusableObservation: No model is released.
     """
     if answers is None:
-        raise UnusableObservation(f"no model is released here: no {asked} was asked")
+        raise UnusableObservation(f"no model is released here: no {query} was asked")
     return answers
 
 

@@ -411,7 +411,7 @@ def synthetic(add: Add) -> None:
 
 
 def records(add: Add) -> None:
-    """Which training rows a trained model leaks: show them, or drop them.
+    """Show the training rows that a trained model leaks, or drop them.
 
     Reads a list of row numbers that a monitor (Memorization(records=True)) or fedleak memorization
     --records wrote. Dropping rows protects those rows alone, and uses up the rows that were left

@@ -28,8 +28,8 @@ def halves(n: int, count: int, seed: int = 0) -> Tensor:
     return torch.stack(rows[:count])
 
 
-def draw_references(asked: int, rest: int, rows: int, seed: int) -> Tensor:
-    """Return (K, asked + rest) bool, the rows that each of K references is trained on.
+def draw_references(n_queried: int, rest: int, rows: int, seed: int) -> Tensor:
+    """Return (K, n_queried + rest) bool, the rows that each of K references is trained on.
 
     If there are enough further rows, one reference is trained on ``rows`` of them, and scores all
     queried rows. Else there are two references, on complementary random halves of all rows; each
@@ -37,15 +37,15 @@ def draw_references(asked: int, rest: int, rows: int, seed: int) -> Tensor:
     non-members stay exchangeable.
 
     Args:
-        asked: The number of queried rows, which come first.
+        n_queried: The number of queried rows, which come first.
         rest: The number of further rows, which are in random order.
         rows: The number of rows that one reference needs.
         seed: The seed of the halves.
     """
     if rows > rest:
-        return halves(asked + rest, 2, seed)
-    places = torch.arange(asked + rest)[None]
-    return (places >= asked) & (places < asked + rows)
+        return halves(n_queried + rest, 2, seed)
+    places = torch.arange(n_queried + rest)[None]
+    return (places >= n_queried) & (places < n_queried + rows)
 
 
 @dataclass(frozen=True)

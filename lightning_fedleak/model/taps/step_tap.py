@@ -461,20 +461,20 @@ class StepTap:
         """Return views of the current gradients, see :meth:`_GradientTap.view`."""
         return self._gradients.view(number, stage, copies=copies, client=client, scale=scale)
 
-    def local_copy(self, number: int, *, kept: bool) -> GradientSnapshot | None:
+    def local_copy(self, number: int, *, from_copies: bool) -> GradientSnapshot | None:
         """Return a copy of the local gradient, before a defence or a reduction changes it.
 
         Args:
             number: The index of the step.
-            kept: Whether to return the copy that was made before DDP's reduction, see
+            from_copies: Whether to return the copy that was made before DDP's reduction, see
                 :meth:`read_gradients`.
         """
         try:
-            view = self._gradients.view(number, Stage.LOCAL, copies=kept)
+            view = self._gradients.view(number, Stage.LOCAL, copies=from_copies)
         except Exception as error:
             self._gradients.error = error  # for the attacks, which read it next
             return None
-        if kept:
+        if from_copies:
             return view
         return replace(view, tensors={role: x.clone() for role, x in view.tensors.items()})
 

@@ -29,9 +29,11 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
@@ -50,6 +52,11 @@ NEEDS = {
     "rl_prompts.py": "trl",
 }
 """Packages without which a script has nothing to train or to compare with."""
+EXIT_STATUS = threading.Lock()
+"""Held by the thread that reads exit statuses: each can be read once, and a second reader gets 255.
+
+The start of a process reads those of all that have ended, so it happens under this lock.
+"""
 
 
 @dataclass(frozen=True)
@@ -127,9 +134,10 @@ def as_script(path: Path, arguments: list[str], folder: Path, environment: dict[
 
 
 def ended(process: ForkServerProcess, seconds: float) -> bool:
-    """Whether it ends within so many seconds."""
-    process.join(seconds)
-    return process.exitcode is not None
+    """Return whether a process ends within so many seconds."""
+    wait([process.sentinel], seconds)
+    with EXIT_STATUS:
+        return process.exitcode is not None
 
 
 def run(path: Path, arguments: str, places: dict[str, str], folder: Path) -> Done:
@@ -143,11 +151,13 @@ def run(path: Path, arguments: str, places: dict[str, str], folder: Path) -> Don
     }
     start_time = time.monotonic()
     process = imported().Process(target=as_script, args=(path, settings, output, environment))
-    process.start()
+    with EXIT_STATUS:
+        process.start()
     late = not ended(process, LIMIT_S)
     if late:
-        process.kill()
-        process.join()
+        with EXIT_STATUS:
+            process.kill()
+            process.join()
     printed = output / PRINTED
     message = printed.read_text("utf-8", "replace").rstrip() if printed.exists() else ""
     problem = ""

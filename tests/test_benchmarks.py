@@ -6,6 +6,7 @@ import ast
 import os
 import sys
 import time
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +99,24 @@ def test_a_run_that_does_not_end_is_killed_and_told(
     assert "begun\nnot done after 600 s" in capsys.readouterr().out
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_the_exit_status_of_a_run_is_read_by_one_thread(
+    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The start of a run reads the status of others too, which can be read once."""
+    read, waiting = forkserver.read_signed, set[int]()
+
+    def read_late(descriptor: int) -> int:
+        if descriptor not in waiting:  # a second reader overtakes
+            waiting.add(descriptor)
+            time.sleep(0.3)
+            waiting.discard(descriptor)
+        return read(descriptor)
+
+    monkeypatch.setattr(forkserver, "read_signed", read_late)
+    script(tmp_path / "good.py", f"SMOKE = {('',) * 12}", "print('done')")
+    assert main(smoke, monkeypatch, tmp_path) == 0, capsys.readouterr().out
 
 
 def test_a_script_that_does_not_say_how_it_is_run_fails(

@@ -144,14 +144,17 @@ def _explain(
     if not (dot > 0 and square_again > 0 and math.isfinite(dot / square_again)):
         return 1.0, {}
     factor = square_again / dot  # brings the step's gradients nearest to the recomputed ones
-    remainder = {role: x * factor - y for role, (x, y) in pairs.items()}
-    square = sum(float(x.square().sum()) for x in floats.values()) * factor**2
-    square_left = sum(float(residual.square().sum()) for residual in remainder.values())
-    share = min(1.0, math.sqrt(square_left / square))
+    remainder = {role: torch.sub(x, y, alpha=1 / factor) for role, (x, y) in pairs.items()}
+    squares = (float(residual.norm(dim=-1).square().sum()) for residual in remainder.values())
+    square = sum(float(x.norm(dim=-1).square().sum()) for x in floats.values())
+    share = min(1.0, math.sqrt(sum(squares) / square))
     above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
-    for role, residual in remainder.items():  # rounding leaves an exact 0 as it is
-        remainder[role] = torch.where(pairs[role][1] == 0, residual, residual * above)
-    remainder = {role: residual for role, residual in remainder.items() if bool(residual.any())}
+    for role, (x, y) in pairs.items():
+        exact = y == 0  # rounding leaves these entries as they are
+        if bool((exact & (x != 0)).any()) or (above and bool(remainder[role].any())):
+            remainder[role] *= torch.where(exact, factor, factor * above)
+        else:
+            del remainder[role]
     return share * (share > EXACT), remainder
 
 

@@ -162,7 +162,7 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     mixed, one_each = (n_below > 1) & (n_above > 1), (n_below == 1) & (n_above == 1)
     is_lowest = (n_below == 1) & (n_above > 1) | (mixed & is_low & ~is_high)
     labels = lowest.masked_fill(~is_lowest, IGNORE_INDEX)
-    shape = _fit_others(gradient, logits, lowest).shape
+    shape = _fit_shape(gradient, logits, lowest)[0]
     pushed, ambiguous, soft = torch.zeros(3, len(low), device=low.device).bool()
     rows = (live & finite & ~is_lowest).nonzero()[:, 0]
     if len(rows):
@@ -225,23 +225,35 @@ def _labels_by_shape(
     return labels, shape, has_label & (sizes < 0), has_label | low.explains | high.explains
 
 
+def _fit_shape(gradient: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit the sum and the shift of each row's entries beside its label, by least squares.
+
+    Returns:
+        Both as (2, n); the softmax over these entries (n, V), and the entries (n, V). The last two
+        are 0 at the label.
+    """
+    column, n = labels[:, None], gradient.shape[1] - 1
+    q = logits.float().scatter(1, column, -torch.inf).softmax(1)
+    entries = gradient.scatter(1, column, 0.0)
+    sums, products, q_norms = entries.sum(1), torch.linalg.vecdot(entries, q), q.square().sum(1)
+    spread = n * q_norms - 1
+    shifts = torch.where(spread > MIN_SPREAD, (products - sums * q_norms) / spread, 0.0)
+    return torch.stack([sums + n * shifts, shifts]), q, entries
+
+
 def _fit_others(
     gradient: Tensor, logits: Tensor, labels: Tensor, *, is_claim: bool = False
 ) -> _RowFit:
-    """Fit the entries of each row except its label's by least squares.
+    """Return how well a label explains the other entries of each row.
 
     Rounding hides the size of a label of which the model is certain, so that the fit of a claim
     does not depend on it.
     """
-    logits, column = logits.float(), labels[:, None]
-    q = logits.scatter(1, column, -torch.inf)
-    odds = (logits.gather(1, column)[:, 0] - q.logsumexp(1)).clamp_max(80.0).exp()  # p / (1 - p)
-    q = q.softmax(1)
-    entries, n = gradient.scatter(1, column, 0.0), gradient.shape[1] - 1
-    sums, products, q_norms = entries.sum(1), torch.linalg.vecdot(entries, q), q.square().sum(1)
-    spread = n * q_norms - 1
-    shifts = torch.where(spread > MIN_SPREAD, (products - sums * q_norms) / spread, 0.0)
-    others, norms = sums + n * shifts, entries.square().sum(1)
+    logits, column, n = logits.float(), labels[:, None], gradient.shape[1] - 1
+    shape, q, entries = _fit_shape(gradient, logits, labels)
+    others, shifts = shape
+    log_sum = logits.scatter(1, column, -torch.inf).logsumexp(1)
+    odds = (logits.gather(1, column)[:, 0] - log_sum).clamp_max(80.0).exp()  # p / (1 - p)
     residual = entries - (q * others[:, None] - shifts[:, None]).scatter_(1, column, 0.0)
     # What is missing at the label of the shape that the other entries have.
     sizes = others * odds - shifts - gradient.gather(1, column)[:, 0]
@@ -250,8 +262,8 @@ def _fit_others(
     fits = n * shifts.abs() <= MAX_SHIFT * sizes.abs()
     fits &= sizes.abs() >= MIN_SIZE * gradient.abs().amax(1)
     fits |= (odds > CERTAIN_ODDS) & is_claim
-    fits &= residual.square().sum(1) <= MAX_DEVIATION * norms
-    return _RowFit(torch.stack([others, shifts]), sizes, fits)
+    fits &= residual.square().sum(1) <= MAX_DEVIATION * entries.square().sum(1)
+    return _RowFit(shape, sizes, fits)
 
 
 def claims_of(labels: Tensor, width: int, shift: int) -> Tensor:

@@ -134,8 +134,9 @@ class SideWhitening:
     """The whitening of both sides of a map's gradient, from public text.
 
     Attributes:
-        inputs: (d, d) the factor that multiplies inputs from the right, so that their second moment
-            is the same in all directions; (d,) for wide inputs, one factor for each coordinate.
+        inputs: (d, d) the upper triangular factor that multiplies inputs from the right, so that
+            their second moment is the same in all directions; (d,) for wide inputs, one factor for
+            each coordinate.
         slopes: (o, o) or (o,) the same for slopes.
         axis: The parameter's axis along the input.
         sizes: The root mean square of each entry of a token's part, in the parameter's shape.
@@ -192,8 +193,12 @@ class Moments:
 
 
 def _multiply(values: Tensor, factor: Tensor) -> Tensor:
-    """Return the rows of ``values`` times a matrix (n, n) or a diagonal (n,)."""
-    return values @ factor if factor.dim() == 2 else values * factor
+    """Return the rows of ``values`` times an upper triangular matrix (n, n), or a diagonal (n,)."""
+    if factor.dim() == 1:
+        return values * factor
+    middle = len(factor) // 2  # the block below the diagonal is zero: a quarter of the product
+    left = values[..., :middle] @ factor[:middle, :middle]
+    return torch.cat([left, values @ factor[:, middle:]], -1)
 
 
 @dataclass(frozen=True)

@@ -374,6 +374,27 @@ def test_a_part_has_the_first_labels_alone() -> None:
     assert not bool(kept[2:].any())
 
 
+@pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
+def test_a_part_runs_only_the_texts_of_its_labels(family: str, monkeypatch) -> None:
+    model = CAUSAL[family]().train()
+    generator = torch.Generator().manual_seed(0)
+    draw = shuffle_words(Step(calls=calls_of(model, HARD["answers"][0])), frozenset(), generator)
+    part = draw.part(5)
+    monkeypatch.setattr(ModelCall, "without_dead_texts", lambda call: call)
+    whole = draw.part(5)
+    n_texts = [len(step.batches[0].input_ids) for step in (part, whole)]
+    assert n_texts[0] < n_texts[1] == len(IDS)
+    targets = [sorted(step.batches[0].target_ids().tolist()) for step in (part, whole)]
+    assert targets[0] == targets[1]
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    cut, full = (control_gradient(find_anatomy(model), x, names).tensors for x in (part, whole))
+    assert cut.keys() == full.keys()
+    largest = max(float(gradient.norm()) for gradient in full.values())
+    assert largest > 0
+    for name, gradient in full.items():
+        assert float((cut[name] - gradient).norm()) < 1e-5 * largest, name
+
+
 def test_sizes_of_classes_are_uneven_and_those_of_a_first_step_are_not() -> None:
     assert not is_uneven(calls_of(llama().train(), HARD["plain"][0]))
     assert is_uneven(calls_of(llama().train(), HARD["class weights"][0]))

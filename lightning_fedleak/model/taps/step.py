@@ -140,6 +140,42 @@ class ModelCall:
             batch = replace(batch, live=grid[:, shift:])
         return replace(self, batch=batch)
 
+    def without_dead_texts(self) -> ModelCall:
+        """Return the call of a part without the texts behind its last label.
+
+        A repeated call then takes only the time of the texts that it needs. The call stays as it is
+        if the order of its rows or the arguments that belong to a text are not known.
+        """
+        assert self.shapes is not None
+        placed, texts = self.known_rows, len(self.texts.input_ids)
+        n = int(placed.text[self.shapes[0] != 0].max()) + 1 if self.has_gradient else texts
+        labels, heads = self.texts.labels, self.read_heads
+        is_plain = labels is not None and labels.dim() == 2 and self.texts.kind != "seq2seq"
+        values = [v for v in self.arguments.values() if not isinstance(v, _SETTINGS)]
+        by_text = all(isinstance(v, Tensor) and v.dim() and len(v) in (1, texts) for v in values)
+        if n == texts or not (is_plain and by_text) or len(heads) > 1:
+            return self
+
+        def cut(value: Any) -> Any:
+            return value[:n] if isinstance(value, Tensor) and len(value) == texts else value
+
+        ids, first = cut(self.ids), placed.text < n
+        arguments = {
+            name: ids if value is self.ids else cut(value) for name, value in self.arguments.items()
+        }
+        batch = replace(self.texts, **{f: cut(v) for f, v in vars(self.texts).items()})
+        rows = RowLabels(*(column[first] for column in placed.rows))
+        indices = {name: getattr(placed, name)[first] for name in ("text", "place", "index")}
+        # The number of the head's rows is found when the call is repeated.
+        placed = replace(placed, rows=rows, n_rows=-1, **indices)
+        shapes, reached = self.shapes[:, first], cut(self.reached)
+        new = {"ids": ids, "arguments": arguments, "batch": batch, "reached": reached}
+        return replace(self, placed=placed, shapes=shapes, **new)
+
+
+_SETTINGS = (type(None), bool, int, float, str)
+"""Types of a call's arguments that belong to no text."""
+
 
 @dataclass
 class LocalRound:
@@ -298,14 +334,14 @@ class Step:
         return gradients
 
     def part(self, n_labels: int) -> Step:
-        """Return a control with only the first ``n_labels`` labels of this one."""
+        """Return a control with the first ``n_labels`` labels of this one, and only their texts."""
         calls = []
         for call in self.calls:
             assert call.shapes is not None
             rows = call.shapes[0].nonzero()[:, 0][:n_labels]
             n_labels -= len(rows)
             shapes = torch.zeros_like(call.shapes).index_copy(1, rows, call.shapes[:, rows])
-            calls.append(replace(call, shapes=shapes).with_live_labels())
+            calls.append(replace(call, shapes=shapes).with_live_labels().without_dead_texts())
         return replace(self, calls=calls, gradients={}, is_part=True)
 
 

@@ -471,7 +471,7 @@ class Sneaky(Net):
 
 def test_a_weight_used_outside_of_its_layer_is_noticed() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0, clip=ClipSettings(loss="trusted")), Sneaky())
-    with pytest.raises(DefenseError, match="is not the sum of what its layer was seen to add"):
+    with pytest.raises(DefenseError, match="is not the sum of its recorded per-sample gradients"):
         run.step(first(5))
     assert run.defense.releases == 0
 
@@ -482,7 +482,7 @@ def test_a_gradient_that_no_layer_explains_is_noticed() -> None:
     stray = nn.Parameter(torch.ones(3))
     stray.grad = torch.ones(3)
     run.parameters.append(stray)
-    with pytest.raises(DefenseError, match="came from no layer"):
+    with pytest.raises(DefenseError, match="came from no recorded layer"):
         run.release()
 
 
@@ -490,7 +490,7 @@ def test_a_layer_that_comes_later_is_noticed() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     run.root.above = nn.Linear(8, 3)
     run.parameters = list(run.root.parameters())
-    with pytest.raises(DefenseError, match=r"mean of per-sample means|came from no layer"):
+    with pytest.raises(DefenseError, match=r"mean of per-sample means|came from no recorded layer"):
         run.step(first(5))
 
 

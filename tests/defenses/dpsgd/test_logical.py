@@ -158,7 +158,7 @@ def test_what_the_layers_do_not_explain_is_seen_in_any_piece() -> None:
             return F.cross_entropy(hidden, batch[1])
 
     run = Beside(quiet(4, loss="trusted"))
-    with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
+    with pytest.raises(DefenseError, match="not the sum of its recorded per-sample gradients"):
         run.step(first(12))
     assert run.defense.releases == 0
 

@@ -210,7 +210,7 @@ def test_a_canary_is_clipped_in_each_samples_norm_and_noised_alike() -> None:
 def test_a_canary_of_other_samples_or_with_noise_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     run.backward(first(5))
-    with pytest.raises(DefenseError, match="4 samples in a batch of 5"):
+    with pytest.raises(DefenseError, match="4 samples, and the batch has 5"):
         run.defense.on_canary(CanaryGradient(torch.ones(4, 1, 2)), run.parameters, run.context)
     noised = CanaryGradient(torch.ones(5, 1, 2), torch.ones(1, 2), 1.0)
     with pytest.raises(DefenseError, match="cannot be clipped"):

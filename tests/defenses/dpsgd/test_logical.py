@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
-from lightning_fedleak.defenses.dpsgd.logical import _combined, pieces_of
+from lightning_fedleak.defenses.dpsgd.logical import _combine, pieces_of
 from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.processes import Team
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
@@ -95,8 +95,8 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
         {"loss": torch.tensor(1.0), "rows": torch.ones(3, 2), "odd": torch.ones(2), "n": 3},
         {"loss": torch.tensor(5.0), "rows": torch.zeros(1, 2), "odd": torch.zeros(2), "n": 1},
     ]
-    result = _combined(None, given[0], 0, 3, 4)
-    result = _combined(result, given[1], 3, 1, 4)
+    result = _combine(None, given[0], 0, 3, 4)
+    result = _combine(result, given[1], 3, 1, 4)
     assert float(result["loss"]) == 2.0
     assert result["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
     assert result["odd"].tolist() == [0.0, 0.0]

@@ -39,8 +39,8 @@ MAX_CHANGE = 1e6
 # larger value takes more memory.
 AT_ONCE = 1 << 20
 # Tolerances of `check_complete` are relative to the norm of a parameter's gradient, or to this
-# share of the norm of the largest gradient if that is larger. The gradient of a parameter such as
-# the bias of attention keys is zero without rounding, so its own norm would be no scale.
+# share of the norm of the largest gradient if that is larger. Some gradients, such as that of the
+# bias of attention keys, are zero except for rounding errors, so their norm would be no scale.
 RELATIVE = 1e-2
 # Largest relative distance between autograd's gradient and the sum of the per-sample gradients.
 FINE = 1e-3  # in float32
@@ -101,7 +101,8 @@ class QuantileClip:
         Args:
             norm: The clip norm C of this release.
             unclipped: The sum over this release's gradients of 1/2 for each unclipped gradient and
-                -1/2 for each clipped one. One example changes it by 1/2.
+                -1/2 for each clipped one, so that one example changes it by 1/2. Divided by
+                ``expected``, plus 1/2, it is the share b without noise.
             expected: The expected batch size.
             noise_multiplier: The accountant's noise multiplier z.
             key: The key from which the count's noise is drawn.
@@ -206,7 +207,7 @@ class EarlierPieces:
         self.used.update(clipped.parts)
         end = self._count + clipped.samples
         self._norms_and_weights[0, self._count : end] = clipped.norms
-        # Only canaries need these weights, and users have none. Users are fewer than weights.
+        # Only `with_canary` needs the weights. It refuses users, who are fewer than the weights.
         self._norms_and_weights[1, self._count : end] = clipped.mean_weights[: clipped.samples]
         self._count = end
         self.half = self.half or clipped.half
@@ -237,18 +238,18 @@ class ClippedSum:
     row's loss, or the mean of these gradients over a user's rows. U is the number of clipped
     gradients: B, or the number of users.
 
-    For each row the recorder holds the row's *part*: its addend to the gradient of the loss, before
-    it is scaled. Two factors turn it into the gradient of the row's loss, and a third clips it:
+    For each row b the recorder holds a recorded gradient r, the row's addend to the gradient with
+    which backward was run. Three factors act on it:
 
-    - ``unit * part`` is the row's addend to the gradient of the mean loss over this process's whole
-      batch. Unit is 1, unless backward began with a gradient of one for each term of the loss.
-    - ``mean_weights[b] * unit * part`` is the gradient of the loss of row b. The weight is the
-      number of rows in the whole batch, times a correction if rows have unequal shares of the mean.
-    - ``factors[b] * part`` is the row's addend to the clipped sum.
+    - ``unit * r`` is the row's addend to the gradient of the mean loss over this process's whole
+      batch. ``unit`` is 1, unless backward began with a gradient of one for each term of the loss.
+    - ``mean_weights[b] * unit * r`` is the gradient of the row's loss. The weight is the number of
+      rows in the whole batch, times a correction if rows have unequal shares of the mean.
+    - ``factors[b] * r`` is the row's addend to the clipped sum.
 
     Args:
         parameters: The parameters that are released.
-        recorder: The recorder, which holds the parts.
+        recorder: The recorder, which holds the recorded gradients.
         clip: How gradients are clipped.
         context: The context in which the step runs.
         weights: (B,) the corrections for unequal shares of the mean; None for ones.
@@ -257,15 +258,17 @@ class ClippedSum:
 
     Attributes:
         samples: The number U of clipped gradients.
-        parts: The recorded parts by parameter.
-        unit: The factor from a part to an addend to the gradient of the mean loss.
+        parts: The recorded gradients of all rows, by parameter, in the form of
+            :mod:`~lightning_fedleak.defenses.dpsgd.per_sample`.
+        unit: The factor from a recorded gradient to an addend to the gradient of the mean loss.
         mean_weights: (B,) the factors from such an addend to the gradient of a row's loss.
-        weights: (U,) the factors from the norm of the recorded parts to ``norms``: the product of
-            ``unit`` and ``mean_weights``, or ones for users, whose norms include the product.
+        weights: (U,) the factors from the norms that are computed first to ``norms``: the product
+            of ``unit`` and ``mean_weights``, or ones for users, whose norms include the product.
         norms: (U,) the norms of the gradients before clipping. Infinite for a gradient that holds
             NaN or infinity, or whose norm overflows. Such a gradient counts as zero, because one
             example must not decide whether a run goes on.
-        factors: (B,) the factors from a part to the row's addend to the clipped sum.
+        factors: (B,) the factors from a recorded gradient to the row's addend to the clipped sum.
+            All rows of a user have the same clip factor, so it has B numbers and ``norms`` has U.
         clip: How gradients are clipped.
         half: Whether the gradient of an output came in half precision.
     """
@@ -554,6 +557,8 @@ class ClippedSum:
             expected = (shard.to(wide) * direction).sum()
         value, squares = map(float, per_sample.probe(parts, left, right))
         earlier = probes.get(parameter, (0.0, 0.0))
+        # The processes that hold the same part of autograd's gradient add equal shares of it. That
+        # gradient is a mean over processes, so the sums of samples are divided by their number.
         share = processes.copies(gradient) if team.size > 1 else 1.0
         norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))
         return (

@@ -235,10 +235,11 @@ class Recorder:
         """Return a loss whose backward skips the gradients ``p.grad`` that records replace.
 
         ``p.grad`` of a recorded layer's parameter is a sum over the batch, which the release
-        replaces by the clipped sum. So the backward of the returned loss stops at the outputs of
-        the recorded layers, and computes the gradients of all leaves except the parameters of these
-        layers. It does compute ``p.grad`` of such a parameter if it has a hook, which may need the
-        gradient, or if no output of its layers reaches the loss, because then no record exists.
+        replaces by the clipped sum. So the backward of the returned loss runs down to the outputs
+        of all recorded layers, whose hooks record, and computes the gradients of all leaves except
+        the parameters of these layers. Two kinds of their parameters get a ``p.grad`` all the same:
+        those with a hook, which may need it, and those of layers whose outputs do not reach the
+        loss, because they have no records.
 
         Args:
             loss: The loss, a scalar with its graph.
@@ -304,9 +305,10 @@ class Recorder:
         return (ids.expand(self.samples, *ids.shape[1:]).contiguous(),), {}
 
     def _are_positions(self, ids: Tensor) -> bool:
-        """Return whether ids (n,) are positions that all samples share, 0 to n - 1 for example.
+        """Return whether ids (n,) are positions that all samples share.
 
-        The alternative is that they are the ids of all samples, one sample after the other.
+        Otherwise they are the ids of all B samples, one sample after the other. They are taken for
+        positions if n is no multiple of B, or if they are 0, 1, ..., n - 1 with n > B.
         """
         n = len(ids)
         if n % self.samples:
@@ -366,7 +368,10 @@ class Recorder:
             self._states[layer] = rerun.CallState(next(layer.parameters()).device)
 
     def _record_frozen(self, name: str, output: Any) -> None:
-        """Record a frozen layer's call if gradients pass through it and samples have equal rows."""
+        """Record a frozen layer's call if gradients pass through it.
+
+        Calls in which samples cannot have the same number of rows are left out.
+        """
         if not isinstance(output, Tensor) or not output.requires_grad or output.dim() == 0:
             return
         rows = len(output)

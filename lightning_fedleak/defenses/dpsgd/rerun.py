@@ -45,7 +45,7 @@ Rule = Callable[[Any, Any, Tensor, int], Mapping[str, Part]]
 SIZE_AT_ONCE = 1 << 26
 # Standard deviation of the noise that is added to the weights in the check at setup. Weights of
 # zero (the matrix B of a new LoRA) would make the gradients of other weights zero.
-CHANGED = 0.1
+WEIGHT_NOISE = 0.1
 # Largest distance of the sum of per-sample gradients from autograd's gradient in the check at
 # setup, relative to the norm of the layer's largest gradient.
 TOLERANCE = 1e-4  # with weights in float32 or float64; some adapters cast float64 to float32
@@ -90,9 +90,9 @@ def needs_more(module: nn.Module) -> bool:
 def adapted_layers(root: nn.Module) -> tuple[dict[nn.Module, str], set[nn.Module]]:
     """Return the adapted layers, which are run again as a whole, with their names.
 
-    For a module that has trained parameters itself, it is the smallest module whose ``forward``
-    takes one tensor, this module or one around it, if PEFT has built that around another layer
-    (``base_layer``).
+    For each module that has trained parameters itself, the smallest module around it is considered
+    (or the module itself) whose ``forward`` takes one tensor. It is an adapted layer if PEFT has
+    built it around another layer (``base_layer``).
 
     Returns:
         The names of the adapted layers by layer, and the set of all modules inside them.
@@ -144,7 +144,7 @@ def _check(name: str, layer: nn.Module) -> None:
 
     def add_noise(p: Tensor) -> Tensor:
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
-        return (p.detach() + CHANGED * noise).requires_grad_()
+        return (p.detach() + WEIGHT_NOISE * noise).requires_grad_()
 
     values = {k: add_noise(p) for k, p in layer.named_parameters() if p.requires_grad}
     state = CallState(x.device)

@@ -336,7 +336,7 @@ class ClippedSum:
             return per_sample.zeros_of(parameter) if target is None else target
         for start, end in self._spans:
             parts, factors = self.parts[parameter], self.factors[start:end]
-            parts = per_sample.between(parts, start, end)
+            parts = per_sample.slice_samples(parts, start, end)
             target = per_sample.weighted_sum(parts, factors, parameter.shape, target, memory)
         return per_sample.zeros_of(parameter) if target is None else target
 

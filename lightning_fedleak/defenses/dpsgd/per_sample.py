@@ -33,14 +33,14 @@ from lightning_fedleak.model.anatomy import where_whole
 Clipping = Literal["auto", "per_sample", "ghost"]
 
 # A squared ghost norm is a sum of positive and negative terms. If rounding made it too small, the
-# clipped gradient would exceed the clip norm. So an upper bound is computed instead: the sum plus
-# ROUNDING machine epsilons times the sum A of the terms' absolute values, and at least
-# CANCELLATION times A.
+# clipped gradient would exceed the clip norm. So an upper bound is computed instead, from the sum S
+# and the sum A of the terms' absolute values: S plus ROUNDING machine epsilons times A - S, and at
+# least CANCELLATION times A.
 CANCELLATION = 1e-5
 # For inner products of up to INNER_SIZE numbers. For longer ones it is multiplied by the root of
 # their length over INNER_SIZE, because rounding errors grow like that.
 ROUNDING = 8
-INNER_SIZE = 4096
+INNER_SIZE = 4096  # numbers
 # The largest number of entries in the factors of the samples whose norms are computed at once. Not
 # tuned; a larger value takes more memory.
 CHUNK = 1 << 24
@@ -226,7 +226,7 @@ def to_dense(parts: Parts, shape: torch.Size) -> Tensor:
     return total
 
 
-def between(parts: Parts, start: int, end: int) -> list[Part]:
+def slice_samples(parts: Parts, start: int, end: int) -> list[Part]:
     """Return the gradients of the samples from start to end - 1.
 
     They are views, because a copy would take a third of a training step.

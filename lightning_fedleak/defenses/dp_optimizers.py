@@ -1,8 +1,9 @@
 """Optimizers of other libraries that clip each example's gradient and add noise in their step.
 
-Opacus' ``PrivacyEngine.make_private`` returns such a ``DPOptimizer``. The released gradient is
-computed inside its step. Before the step, ``p.grad`` is the raw gradient; in a skipped step (an
-intermediate part of a virtual batch) nothing is released.
+Opacus' ``PrivacyEngine.make_private`` returns such an optimizer, a ``DPOptimizer`` around the
+optimizer of the user. Inside its step it computes the gradient that is released; before the step,
+``p.grad`` is the raw gradient. If Opacus splits a batch into parts (a virtual batch), the steps
+after all parts except the last are skipped and release nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from lightning_fedleak.defenses.host import override
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 
-# Share of further steps for which an epsilon is computed, and reused until then, so that not every
-# look recomputes it; it is about 1% too large.
+# Epsilon is computed for this share more steps than were taken, and reused until they are taken, so
+# that not every measurement step recomputes it. The reported epsilon is about 1% too large.
 SLACK = 0.02
 MAX_DELTA = 1e-5
-"""Largest delta of a reported epsilon; for more than 10,000 examples 0.1 / N is used instead."""
+"""Largest delta of a reported epsilon; with N > 10,000 examples it is 0.1 / N."""
 
 
 class OptimizerDP(Defense):
@@ -35,7 +36,10 @@ class OptimizerDP(Defense):
         under_ddp: Whether DistributedDataParallel reduces its gradients.
 
     Attributes:
-        inner: The wrapped optimizer that applies the private gradient.
+        inner: The optimizer inside it that applies the private gradient.
+        noise_multiplier: The optimizer's noise multiplier; NaN if unknown.
+        max_grad_norm: The optimizer's clip norm; NaN if unknown.
+        expected_batch_size: The expected batch size of one process; None if unknown.
     """
 
     guarantee = (
@@ -60,14 +64,14 @@ class OptimizerDP(Defense):
         if self._under_ddp:
             return (
                 "DistributedDataParallel shares raw gradients inside backward, before "
-                f"{self.name} adds noise: Opacus has DifferentiallyPrivateDistributedDataParallel"
+                f"{self.name} adds noise: use Opacus' DifferentiallyPrivateDistributedDataParallel"
             )
         if self._has_pre_step and stage is Stage.LOCAL:
             return f"{self.name} has no gradient before its step, which sums per-example ones"
         if not self._has_pre_step and stage is not Stage.LOCAL:
             return (
                 f"{self.name} adds noise inside its step, where the released gradient cannot be "
-                "read; use Opacus' DPOptimizer, of which it can"
+                "read; use Opacus' DPOptimizer, whose released gradient can be read"
             )
         return None
 
@@ -78,8 +82,8 @@ class OptimizerDP(Defense):
 
     @property
     def accountant(self) -> Any:
-        """Return the accountant that its step calls, with a ``history``; None if not found."""
-        # Opacus keeps it in the closure of the step's hook.
+        """Return the accountant that the optimizer's step calls; None if it is not found."""
+        # Opacus keeps it in the closure of the function that its step calls.
         cells = getattr(getattr(self._optimizer, "step_hook", None), "__closure__", None) or ()
         contents = (cell.cell_contents for cell in cells)
         return next((content for content in contents if hasattr(content, "get_epsilon")), None)
@@ -88,7 +92,8 @@ class OptimizerDP(Defense):
     def privacy(self) -> Privacy:
         """Return the privacy cost of the steps that the optimizer's accountant has recorded.
 
-        It is composed here, because Opacus' own accountant may take minutes if the noise is small.
+        Epsilon is computed from the accountant's history by this package, because Opacus may take
+        minutes if the noise is small.
 
         Raises:
             DefenseError: No accountant was found, or no step was taken: epsilon is unknown.
@@ -120,7 +125,11 @@ class OptimizerDP(Defense):
         return hasattr(self._optimizer, "reduce_gradients")
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Return the standard deviation of the noise on each number of ``p.grad``; NaN: unknown."""
+        """Return the standard deviation of the noise on each number of ``p.grad``; NaN if unknown.
+
+        Before gradients are reduced it is the noise on this process's gradient. Afterwards it is
+        multiplied by the root of the number of clients: the noise of one client in their mean.
+        """
         optimizer = self._optimizer
         if not self._has_pre_step:
             return math.nan
@@ -130,17 +139,18 @@ class OptimizerDP(Defense):
         if optimizer.loss_reduction == "mean":
             std /= optimizer.expected_batch_size * optimizer.accumulated_iterations
             std /= self._world_size() if self._reduced else 1
-        # If each process is a client, the noise counts as the mean of independent noise of each.
+        # The caller divides the noise of a client by the root of the number of clients, to get the
+        # noise of the clients' mean. A reduced gradient is that mean already.
         return std * math.sqrt(context.clients) if self._reduced else std
 
     def watch(
         self, on_local_gradient: Callable[[], None], on_reduced: Callable[[], None]
     ) -> list[Callable[[], Any]]:
-        """Call two functions in every step that is not skipped, while ``p.grad`` is what leaves.
+        """Call two functions in every step that is not skipped, when ``p.grad`` is private.
 
         Args:
-            on_local_gradient: Called when this process's gradient is clipped and has its noise.
-            on_reduced: Called after it, when the gradient is reduced over all processes.
+            on_local_gradient: Is called when this process's gradient is clipped and has its noise.
+            on_reduced: Is called after that, when the gradient is reduced over all processes.
 
         Returns:
             Functions that remove the hooks.
@@ -165,7 +175,8 @@ class OptimizerDP(Defense):
 def declared(optimizers: Sequence[Optimizer], *, under_ddp: bool) -> tuple[OptimizerDP, ...]:
     """Return a defence for each optimizer that adds noise itself.
 
-    One whose ``step`` an engine has patched (``optimizer.privacy_engine``) counts as well.
+    An optimizer counts if it has a ``noise_multiplier``, or a ``privacy_engine`` that has patched
+    its ``step``.
 
     Args:
         optimizers: The optimizers as the run steps them.

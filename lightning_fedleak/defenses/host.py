@@ -22,7 +22,7 @@ def override(owner: object, name: str, replacement: object) -> Callable[[], None
     """Set an attribute of one object, such as a method.
 
     Returns:
-        A function that puts back the previous attribute, unless something else has replaced it.
+        A function that restores the previous attribute, unless other code has set it since.
     """
     previous = vars(owner).get(name)
     setattr(owner, name, replacement)
@@ -40,11 +40,14 @@ def override(owner: object, name: str, replacement: object) -> Callable[[], None
 class Piece:
     """A part of a logical batch that is run in one forward and backward pass.
 
+    A logical batch is the batch of one optimizer step. It is run in pieces if it does not fit into
+    memory at once.
+
     Attributes:
         batch: The rows, in the same form as the logical batch.
-        rows: The number of rows that count: all, or 0 if one row is the placeholder for an empty
-            batch.
-        users: The number of rows of each user; None if the unit is not a user.
+        rows: The number of rows that count: all, or 0 if the only row is a placeholder, because the
+            batch is empty or other processes have more pieces.
+        users: The number of rows of each user; None if the unit of privacy is an example.
     """
 
     batch: Any
@@ -53,20 +56,20 @@ class Piece:
 
 
 class Host:
-    """The trainer or loop of a run; the defaults are for a loop of which the defences know nothing.
+    """The trainer or training loop of a run; the defaults are for an unknown loop.
 
-    Each trainer has a subclass beside the code that lets defences act in it.
+    Each supported trainer has a subclass in the module that connects defences to the trainer.
 
     Attributes:
         name: The name of the trainer, for messages.
-        mend: What the user should do about an unknown optimizer, for messages.
+        mend: What the user should do if an optimizer is unknown to the defences, for messages.
         steps_by: The arguments that determine the number of steps, for messages.
         optimizers: The optimizers, in the trainer's order; empty before they are known.
-        loader: The loader of the training data, or a tree of several.
+        loader: The loader of the training data, or nested containers of several loaders.
         batch_number: The index of the current training batch; None if the loop does not count.
         step: The index of the next optimizer step, from 0.
-        model: The model as it is called in training, in DistributedDataParallel if that reduces the
-            gradients.
+        model: The model as it is called in training: the DistributedDataParallel module around it,
+            if that reduces the gradients.
         reads_gradients: Whether anything may read ``p.grad`` between backward and the release.
         finds_learning_rate: Whether a learning rate finder trains the model before the run.
     """
@@ -84,7 +87,7 @@ class Host:
 
     @property
     def reducer(self) -> DistributedDataParallel | None:
-        """Return the DistributedDataParallel that reduces gradients in backward; None without."""
+        """Return the DistributedDataParallel module that reduces gradients; None without one."""
         return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     @property
@@ -113,11 +116,11 @@ class Host:
         """End the run after this step."""
 
     def to_device(self, batch: Any) -> Any:
-        """Return a batch as ``training_step`` gets it: on the device and in its precision."""
+        """Return a batch as ``training_step`` gets it: on its device and in its precision."""
         return batch
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward as the trainer does, without calling its hooks."""
+        """Run backward like the trainer, but without its hooks."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def without_logs(self) -> AbstractContextManager[None]:
@@ -127,8 +130,9 @@ class Host:
     def merged_logs(
         self, pieces: Sequence[Piece]
     ) -> AbstractContextManager[Callable[[Piece], AbstractContextManager[None]]]:
-        """Return a context that merges the values logged by the pieces of a batch into one.
+        """Return a context that combines the values that the pieces of a batch log.
 
-        It yields a function: call it with a piece, and run the piece in the context it returns.
+        The context yields a function. Call it with a piece, and run the piece within the context
+        that it returns.
         """
         return nullcontext(lambda _: nullcontext())

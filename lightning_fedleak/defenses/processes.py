@@ -1,8 +1,12 @@
-"""The processes that together are one client: sums, agreement, and parts of gradients (FSDP2).
+"""The processes that together are one client: sums, agreement, and shards of gradients (FSDP2).
 
-Where one of them raises an error, all must: the others would wait for it in their next collective.
-So code that may raise in one of them runs in :attr:`Team.together`. Code that computes from sums
-raises in all of them anyway.
+If one process raises an error, all must raise one, because the other processes would wait for it in
+their next collective. So code that may raise in a single process runs within :attr:`Team.together`.
+Code that computes with sums over processes has the same result in all of them, and raises in all.
+
+A DTensor is a tensor that is distributed over a mesh of processes. Along each dimension of the mesh
+it is sharded (each process has a part), replicated (each has the same), or partial (the tensor is
+the sum of what the processes have).
 """
 
 from __future__ import annotations
@@ -21,16 +25,20 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 
 SHARD_BITS = 32
-"""A parameter's index and its shard's number share 64 bits: ``index + (shard << SHARD_BITS)``."""
+"""Noise has a 64-bit index, of a parameter and its shard: ``index + (shard << SHARD_BITS)``."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of ``tensor``, sharing its memory; a plain tensor as it is."""
+    """Return this process's part of a DTensor, which shares its memory; other tensors as they are.
+
+    Args:
+        tensor: The tensor.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_number(tensor: Tensor) -> int:
-    """Return the number of this process's part of ``tensor``, which replicas share."""
+    """Return the number of this process's shard of a tensor, from 0; replicas have the same."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh, number = tensor.device_mesh, 0
@@ -40,7 +48,10 @@ def shard_number(tensor: Tensor) -> int:
 
 
 def reduce_partial(parameter: nn.Parameter) -> None:
-    """Reduce a gradient that is still a sum to be made (tensor parallelism); a collective."""
+    """Sum the gradient of a parameter over processes if it is partial (tensor parallelism).
+
+    It is then a collective call.
+    """
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
         assert isinstance(parameter, DTensor)
@@ -48,16 +59,17 @@ def reduce_partial(parameter: nn.Parameter) -> None:
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
-    """Return the 2-norm of all gradients together, each number counted once; waits for the device.
+    """Return the 2-norm of all gradients together, in which replicas count once.
 
-    With a DTensor among them it is a collective over all processes, which must agree on which
-    gradients there are. A plain tensor then counts as a replica on every process.
+    It waits for the device. If a gradient is a DTensor, it is a collective call of all processes,
+    which must pass the same gradients. Tensors that are not DTensors are then taken for replicas,
+    equal in all processes.
 
     Args:
-        gradients: dense, any dtypes and devices.
+        gradients: Dense gradients, of any dtypes and on any devices.
 
     Returns:
-        The norm, the same on every process; NaN or infinite where a gradient is.
+        The norm, the same in every process; NaN or infinite if a gradient is.
     """
     if not gradients:
         return 0.0
@@ -77,9 +89,14 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
 
 
 def own_part(whole: Tensor, like: Tensor, now: Placement | None = None) -> Tensor:
-    """Return this process's part of ``whole``, split as ``like`` is.
+    """Return this process's part of a tensor, sharded in the same way as another tensor.
 
-    Sends nothing where all processes have ``whole``; with ``now=Partial()`` it is an addend.
+    Args:
+        whole: The tensor in its whole shape.
+        like: The DTensor that has the same shape. If it is no DTensor, ``whole`` is returned.
+        now: How ``whole`` is distributed. None: all processes have the same, and nothing is sent.
+            ``Partial()``: it is this process's addend, and the part is that of the sum over
+            processes.
     """
     if not isinstance(like, DTensor):
         return whole
@@ -89,72 +106,84 @@ def own_part(whole: Tensor, like: Tensor, now: Placement | None = None) -> Tenso
 
 
 def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return this process's parts of the sums of all processes' ``addends``; a collective.
+    """Return this process's parts of the sums of tensors over processes; a collective call.
 
     Args:
-        addends: of the whole shapes on every process; may be overwritten.
-        likes: for each a plain tensor, of which every process holds all, or a DTensor over all
-            processes.
+        addends: This process's addends, in the whole shapes. They may be overwritten.
+        likes: For each addend a tensor of the same shape, which says how the sum is sharded: a
+            DTensor over all processes, or another tensor, for which each process gets the whole
+            sum.
     """
     first = addends[0]
-    one_kind = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
-    if len(addends) == 1 or not one_kind:
+    same_type = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
+    if len(addends) == 1 or not same_type:
         for addend, like in zip(addends, likes, strict=True):
             if not isinstance(like, DTensor):
                 dist.all_reduce(addend)
         return [own_part(a, like, Partial()) for a, like in zip(addends, likes, strict=True)]
-    joint = torch.cat([addend.flatten() for addend in addends])
-    dist.all_reduce(joint)
+    flat = torch.cat([addend.flatten() for addend in addends])
+    dist.all_reduce(flat)
     start = 0
     for addend in addends:
-        addend.copy_(joint[start : start + addend.numel()].view_as(addend))
+        addend.copy_(flat[start : start + addend.numel()].view_as(addend))
         start += addend.numel()
     return [own_part(total, like) for total, like in zip(addends, likes, strict=True)]
 
 
 def reshard(root: nn.Module) -> None:
-    """Let every layer of FSDP2 keep its shards only, as between two steps."""
+    """Free the whole parameters of every layer of FSDP2, so that only shards remain.
+
+    This is their state between two steps.
+    """
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole_layers(root: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP2 shards and that are whole now, as after a forward."""
+    """Return the modules of FSDP2 whose parameters are whole now, as after a forward pass."""
     return [m for m in root.modules() if isinstance(m, FSDPModule) and _is_whole(m)]
 
 
 def unshard(layers: Sequence[FSDPModule]) -> None:
-    """Make layers whole where they are not; a collective then."""
+    """Gather the whole parameters of layers. It is a collective call if one holds only shards."""
     for layer in layers:
         layer.unshard()
 
 
 def copies(tensor: Tensor) -> float:
-    """Return how many processes hold the same part of ``tensor``."""
+    """Return the number of processes that hold the same part of a tensor."""
     world = dist.get_world_size()
     if not isinstance(tensor, DTensor):
         return float(world)
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return world / math.prod(size for size, place in sizes if not place.is_replicate())
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return world / math.prod(size for size, placement in axes if not placement.is_replicate())
 
 
 def _is_whole(module: Any) -> bool:
-    """Return whether a parameter that ``module`` itself manages is a plain tensor."""
+    """Return whether a parameter that a module of FSDP2 manages is whole, so no DTensor.
+
+    Parameters of inner modules that FSDP2 manages separately are not considered.
+    """
     parameters = [*module.parameters(recurse=False)]
     inner = [child for child in module.children() if not isinstance(child, FSDPModule)]
     return any(not isinstance(p, DTensor) for p in parameters) or any(map(_is_whole, inner))
 
 
 class Team:
-    """The processes of one client; every method with a result is a collective of all of them.
+    """The processes of one client. All methods are collective calls: all processes must call them.
+
+    Args:
+        context: The context of the run; None for a single process.
 
     Attributes:
-        size: number of processes. With one nothing is sent anywhere.
-        process: number of this one.
-        largest: returns the largest of each number over processes; a boolean counts as 0 or 1.
-        together: returns a context in which all processes raise where one of them raises; a
-            collective inside would wait. Its error in the others says which refused and why.
+        size: The number of processes. If it is 1, nothing is sent.
+        process: The index of this process.
+        largest: A function that returns the maximum over processes of each number in a list. A
+            boolean counts as 0 or 1.
+        together: A function that returns a context. If one process raises an error within it, all
+            processes raise one at its end, with the index of that process and its message. No
+            collective may be called within it: after an error, the other processes would wait.
     """
 
     largest: Callable[[Sequence[float]], list[float]]
@@ -169,19 +198,20 @@ class Team:
             self.largest, self.together = self._largest, self._together
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over processes, in place."""
+        """Return the sum of a tensor over processes, written into the tensor."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def _largest(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each value over several processes."""
         numbers = torch.tensor([*map(float, values)], dtype=torch.float64, device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         maxima: list[float] = numbers.tolist()
         return maxima
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value of process 0; those of the others are ignored."""
+        """Return the value of process 0; the values of other processes are ignored."""
         if self.size == 1:
             return value
         values = [value]
@@ -189,10 +219,13 @@ class Team:
         return values[0]
 
     def check_alike(self, **numbers: float) -> None:
-        """Raise an error where numbers differ between processes.
+        """Raise an error if numbers differ between processes.
+
+        Args:
+            numbers: The numbers by name.
 
         Raises:
-            DefenseError: says which, on all of them.
+            DefenseError: A number differs; the message names it. All processes raise the error.
         """
         if self.size == 1:
             return
@@ -207,6 +240,7 @@ class Team:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
+        """Raise an error in all processes if one raises one within this context."""
         error: Exception | None = None
         try:
             yield

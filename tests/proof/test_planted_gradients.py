@@ -220,7 +220,7 @@ def test_a_piece_that_is_added_twice_is_seen_by_dpsgd_itself(
     right = ClippedSum.check_complete
     a_piece_twice(monkeypatch)
     monkeypatch.setattr(ClippedSum, "check_complete", right)
-    with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
+    with pytest.raises(DefenseError, match="not the sum of its recorded per-sample gradients"):
         planted(1.0, max_physical_batch_size=150).games(0, 1.0, 1.0)
 
 

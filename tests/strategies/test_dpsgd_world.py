@@ -198,7 +198,7 @@ def test_samples_of_one_rank_without_a_finite_gradient_stop_none(ranks) -> None:
 
 def test_gradients_that_one_rank_changes_and_samples_that_mix_are_refused(ranks) -> None:
     for found in of(ranks, "changed"):
-        assert "is not the sum of what its layer was seen to add" in found["message"]
+        assert "is not the sum of its recorded per-sample gradients" in found["message"]
     for facts in of(ranks, "mixed"):
         assert "of other samples" in facts["message"]
 

@@ -140,7 +140,7 @@ def own_batch(loop: Loop, batch: Any) -> None:
     [
         (forgets, r"gradients are there before backward.*zero_grad\(set_to_none=True\)"),
         (accumulates, "For accumulation there is max_physical_batch_size"),
-        (clips, "is not the sum of what its layer was seen to add"),
+        (clips, "is not the sum of its recorded per-sample gradients"),
         (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
         (twice, "Nothing was released"),
         (writes, "batch before was not released"),

@@ -1,10 +1,11 @@
 """Adam under DP-SGD: the noise's variance is subtracted from the second moment.
 
-Adam divides by the root of a running mean of squared gradients. Under DP-SGD that is the square of
-the signal *plus the variance of the noise*, which is much larger. All weights are then divided by
-nearly the same number, and DP-Adam is SGD with momentum (Tang, Shpilevskiy & Lecuyer 2023,
-"DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias Correction)", arXiv 2312.14334).
-The variance is public, and computing with releases costs no privacy.
+Adam divides its updates by the root of the second moment, a running mean of squared gradients.
+Under DP-SGD the expected square of a gradient is the square of the gradient without noise *plus the
+variance of the noise*, which is much larger. All updates are then divided by nearly the same
+number, and DP-Adam is SGD with momentum (Tang, Shpilevskiy & Lecuyer 2023, "DP-AdamBC: Your DP-Adam
+Is Actually DP-SGD (Unless You Apply Bias Correction)", arXiv 2312.14334). The variance is public,
+and computing with released gradients costs no privacy.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from lightning_fedleak.defenses.checks import check_number
 class DPAdamBC(Optimizer):
     """AdamW whose second moment is that of the gradients without their noise.
 
-    Its update is ``m / (sqrt(max(v - phi, floor phi)) + eps)``: m and v are Adam's bias-corrected
-    moments, phi the same running mean of the noise's variance. ``DPSGD`` passes it the variance
-    with every release, for each layer. Without noise it is AdamW. Return it from
-    ``configure_optimizers``.
+    A weight is changed by ``-lr m / (sqrt(max(v - phi, floor phi)) + eps)``. m and v are Adam's
+    bias-corrected moments, and phi is the bias-corrected running mean of the noise's variance.
+    :class:`~.DPSGD` passes the variance with every release. Without noise this is AdamW. Return the
+    optimizer from ``configure_optimizers``.
 
     Examples:
         >>> import torch
@@ -34,17 +35,17 @@ class DPAdamBC(Optimizer):
         >>> optimizer = DPAdamBC(torch.nn.Linear(4, 2).parameters(), lr=1e-3)
 
     Args:
-        params: parameters or groups, as of every optimizer; float32 or float64.
-        lr: learning rate.
+        params: The parameters or parameter groups, as for every optimizer, in float32 or float64.
+        lr: The learning rate.
         betas: The decay rates of the two moments.
-        eps: added to the root.
-        weight_decay: decoupled, as AdamW's.
-        floor: smallest second moment, as a share of the noise's variance. Weights whose gradients
-            are noise alone take steps of ``1 / sqrt(floor)`` times Adam's.
+        eps: The number that is added to the root.
+        weight_decay: The decoupled weight decay, as in AdamW.
+        floor: The smallest second moment without noise, divided by the noise's variance. Weights
+            whose gradients are only noise take steps of ``1 / sqrt(floor)`` times Adam's.
 
     Raises:
-        DefenseError: a value out of range, or weights in half precision. In a step: no ``DPSGD`` of
-            this run has passed the variance of the gradients' noise.
+        DefenseError: A value is out of range, or weights are in half precision. In a step: no
+            ``DPSGD`` of this run has passed the variance of the gradients' noise.
     """
 
     def __init__(
@@ -61,29 +62,33 @@ class DPAdamBC(Optimizer):
         defaults |= {"weight_decay": weight_decay, "floor": floor}
         for name in ("lr", "eps", "weight_decay"):
             check_number(f"DPAdamBC: {name}", defaults[name], at_least=0)
-        for number, beta in enumerate(betas):
-            name = f"DPAdamBC: betas[{number}]"
+        for index, beta in enumerate(betas):
+            name = f"DPAdamBC: betas[{index}]"
             check_number(name, beta, at_least=0, below=1)
         check_number("DPAdamBC: floor", floor, above=0, at_most=1)
         self._variances: Mapping[Tensor, float] | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; raises a DefenseError for half precision."""
+        """Add a group of parameters.
+
+        Raises:
+            DefenseError: A parameter is in half precision.
+        """
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise DefenseError(
-                    f"DPAdamBC: weights of {parameter.dtype} lose the noise's variance by "
-                    "rounding. Train in '32-true' or 'bf16-mixed'."
+                    f"DPAdamBC: moments in {parameter.dtype} are too coarse to subtract the "
+                    "noise's variance. Train in '32-true' or 'bf16-mixed'."
                 )
 
     def set_noise(self, variances: Mapping[Tensor, float]) -> None:
         """Set the noise of the next step's gradients.
 
         Args:
-            variances: The variance of each number of a parameter's gradient, as the optimizer
-                gets it.
+            variances: The variance of the noise on each number of a parameter's gradient, by
+                parameter. The gradient is ``p.grad`` when the optimizer steps.
         """
         self._variances = variances
 
@@ -92,13 +97,14 @@ class DPAdamBC(Optimizer):
         """Take one step.
 
         Args:
-            closure: is called first; within it ``DPSGD`` releases, and sets the noise.
+            closure: Is called first. Within it ``DPSGD`` releases the gradients and calls
+                :meth:`set_noise`.
 
         Returns:
-            What the closure returned.
+            The result of the closure; None without a closure.
 
         Raises:
-            DefenseError: the noise of these gradients is not known.
+            DefenseError: The variance of the noise on these gradients is unknown.
         """
         loss = None
         if closure is not None:
@@ -107,8 +113,8 @@ class DPAdamBC(Optimizer):
         variances, self._variances = self._variances, None
         if variances is None and any(group["lr"] != 0 for group in self.param_groups):
             raise DefenseError(
-                "DPAdamBC: no DPSGD has said what noise these gradients have. Train under "
-                "DefendedStrategy(..., [DPSGD(...)]), or use AdamW."
+                "DPAdamBC: no DPSGD has passed the variance of the noise on these gradients. Train "
+                "under DefendedStrategy(..., [DPSGD(...)]), or use AdamW."
             )
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -121,11 +127,11 @@ class DPAdamBC(Optimizer):
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
                     state["noise"] = torch.zeros(())
                 if variances is None:
-                    continue  # torch creates state by a step at a learning rate of 0, to save it
+                    continue  # a step at lr=0, by which torch creates the state before saving it
                 if parameter not in variances:
                     raise DefenseError(
                         f"DPAdamBC: a gradient of shape {tuple(parameter.shape)} was not released "
-                        "by DPSGD, so its noise is not known."
+                        "by DPSGD, so the variance of its noise is unknown."
                     )
                 _update(parameter, state, group, variances[parameter])
         return loss
@@ -134,6 +140,15 @@ class DPAdamBC(Optimizer):
 def _update(
     parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], variance: float
 ) -> None:
+    """Update a parameter and its state in place.
+
+    Args:
+        parameter: The parameter, with its gradient.
+        state: ``step``, the number of steps, ``exp_avg`` and ``exp_avg_sq``, the running means of
+            the gradient and its square, and ``noise``, that of the noise's variance.
+        group: The settings of the parameter's group.
+        variance: The variance of the noise on each number of the gradient.
+    """
     gradient, (beta1, beta2) = parameter.grad, group["betas"]
     assert gradient is not None
     state["step"] += 1
@@ -141,11 +156,11 @@ def _update(
     state["exp_avg"].lerp_(gradient, 1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     state["noise"].mul_(beta2).add_((1 - beta2) * variance)
-    first, second = 1 - beta1**step, 1 - beta2**step
-    noise = float(state["noise"]) / second
-    signal = (state["exp_avg_sq"] / second).sub_(noise).clamp_(min=group["floor"] * noise)
+    bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+    noise = float(state["noise"]) / bias2
+    signal = (state["exp_avg_sq"] / bias2).sub_(noise).clamp_(min=group["floor"] * noise)
     if group["weight_decay"]:
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
     parameter.addcdiv_(
-        state["exp_avg"], signal.sqrt_().add_(group["eps"]), value=-group["lr"] / first
+        state["exp_avg"], signal.sqrt_().add_(group["eps"]), value=-group["lr"] / bias1
     )

@@ -1,13 +1,14 @@
 """One release of DP-SGD: clip norms, clip factors, clipped sums, and checks of the sums.
 
-A sample's gradient g is clipped as a whole:
+Every optimizer step releases the sum of the samples' clipped gradients with noise. The gradient g
+of a sample's loss is clipped as a whole, over all trained parameters, to the clip norm C:
 
-- *Fixed*: ``min(1, C / |g|) g`` (Abadi et al. 2016).
+- *Fixed*: ``min(1, C / |g|) g`` (Abadi et al. 2016). The user chooses C.
 - *Automatic*: ``g / (|g| + gamma)``, AUTO-S of Bu et al. 2023 (arXiv 2206.07136). Its norm is below
-  1 for every g, so there is no C to choose.
+  1 for every g, so C is 1 and need not be chosen. gamma is a small positive constant.
 
-Bounds are for an example that is added or removed. Replacing one by another moves the sum by up to
-twice as much.
+Adding or removing one sample therefore changes the sum by at most C, to which the noise is scaled.
+Replacing a sample by another changes it by at most 2 C.
 """
 
 from __future__ import annotations
@@ -30,24 +31,34 @@ from lightning_fedleak.defenses.noise import NoiseGauge, standard_normal
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 from lightning_fedleak.model.anatomy import where_whole
 
-MAX_CHANGE = 1e6  # factor by which noise may change a clip norm, up or down: float32 squares it
+# The largest factor between a quantile's clip norm and its initial value, up or down: noise could
+# move it without end. Squares of numbers in this range are far from the limits of float32.
+MAX_CHANGE = 1e6
 
-# Numbers of small parameters that are summed over processes at once. Not tuned; larger: more memory
+# Small parameters are summed over processes in groups of up to this many numbers. Not tuned; a
+# larger value takes more memory.
 AT_ONCE = 1 << 20
-RELATIVE = 1e-2  # share of the largest gradient; smaller ones may be rounding (a bias of keys)
-# Distance of autograd's gradient from the sum of the samples' parts, over its size.
+# Tolerances of `check_complete` are relative to the norm of a parameter's gradient, or to this
+# share of the norm of the largest gradient if that is larger. Some gradients, such as that of the
+# bias of attention keys, are zero except for rounding errors, so their norm would be no scale.
+RELATIVE = 1e-2
+# Largest relative distance between autograd's gradient and the sum of the per-sample gradients.
 FINE = 1e-3  # in float32
-COARSE = 0.05  # with products of 8 or 11 bits: 12 times .0039, by which these move a gradient
+# With products of 8 bits (bf16) or 11 bits (TF32): 12 times .0039, the largest relative change of a
+# gradient that their rounding caused.
+COARSE = 0.05
 
 
 @dataclass(frozen=True)
 class QuantileClip:
     """A clip norm that follows a quantile of gradients' norms (Andrew et al. 2021, Algorithm 1).
 
-    Each release also counts, with noise, how many gradients were not clipped, and the norm becomes
-    ``C exp(-learning_rate (b - quantile))``: b is that count over the expected batch size. The
-    account's noise multiplier z is of both queries together (their Theorem 1): the count's noise is
-    ``count_noise z``, so that the gradients' is ``z / sqrt(1 - 1 / (2 count_noise)^2)`` times C.
+    Each release also counts, with noise, how many gradients were not clipped. Divided by the
+    expected batch size, this count is b, and the clip norm C of the next release becomes
+    ``C exp(-learning_rate (b - quantile))``. The accountant's noise multiplier z covers the
+    gradients and the count together (their Theorem 1). The standard deviation of the count's noise
+    is ``count_noise z``, and that of the gradients' noise is
+    ``z / sqrt(1 - 1 / (2 count_noise)^2)`` times C.
 
     Examples:
         >>> from lightning_fedleak import DPSGD, QuantileClip
@@ -55,14 +66,14 @@ class QuantileClip:
         0.1
 
     Attributes:
-        initial: C of the first release.
-        quantile: share of the gradients that are not to be clipped.
-        learning_rate: The learning rate of the norm's logarithm.
-        count_noise: standard deviation of the count's noise over z; above 1/2. At 5 the gradients'
-            noise is half a percent larger.
+        initial: The clip norm C of the first release.
+        quantile: The share of gradients that should remain unclipped.
+        learning_rate: The learning rate of the logarithm of C.
+        count_noise: The standard deviation of the count's noise, divided by z; above 1/2. At 5 the
+            gradients' noise is half a percent larger than without the count.
 
     Raises:
-        DefenseError: a value out of range.
+        DefenseError: A value is out of range.
     """
 
     initial: float
@@ -74,44 +85,45 @@ class QuantileClip:
         check_number("QuantileClip: initial", self.initial, above=0)
         check_number("QuantileClip: quantile", self.quantile, above=0, below=1)
         check_number("QuantileClip: learning_rate", self.learning_rate, above=0)
-        hint = "the count of gradients that are not clipped moves by 1/2"
+        hint = "one example changes the count of unclipped gradients by 1/2"
         check_number("QuantileClip: count_noise", self.count_noise, above=0.5, hint=hint)
 
     @property
     def gradient_noise(self) -> float:
-        """Return the noise multiplier of the gradients over that of both queries together."""
+        """Return the noise multiplier of the gradients, divided by the accountant's z."""
         return 1 / math.sqrt(1 - (2 * self.count_noise) ** -2)
 
     def next_norm(
         self, norm: float, unclipped: float, expected: float, noise_multiplier: float, key: bytes
     ) -> float:
-        """Return the norm of the next release.
+        """Return the clip norm of the next release.
 
         Args:
-            norm: of this one.
-            unclipped: sum over its gradients of 1/2 for each that is not clipped, else -1/2: one
-                example moves it by 1/2.
-            expected: batch size.
-            noise_multiplier: z.
-            key: The key of the count's noise.
+            norm: The clip norm C of this release.
+            unclipped: The sum over this release's gradients of 1/2 for each unclipped gradient and
+                -1/2 for each clipped one, so that one example changes it by 1/2. Divided by
+                ``expected``, plus 1/2, it is the share b without noise.
+            expected: The expected batch size.
+            noise_multiplier: The accountant's noise multiplier z.
+            key: The key from which the count's noise is drawn.
         """
-        drawn = standard_normal(key, torch.Size([1]), torch.device("cpu"), torch.float64)
-        share = (unclipped + self.count_noise * noise_multiplier * float(drawn)) / expected + 0.5
-        most = 2 * math.log(MAX_CHANGE)  # from one end of the range to the other; exp stays finite
+        noise = standard_normal(key, torch.Size([1]), torch.device("cpu"), torch.float64)
+        share = (unclipped + self.count_noise * noise_multiplier * float(noise)) / expected + 0.5
+        limit = 2 * math.log(MAX_CHANGE)  # the width of the norm's range, so that exp stays finite
         change = -self.learning_rate * (share - self.quantile)
-        norm *= math.exp(min(max(change, -most), most))
+        norm *= math.exp(min(max(change, -limit), limit))
         return min(max(norm, self.initial / MAX_CHANGE), self.initial * MAX_CHANGE)
 
     def check_clients(self, clients: int) -> None:
-        """Raise an error for several clients, as each would clip at a norm of its own.
+        """Raise an error for several clients, because each would have another clip norm.
 
         Raises:
-            DefenseError: says what to use.
+            DefenseError: There are several clients. The message says what to use instead.
         """
         if clients > 1:
             raise base.DefenseError(
-                f"QuantileClip: each of {clients} clients would clip at a norm of its own, and the "
-                "noise of all is for one. Use client='world', or a clip norm that stays."
+                f"QuantileClip: {clients} clients would have different clip norms, but noise is "
+                "computed for a common one. Use client='world', or a fixed clip norm."
             )
 
 
@@ -123,9 +135,10 @@ class Clip:
     """How each sample's gradient is clipped.
 
     Attributes:
-        norm: C, the largest norm of one sample's addend.
-        gamma: The gamma of automatic clipping; None where gradients are clipped at a fixed norm.
-        form: The form of per-sample gradients in memory.
+        norm: The clip norm C, the largest norm of a clipped gradient; 1 for automatic clipping.
+        gamma: The gamma of automatic clipping; None for a fixed norm or a :class:`QuantileClip`.
+        form: How per-sample gradients are stored: as factors or multiplied (see
+            :func:`per_sample.to_form`).
     """
 
     norm: float
@@ -133,10 +146,10 @@ class Clip:
     form: per_sample.Clipping = "auto"
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Return the factors that clip gradients, of the shape of their norms.
+        """Return the factors by which gradients are multiplied, in the shape of their norms.
 
         Args:
-            norms: The norms of samples' gradients; infinite for a sample that is not to count.
+            norms: The norms of gradients. An infinite norm has the factor 0.
         """
         if self.gamma is None:
             return self.norm / norms.clamp(min=self.norm)
@@ -144,27 +157,32 @@ class Clip:
 
 
 class EarlierPieces:
-    """Clipped sums and norms of a logical batch's pieces before the last, until its release.
+    """What is kept of the earlier pieces of a logical batch until the batch is released.
+
+    A logical batch with too many rows for the memory is run in pieces, one after the other. The
+    clipped sums and the norms of all pieces but the last are added up here.
 
     Args:
-        samples: The samples of the logical batch in this process that count.
+        samples: The number of samples of the logical batch in this process, without placeholders.
         device: The device of norms and weights.
-        probed: whether their per-sample gradients are compared with autograd's in the release.
+        probed: Whether the per-sample gradients will be compared with autograd's in the release.
 
     Attributes:
-        sums: clipped sums, by parameter: of this process's samples in the whole shape; of a
-            parameter that is sharded (FSDP2) this process's part of the sum over all processes.
-        used: parameters that a recorded layer uses.
-        probes: for each parameter the component of its gradient along a random direction, and the
-            sum of its terms' squared norms.
-        half: whether gradients came in half precision.
+        sums: The clipped sums by parameter. For a sharded parameter (FSDP2) it is this process's
+            shard of the sum over all processes, for others the sum over this process's samples, in
+            the parameter's shape.
+        used: The parameters that a recorded layer uses.
+        probes: For each parameter the bilinear form of its gradient with two random vectors, and
+            the sum of its terms' squared norms, from :func:`per_sample.probe`.
+        half: Whether the gradient of an output came in half precision.
+        parameters: The parameters that are released; None before the first piece.
     """
 
     def __init__(self, samples: int, device: torch.device, *, probed: bool) -> None:
         self.samples = samples
         self.probed = probed
         self.sums: dict[Tensor, Tensor] = {}
-        # Allocated once: a small tensor from each piece would fragment the memory of all.
+        # Allocated once: small tensors between the pieces' large ones would fragment the memory.
         self._norms_and_weights = torch.zeros(2, samples, dtype=torch.float64, device=device)
         self._count = 0
         self.used: set[Tensor] = set()
@@ -174,21 +192,22 @@ class EarlierPieces:
 
     @property
     def rows(self) -> Tensor:
-        """Return norms and weights of the pieces' n samples, (2, n)."""
+        """Return (2, n), the norms and ``mean_weights`` of the n samples of the pieces so far."""
         return self._norms_and_weights[:, : self._count]
 
     def add(self, clipped: ClippedSum, parameters: Sequence[nn.Parameter], team: Team) -> None:
-        """Add a piece; a collective where parameters are sharded.
+        """Add a piece. It is a collective call if parameters are sharded.
 
         Args:
-            clipped: the piece's samples.
+            clipped: The clipped gradients of the piece.
             parameters: The parameters that are released, the same in all pieces.
-            team: the processes of this client.
+            team: The processes of this client.
         """
         self.parameters = [*parameters]
         self.used.update(clipped.parts)
         end = self._count + clipped.samples
         self._norms_and_weights[0, self._count : end] = clipped.norms
+        # Only `with_canary` needs the weights. It refuses users, who are fewer than the weights.
         self._norms_and_weights[1, self._count : end] = clipped.mean_weights[: clipped.samples]
         self._count = end
         self.half = self.half or clipped.half
@@ -212,30 +231,46 @@ class EarlierPieces:
 
 
 class ClippedSum:
-    """The clipped per-sample gradients of this process.
+    """The clip factors and the clipped sum of the samples in this process.
 
-    Where users are clipped, "sample" below means a user: the mean of the gradients of its rows.
+    The batch, or the piece of it that was run last, has B rows. The unit of privacy is an example,
+    which is one row, or a user with several rows. The gradient g that is clipped is that of the
+    row's loss, or the mean of these gradients over a user's rows. U is the number of clipped
+    gradients: B, or the number of users.
+
+    For each row b the recorder holds a recorded gradient r, the row's addend to the gradient with
+    which backward was run. Three factors act on it:
+
+    - ``unit * r`` is the row's addend to the gradient of the mean loss over this process's whole
+      batch. ``unit`` is 1, unless backward began with a gradient of one for each term of the loss.
+    - ``mean_weights[b] * unit * r`` is the gradient of the row's loss. The weight is the number of
+      rows in the whole batch, times a correction if rows have unequal shares of the mean.
+    - ``factors[b] * r`` is the row's addend to the clipped sum.
 
     Args:
         parameters: The parameters that are released.
-        recorder: The recorder, which holds the samples' gradients of the mean loss.
-        clip: how they are clipped.
-        context: where the step runs.
-        weights: (B,) by which each gradient becomes that of its sample's mean; None for ones.
-        earlier: the pieces before, where these are samples of a logical batch in pieces.
-        users: how many adjacent rows each user has, where users are clipped.
+        recorder: The recorder, which holds the recorded gradients.
+        clip: How gradients are clipped.
+        context: The context in which the step runs.
+        weights: (B,) the corrections for unequal shares of the mean; None for ones.
+        earlier: The earlier pieces if the batch is run in pieces; None otherwise.
+        users: (U,) the numbers of adjacent rows of the users; None if the unit is an example.
 
     Attributes:
-        samples: B.
-        factors: (B,) by which a sample's part of the mean loss's gradient becomes its clipped
-            gradient; one for each row.
-        weights: (B,) by which a part of the mean loss's gradient becomes that of a sample's loss.
-        half: whether gradients came in half precision.
-        unit, mean_weights: by which parts become the mean's, and (B,) these a sample's.
-        clip: how they are clipped.
-        norms: (B,) norms of the gradients of each sample's loss, before clipping; infinite for one
-            that holds NaN or infinity, or whose norm overflows. Such a sample counts as zero,
-            because whether a run goes on must not depend on one example.
+        samples: The number U of clipped gradients.
+        parts: The recorded gradients of all rows, by parameter, in the form of
+            :mod:`~lightning_fedleak.defenses.dpsgd.per_sample`.
+        unit: The factor from a recorded gradient to an addend to the gradient of the mean loss.
+        mean_weights: (B,) the factors from such an addend to the gradient of a row's loss.
+        weights: (U,) the factors from the norms that are computed first to ``norms``: the product
+            of ``unit`` and ``mean_weights``, or ones for users, whose norms include the product.
+        norms: (U,) the norms of the gradients before clipping. Infinite for a gradient that holds
+            NaN or infinity, or whose norm overflows. Such a gradient counts as zero, because one
+            example must not decide whether a run goes on.
+        factors: (B,) the factors from a recorded gradient to the row's addend to the clipped sum.
+            All rows of a user have the same clip factor, so it has B numbers and ``norms`` has U.
+        clip: How gradients are clipped.
+        half: Whether the gradient of an output came in half precision.
     """
 
     @per_sample.full_precision()
@@ -280,8 +315,9 @@ class ClippedSum:
         if owners is not None:
             factors, finite = factors[owners], finite[owners]
         self.factors = row_weights * factors
-        broken = [-1, *(~finite).nonzero().flatten().tolist(), len(finite)]
-        self._spans = [(i + 1, end) for i, end in itertools.pairwise(broken) if i + 1 < end]
+        # Ranges of rows between those that are not finite, which are skipped: 0 times NaN is NaN.
+        bounds = [-1, *(~finite).nonzero().flatten().tolist(), len(finite)]
+        self._spans = [(i + 1, end) for i, end in itertools.pairwise(bounds) if i + 1 < end]
         self.clip = clip
         self._lacks_sums = recorder.lacks_sums
         self.half = recorder.half or (earlier is not None and earlier.half)
@@ -289,52 +325,62 @@ class ClippedSum:
     def sum_of(
         self, parameter: Tensor, target: Tensor | None = None, memory: Tensor | None = None
     ) -> Tensor:
-        """Return the clipped sum of these samples' gradients, float32 or float64, in whole shape.
+        """Return the clipped sum of the gradients of a parameter, in float32 or float64.
 
         Args:
-            parameter: The parameter of the gradients.
-            target: a sum to which it is added in place; None for zeros.
-            memory: may be overwritten with the sum, see :func:`per_sample.weighted_sum`.
+            parameter: The parameter. The sum has its shape, also if it is sharded.
+            target: A sum to which this one is added in place; None for zeros.
+            memory: A tensor that may be overwritten with the sum (:func:`per_sample.weighted_sum`).
         """
         if parameter not in self.parts:
             return per_sample.zeros_of(parameter) if target is None else target
-        for start, end in self._spans:  # between samples that are not finite: zero times NaN is NaN
+        for start, end in self._spans:
             parts, factors = self.parts[parameter], self.factors[start:end]
-            parts = per_sample.between(parts, start, end)
+            parts = per_sample.slice_samples(parts, start, end)
             target = per_sample.weighted_sum(parts, factors, parameter.shape, target, memory)
         return per_sample.zeros_of(parameter) if target is None else target
 
     def unclipped(self, team: Team) -> float:
-        """Return the sum over all samples of 1/2 for each that is not clipped, else -1/2."""
+        """Return the sum over the client's samples of 1/2 if unclipped and -1/2 if clipped.
+
+        It is a collective call. The samples of earlier pieces are included.
+        """
         norms = self.norms
         if self._earlier is not None:
             norms = torch.cat([self._earlier.rows[0], norms])
         return float(team.summed(((norms <= self.clip.norm).double() - 0.5).sum()))
 
     def with_canary(self, samples: Tensor, divisor: float) -> base.CanaryGradient:
-        """Return what is released of crafted layers, clipped together with the real ones.
+        """Return the gradient of crafted layers, clipped together with the real gradients.
+
+        Crafted layers are simulated by a privacy audit: a sample's gradient g consists of its real
+        gradient and that of the crafted layers, and both have the same clip factor.
 
         Args:
-            samples: (B, G, K) gradients of the crafted layers, each sample's part of the mean loss.
-            divisor: The divisor of the update.
+            samples: (N, G, K) each sample's addend to the mean loss's gradient of the K crafted
+                parameters, in each of G games. N counts the samples of all pieces of the batch.
+            divisor: The number by which the clipped sum is divided.
+
+        Returns:
+            The samples' addends to the released gradient of the crafted layers, without noise.
 
         Raises:
-            DefenseError: they are of other samples than the batch, or users are clipped.
+            DefenseError: The number of samples is not that of the batch, or the unit is a user.
         """
         if self._users is not None:
             raise base.DefenseError(
-                "DPSGD: a canary is one row, and unit=Users() clips a user's together"
+                "DPSGD: a canary is one row, but unit=Users() clips all rows of a user together"
             )
         rows = torch.stack([self.norms, self.mean_weights])
         norms, weights = rows if self._earlier is None else torch.cat([self._earlier.rows, rows], 1)
-        if len(samples) != len(norms):  # one would be broadcast to all
+        if len(samples) != len(norms):  # a single sample would be broadcast to all
             raise base.DefenseError(
-                f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
+                f"DPSGD: the canary has {len(samples)} samples, and the batch has {len(norms)}"
             )
         samples = samples * weights.to(samples)[:, None, None]
-        joint = torch.hypot(samples.norm(dim=2), norms.to(samples)[:, None])
-        factors = self.clip.factors(joint) / divisor
-        finite = torch.isfinite(joint)[..., None]
+        total_norms = torch.hypot(samples.norm(dim=2), norms.to(samples)[:, None])
+        factors = self.clip.factors(total_norms) / divisor
+        finite = torch.isfinite(total_norms)[..., None]
         return base.CanaryGradient((samples * factors[..., None]).masked_fill(~finite, 0.0))
 
     @per_sample.full_precision()
@@ -349,34 +395,34 @@ class ClippedSum:
     ) -> None:
         """Write the sum over all processes' samples, with noise, into ``p.grad``.
 
-        Replicas get the same noise, shards independent noise.
+        All replicas of a parameter get the same noise. Different shards get independent noise.
 
         Args:
-            parameters: The parameters in the same order in all processes.
-            team: the processes of this client.
-            std: standard deviation of the noise on each number; 0: none.
-            divisor: The divisor of sum and noise.
-            add: called with the number of a draw, a tensor, and a standard deviation: adds that
-                noise to the tensor in place.
-            gauge: measures the noise.
+            parameters: The parameters, in the same order in all processes.
+            team: The processes of this client.
+            std: The standard deviation of the noise on each number; 0 for no noise.
+            divisor: The number by which the sum with its noise is divided.
+            add: Adds noise to a tensor in place. Its arguments are an index, the tensor, and the
+                standard deviation. The noise is drawn anew for each index.
+            gauge: Measures the noise that was added; None to measure nothing.
         """
         earlier = {} if self._earlier is None else self._earlier.sums
-        # One process needs autograd's gradients no more: sums are written over them.
+        # A single process no longer needs autograd's gradients, so sums are written over them.
         sums = self.sums(parameters, team, earlier, over_gradients=team.size == 1)
         for index, parameter, total in sums:
             if isinstance(parameter, DTensor) and parameter in earlier:
                 total.add_(earlier.pop(parameter))
             exact = None if gauge is None else gauge.before(total)
             if parameter.grad is None:
-                alike = (total.dtype, total.stride()) == (parameter.dtype, parameter.stride())
-                usable = alike and team.size == 1 and not isinstance(parameter, DTensor)
+                is_equal = (total.dtype, total.stride()) == (parameter.dtype, parameter.stride())
+                usable = is_equal and team.size == 1 and not isinstance(parameter, DTensor)
                 parameter.grad = total if usable else torch.zeros_like(parameter)
-            number, released = index, parameter.grad
+            noise_index, released = index, parameter.grad
             if isinstance(parameter, DTensor):
-                number += processes.shard_number(parameter) << SHARD_BITS
+                noise_index += processes.shard_number(parameter) << SHARD_BITS
                 released = processes.local_part(released)
             if std:
-                add(number, total, std)
+                add(noise_index, total, std)
             torch.div(total, divisor, out=released)
             if gauge is not None and exact is not None:
                 gauge.after(exact, released)
@@ -389,22 +435,24 @@ class ClippedSum:
         *,
         over_gradients: bool = False,
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
-        """Yield the index of each parameter, the parameter, and this process's part of its sum.
+        """Yield the index of each parameter, the parameter, and its sum over all processes.
 
-        Small parameters are summed in groups: a collective for each of 200 is many times slower.
+        Of a sharded parameter's sum it yields the shard of this process. It is a collective call.
+        Small parameters are summed in groups, because a collective for each of 200 parameters is
+        many times slower.
 
         Args:
-            parameters: The parameters in the same order in all processes.
-            team: the processes of this client; a collective of them.
-            earlier: this process's sums, in whole shape, of parameters that are not sharded; they
-                are removed, and these samples added to them.
-            over_gradients: whether a sum may be written over ``p.grad``, which saves new memory.
+            parameters: The parameters, in the same order in all processes.
+            team: The processes of this client.
+            earlier: The sums of earlier pieces in this process, by parameter. Those of parameters
+                that are not sharded are removed from the mapping and added to.
+            over_gradients: Whether a sum may be written over ``p.grad``, which saves memory.
         """
         at_once, start = AT_ONCE if team.size > 1 else 0, 0
         while start < len(parameters):
-            end, numbers = start + 1, parameters[start].numel()
-            while end < len(parameters) and numbers + parameters[end].numel() <= at_once:
-                numbers, end = numbers + parameters[end].numel(), end + 1
+            end, size = start + 1, parameters[start].numel()
+            while end < len(parameters) and size + parameters[end].numel() <= at_once:
+                size, end = size + parameters[end].numel(), end + 1
             group = parameters[start:end]
             totals = [
                 self.sum_of(p)
@@ -421,10 +469,12 @@ class ClippedSum:
     def check_explained(
         self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team
     ) -> None:
-        """Raise an error for a gradient of a parameter that no recorded layer uses.
+        """Raise an error if a parameter has a gradient, but no recorded layer uses it.
+
+        It is a collective call.
 
         Raises:
-            DefenseError: names the parameter.
+            DefenseError: There is such a parameter; the message names it.
         """
         earlier = set() if self._earlier is None else self._earlier.used
         used = team.largest([p in self.parts or p in earlier for p in parameters])
@@ -436,7 +486,7 @@ class ClippedSum:
             if is_nonzero:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
-                    f"DPSGD: the gradient of '{name}' came from no layer that DPSGD saw in "
+                    f"DPSGD: the gradient of '{name}' came from no recorded layer in "
                     "training_step: its layer was added after setup, its output was changed in "
                     "place (write y = y + x), or the parameter is used outside of its module's "
                     "forward. Nothing was released."
@@ -445,24 +495,26 @@ class ClippedSum:
     def check_complete(
         self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team
     ) -> bool:
-        """Raise an error unless the parts add up to the gradient that autograd has computed.
+        """Raise an error unless the per-sample gradients add up to autograd's gradients.
 
-        They are compared along one random direction for each parameter. The gradient is the mean
-        over the client's processes, whole in each (DDP) or a shard (FSDP2). One that holds NaN or
-        infinity is not compared.
+        Both are projected onto one random direction for each parameter, and the two numbers are
+        compared. Autograd's gradient is the mean over the client's processes, whole in each process
+        (DDP) or a shard (FSDP2). A gradient that holds NaN or infinity is not compared. It is a
+        collective call.
 
         Returns:
-            Whether they were compared: autograd computed it, and earlier pieces were probed.
+            Whether gradients were compared. They are not if backward has skipped ``p.grad``, or if
+            earlier pieces were not probed.
 
         Raises:
-            DefenseError: names the parameter.
+            DefenseError: A gradient is another sum; the message names the parameter.
         """
         if self._lacks_sums or (self._earlier is not None and not self._earlier.probed):
             return False
         with team.together():
-            rows = [self._components(i, p, team) for i, p in enumerate(parameters)]
-        numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
-        sums = team.summed(numbers).tolist()
+            components = [self._components(i, p, team) for i, p in enumerate(parameters)]
+        addends = torch.tensor(components, dtype=torch.float64).reshape(-1, 3).to(context.device)
+        sums = team.summed(addends).tolist()
         half = self.half or context.precision.startswith("bf16")
         coarse = half or per_sample.rounds_products(context)
         tolerance = COARSE if team.largest([coarse])[0] else FINE
@@ -474,19 +526,21 @@ class ClippedSum:
             if not abs(expected - value) <= tolerance * max(size, RELATIVE * largest) + 1e-30:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
-                    f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen to "
-                    "add: it is also used outside of its module's forward, or a hook changes "
-                    "gradients. Nothing was released."
+                    f"DPSGD: the gradient of '{name}' is not the sum of its recorded per-sample "
+                    "gradients: the parameter is also used outside of its module's forward, or a "
+                    "hook changes gradients. Nothing was released."
                 )
         return True
 
     def _components(
         self, index: int, parameter: nn.Parameter, team: Team
     ) -> tuple[float, float, float]:
-        """Return components of autograd's gradient and of the parts, and the scale of rounding.
+        """Return this process's addends to three sums over processes, for one parameter.
 
-        The components are along one random direction, the scale is the squared norm of the gradient
-        and of its terms. All three are this process's addends.
+        Returns:
+            The component of autograd's gradient along a random direction, the component of the sum
+            of the per-sample gradients along it, and a scale for their rounding errors: the squared
+            norm of the gradient plus the squared norms of its terms.
         """
         gradient = parameter.grad
         parts = self.parts.get(parameter, [])
@@ -503,6 +557,8 @@ class ClippedSum:
             expected = (shard.to(wide) * direction).sum()
         value, squares = map(float, per_sample.probe(parts, left, right))
         earlier = probes.get(parameter, (0.0, 0.0))
+        # The processes that hold the same part of autograd's gradient add equal shares of it. That
+        # gradient is a mean over processes, so the sums of samples are divided by their number.
         share = processes.copies(gradient) if team.size > 1 else 1.0
         norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))
         return (

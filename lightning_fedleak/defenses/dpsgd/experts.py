@@ -1,18 +1,21 @@
-"""Experts of transformers and their routers: per-sample gradients by row, and what is refused.
+"""Mixture-of-experts layers of transformers: their per-sample gradients, and refused variants.
 
-Since transformers 5 one module holds a block's E experts, as stacked matrices
-(``use_experts_implementation``). It takes N rows, the numbers of the k experts of each, and k
-weights that the router gives them, and returns the weighted sum of what these make of the row::
+Since transformers 5 one module holds the E experts of a block as stacked matrices
+(``use_experts_implementation``). Its input is N rows x (the tokens of all samples), and for each
+row the numbers e of its k experts and their k weights ``score_e``, all from the router. The output
+y is the weighted sum of the experts' outputs::
 
     up = x W1[e] + b1[e];    active = gate(up);    y = sum over e of score_e (active W2[e] + b2[e])
 
-A row's gradient of the matrices of its expert e is therefore a product of two vectors: of x and the
-gradient of ``up``, and of ``active`` and ``score_e`` times the gradient of y. ``up`` and ``active``
-are computed again in backward. As in the model itself, how long that takes follows the routing.
+A row's gradient of ``W1[e]`` is therefore the outer product of x and the gradient of ``up``. Its
+gradient of ``W2[e]`` is that of ``active`` and ``score_e`` times the gradient of y. Backward
+computes ``up`` and ``active`` again. The time depends on the routing, as it does in the model.
 
-A router's logits are linear in what it takes, and what else it returns is computed from them, so
-its weight's gradient follows from the whole gradient of the logits. Both are compared with autograd
-at setup, for one module of each class, on a random input.
+A router's logits are a linear function of its input, and its other outputs are computed from the
+logits. Its weight's gradient therefore follows from the input and the gradient of the logits.
+
+At setup one module of each class is run on a random input, and the sums of the per-sample gradients
+of experts and routers are compared with autograd's gradients.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     zeros_of,
 )
 
+# The advice at the end of error messages.
 _MEND = "Freeze it, or train a LoRA of the attention (target_modules)."
-# Settings of configs that scale a router's loss.
+# The names that models' configs use for the factor of a router's auxiliary loss.
 _COEFFICIENTS = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
-_ROWS, _SAMPLES, _CHOICES = 12, 3, 2  # of the input at setup: rows, samples, experts of a row
+# The numbers of rows, samples, and experts of a row in the random input of the check at setup.
+_ROWS, _SAMPLES, _CHOICES = 12, 3, 2
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -49,7 +54,10 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router of transformers, or of a model's own code for it."""
+    """Return whether a module is a router of transformers that computes logits with its weight.
+
+    A model's own code, which transformers imports as ``transformers_modules``, counts too.
+    """
     cls, weight = rerun.plain_type(module), module._parameters.get("weight")
     if not cls.__module__.startswith("transformers") or "Router" not in cls.__name__:
         return False
@@ -58,27 +66,30 @@ def is_router(module: nn.Module) -> bool:
 
 
 def _refusals(module: nn.Module) -> dict[str, object]:
-    """Return what may couple examples or have no rule in a module, and whether it does."""
+    """Return reasons to refuse a module, each with a value that is true if it applies.
+
+    A reason is that the module couples examples, or that no rule computes its per-sample gradients.
+    """
     config, cls = getattr(module, "config", None), rerun.plain_type(module)
-    known, name = cls.__module__.startswith("transformers"), cls.__name__
-    added = getattr(config, "output_router_logits", False)
-    own = [p for p in module._parameters.values() if p is not None]
-    many = isinstance(module, nn.ModuleList | nn.ModuleDict) or any(p.dim() == 3 for p in own)
-    holds, trained = is_experts(module), any(p.requires_grad for p in module.parameters())
+    in_transformers, name = cls.__module__.startswith("transformers"), cls.__name__
+    returns_loss = getattr(config, "output_router_logits", False)
+    params = [p for p in module._parameters.values() if p is not None]
+    is_many = isinstance(module, nn.ModuleList | nn.ModuleDict) or any(p.dim() == 3 for p in params)
+    is_stacked, trained = is_experts(module), any(p.requires_grad for p in module.parameters())
     return {
         "adds its router's auxiliary loss, which is of a whole batch, so that it couples examples. "
         "Set `model.config.output_router_logits = False`.": (
-            added and any(getattr(config, key, 0) for key in _COEFFICIENTS)
+            returns_loss and any(getattr(config, key, 0) for key in _COEFFICIENTS)
         ),
-        "leaves out tokens of one example where others fill an expert. Use another model.": (
+        "drops tokens of one example if other examples fill an expert. Use another model.": (
             getattr(config, "model_type", "") == "nllb-moe"
         ),
-        f"normalises what each expert returns, or splits experts over processes. {_MEND}": (
-            holds and (module.has_post_expert_norm or module._is_expert_parallel)
+        f"normalises the output of each expert, or splits experts over processes. {_MEND}": (
+            is_stacked and (module.has_post_expert_norm or module._is_expert_parallel)
         ),
-        "holds experts in another form than transformers' `use_experts_implementation`, and the "
-        f"rows that they get are not known to be of which example. {_MEND}": (
-            trained and known and "Experts" in name and many and not holds
+        "holds experts in another form than transformers' `use_experts_implementation`, so it is "
+        f"unknown which example each row of an expert belongs to. {_MEND}": (
+            trained and in_transformers and "Experts" in name and is_many and not is_stacked
         ),
         "adapts a stacked parameter (PEFT's target_parameters), which has no per-sample gradients. "
         "Use target_modules, or modules_to_save=['experts'].": trained and name == "ParamWrapper",
@@ -86,7 +97,10 @@ def _refusals(module: nn.Module) -> dict[str, object]:
 
 
 def of_logits(inputs: Any, output: Any) -> tuple[Any, Any]:
-    """Return a router's input and its logits, which it returns first, with the same rows."""
+    """Return a router's input and its logits, flattened to the same rows.
+
+    A router returns its logits first, or returns only them.
+    """
     logits = output[0] if isinstance(output, tuple) else output
     tensors = isinstance(inputs, Tensor) and isinstance(logits, Tensor)
     if tensors and len(inputs) != len(logits):
@@ -98,12 +112,13 @@ def of_logits(inputs: Any, output: Any) -> tuple[Any, Any]:
 def routers_in_eager_mode(root: nn.Module) -> Iterator[None]:
     """Keep routers out of compiled code within this context.
 
-    There, the gradient of the logits would lack what comes through the other outputs.
+    In compiled code the gradient of the logits would lack the addend from a router's other outputs.
     """
     routers = [m for m in root.modules() if is_router(m) and "forward" not in vars(m)]
     for router in routers:
         forward: Any = torch.compiler.disable(type(router).forward)  # type: ignore[no-untyped-call]
-        vars(router)["forward"] = MethodType(forward, router)  # a deep copy is bound to the copy
+        # A bound method, so that a deep copy of the router gets a method that is bound to the copy.
+        vars(router)["forward"] = MethodType(forward, router)
     try:
         yield
     finally:
@@ -112,145 +127,157 @@ def routers_in_eager_mode(root: nn.Module) -> Iterator[None]:
 
 
 def by_row(
-    module: Any, source: Sequence[Tensor], gradient: Tensor, samples: int
+    module: Any, inputs: Sequence[Tensor], gradient: Tensor, samples: int
 ) -> dict[str, Part]:
-    """Return the rows' factors of the experts' matrices, and the rows of their biases' gradients.
+    """Return the per-sample gradients of experts, as factors of matrices and rows of biases.
 
     Args:
-        module: the experts.
-        source: (N, H) rows, (N, k) numbers of the experts of each, and (N, k) weights of these. N
-            is samples times positions.
-        gradient: (N, H), of the output.
-        samples: B.
+        module: The experts.
+        inputs: (N, H) rows, (N, k) the numbers of each row's experts, and (N, k) the weights of
+            these experts. N is samples times positions.
+        gradient: (N, H) the gradient of the output.
+        samples: The number B of samples.
+
+    Returns:
+        The gradients of the trained parameters, by name.
 
     Raises:
-        DefenseError: the matrices are shards.
+        DefenseError: The matrices are shards.
     """
-    x, index, scores = source
-    raising = "gate_up_proj" if module.has_gate else "up_proj"
-    matrices = getattr(module, raising).detach(), module.down_proj.detach()
+    x, index, scores = inputs
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    matrices = getattr(module, up_name).detach(), module.down_proj.detach()
     if any(isinstance(matrix, DTensor) for matrix in matrices):
         raise DefenseError(
-            "DPSGD: experts are sharded (FSDP2) when their gradient comes, and are needed whole. "
-            "Shard the block around them instead."
+            "DPSGD: experts are sharded (FSDP2) when their gradient is computed, but DPSGD needs "
+            "their whole weights then. Shard the block around them instead."
         )
     up, down = (m if module.is_transposed else m.mT for m in matrices)  # (E, in, out)
     ids, choices = index.flatten(), index.shape[-1]
+    # From here on each pair of a row and one of its experts has a row, N k in all.
     x, upstream = (t.to(up.dtype).repeat_interleave(choices, 0) for t in (x, gradient))
     upstream = upstream * scores.to(up.dtype).reshape(-1, 1)
     counts = ids.bincount(minlength=len(up)).tolist()
     rows = torch.split(ids.argsort(), counts)
-    raised = _products(x, up, rows)
+    hidden = _products(x, up, rows)
     if module.has_bias:
-        raised += getattr(module, f"{raising}_bias").detach()[ids]
+        hidden += getattr(module, f"{up_name}_bias").detach()[ids]
     with torch.enable_grad():
-        active = (module._apply_gate if module.has_gate else module.act_fn)(raised.requires_grad_())
-        pulled = _products(upstream, down.mT, rows).to(active.dtype)
-        (slope,) = torch.autograd.grad(active, raised, pulled)
+        active = (module._apply_gate if module.has_gate else module.act_fn)(hidden.requires_grad_())
+        of_active = _products(upstream, down.mT, rows).to(active.dtype)
+        (of_hidden,) = torch.autograd.grad(active, hidden, of_active)
 
     def by_sample(values: Tensor) -> Tensor:
+        """Return values (N k, ...) as (B, N k / B, ...)."""
         return values.detach().reshape(samples, -1, *values.shape[1:])
 
     parts: dict[str, Part] = {}
-    for key, taken, made in ((raising, x, slope), ("down_proj", active, upstream)):
-        sides = (taken, made) if module.is_transposed else (made, taken)
+    for key, factor, of_output in ((up_name, x, of_hidden), ("down_proj", active, upstream)):
+        sides = (factor, of_output) if module.is_transposed else (of_output, factor)
         if getattr(module, key).requires_grad:
             parts[key] = _ExpertRows(by_sample(ids), *map(by_sample, sides))
         if module.has_bias and getattr(module, f"{key}_bias").requires_grad:
-            parts[f"{key}_bias"] = _EmbeddingRows(by_sample(ids), by_sample(made))
+            parts[f"{key}_bias"] = _EmbeddingRows(by_sample(ids), by_sample(of_output))
     return parts
 
 
 def _products(values: Tensor, matrices: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Return the product of each row with its expert's matrix.
+    """Return the product (S, n) of each row with its expert's matrix.
 
     Args:
         values: (S, m) rows.
-        matrices: (E, m, n).
-        rows: which rows are each expert's.
+        matrices: (E, m, n) the experts' matrices.
+        rows: The indices of the rows of each expert.
     """
     result = values.new_empty(len(values), matrices.shape[2])
-    for matrix, own in zip(matrices, rows, strict=True):
-        result[own] = values[own] @ matrix
+    for matrix, index in zip(matrices, rows, strict=True):
+        result[index] = values[index] @ matrix
     return result
 
 
 def check(root: nn.Module, linear: rerun.Rule) -> None:
-    """Raise an error for experts or a router without per-sample gradients, or that couple examples.
+    """Raise an error for experts and routers without per-sample gradients, or that couple examples.
 
-    One module of each class is run. Those without weights yet (meta) or of shards are left to the
-    comparison in the first step.
+    One module of each class is run and compared with autograd. Modules that have no weights yet
+    (meta) or are sharded are compared in the first step instead.
 
     Args:
-        root: the module that is trained.
-        linear: the rule of a router's logits.
+        root: The module that is trained.
+        linear: The rule of a linear layer, which computes the gradients of a router's weight.
 
     Raises:
-        DefenseError: names the module.
+        DefenseError: A module is refused; the message names it.
     """
-    kinds: dict[object, tuple[str, nn.Module]] = {}
+    examples: dict[object, tuple[str, nn.Module]] = {}
     for name, module in root.named_modules():
         cls = rerun.plain_type(module)
         refuse(f"DPSGD: '{name or cls.__name__}' ({cls.__name__}) ", _refusals(module))
         trained = _trained(module)
         whole = not any(p.is_meta or isinstance(p, DTensor) for p in trained.values())
         if trained and whole and (is_experts(module) or is_router(module)):
-            kinds[(cls, *trained)] = name, module
-    for name, module in kinds.values():
+            examples[(cls, *trained)] = name, module
+    for name, module in examples.values():
         _check_sums(name, module, by_row if is_experts(module) else linear)
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own trained parameters by name."""
-    own = module._parameters.items()
-    return {key: p for key, p in own if p is not None and p.requires_grad}
+    """Return the trained parameters of a module itself, without those of inner modules, by name."""
+    items = module._parameters.items()
+    return {key: p for key, p in items if p is not None and p.requires_grad}
 
 
 def _check_sums(name: str, module: Any, rule: Any) -> None:
-    """Raise an error unless the parts of a random input's rows add up to autograd's gradients."""
+    """Raise an error unless per-sample gradients add up to autograd's on a random input.
+
+    Args:
+        name: The name of the module, for the message.
+        module: The experts or the router.
+        rule: The rule that computes its per-sample gradients.
+    """
     trained = _trained(module)
-    some = next(iter(trained.values()))
-    draw: Any = {"generator": torch.Generator(some.device).manual_seed(0), "device": some.device}
+    like = next(iter(trained.values()))  # for the device and dtype of the input
+    draw: Any = {"generator": torch.Generator(like.device).manual_seed(0), "device": like.device}
     if is_experts(module):
         stacked = module.gate_up_proj if module.has_gate else module.up_proj
         width = stacked.shape[1 if module.is_transposed else 2]
         index = torch.randint(len(stacked), (_ROWS, _CHOICES), **draw)
-        more = [index, torch.rand(_ROWS, _CHOICES, dtype=some.dtype, **draw)]
+        arguments = [index, torch.rand(_ROWS, _CHOICES, dtype=like.dtype, **draw)]
     else:
         width = module.weight.shape[1]
-        _, *arguments = inspect.signature(module.forward).parameters.values()
-        needed = [a for a in arguments if a.default is a.empty or "bias" in a.name]
-        more = [some.new_zeros(len(module.weight)) for _ in needed]
-    x = torch.randn(_ROWS, width, dtype=some.dtype, **draw)
-    with torch.enable_grad(), rerun.without_hooks(module), rerun.Moment(some.device).again():
+        _, *parameters = inspect.signature(module.forward).parameters.values()
+        # Some routers take a bias that is added to the experts' scores: pass zeros.
+        needed = [p for p in parameters if p.default is p.empty or "bias" in p.name]
+        arguments = [like.new_zeros(len(module.weight)) for _ in needed]
+    x = torch.randn(_ROWS, width, dtype=like.dtype, **draw)
+    with torch.enable_grad(), rerun.without_hooks(module), rerun.CallState(like.device).restored():
         try:
-            output = module(x, *more)
-            made = output if isinstance(output, tuple) else (output,)
-            outputs = [tensor for tensor in made if tensor.requires_grad]
-            first, *gradients = torch.autograd.grad(
+            output = module(x, *arguments)
+            results = output if isinstance(output, tuple) else (output,)
+            outputs = [tensor for tensor in results if tensor.requires_grad]
+            upstream, *gradients = torch.autograd.grad(
                 outputs,
-                [made[0], *trained.values()],
+                [results[0], *trained.values()],
                 [torch.randn(o.shape, dtype=o.dtype, **draw) for o in outputs],
                 materialize_grads=True,
             )
         except Exception as error:
             raise DefenseError(
                 f"DPSGD: '{name}' ({type(module).__name__}) cannot be run on a random input "
-                f'({error}). Call model.set_experts_implementation("eager") if that is why '
-                f"(grouped_mm has no float64). {_MEND}"
+                f"({error}). If the cause is that grouped_mm has no float64, call "
+                f'model.set_experts_implementation("eager"). {_MEND}'
             ) from error
-    parts = rule(module, (x, *more) if is_experts(module) else x, first, _SAMPLES)
-    precise = some.element_size() >= 4
-    largest = (rerun.TOLERANCE if precise else rerun.HALF_TOLERANCE) * max(
+    parts = rule(module, (x, *arguments) if is_experts(module) else x, upstream, _SAMPLES)
+    precise = like.element_size() >= 4
+    limit = (rerun.TOLERANCE if precise else rerun.HALF_TOLERANCE) * max(
         float(gradient.norm()) for gradient in gradients
     )
     for (key, parameter), expected in zip(trained.items(), gradients, strict=True):
-        known = [parts[key]] if key in parts else []
+        samples = [parts[key]] if key in parts else []
         zeros = zeros_of(parameter)
-        total = weighted_sum(known, torch.ones(_SAMPLES), parameter.shape, zeros)
-        if not float((total - expected).norm()) <= largest:
+        total = weighted_sum(samples, torch.ones(_SAMPLES), parameter.shape, zeros)
+        if not float((total - expected).norm()) <= limit:
             raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) computes otherwise than experts and "
-                f"routers of transformers do: the per-sample gradients of '{key}' do not add up to "
+                f"DPSGD: '{name}' ({type(module).__name__}) does not compute like the experts and "
+                f"routers of transformers: the per-sample gradients of '{key}' do not add up to "
                 f"its gradient. {_MEND}"
             )

@@ -1,24 +1,27 @@
 """A logical batch in physical pieces: many rows in one release, few of them in memory at once.
 
-The loader draws the logical batch, and Lightning sees no other: one batch, one ``training_step``
-hook, one loss, one ``backward``, one optimizer step. So ``global_step``, schedulers, ``max_steps``,
-the progress bar, loggers, checkpoints and monitors count logical steps.
+The loader draws the logical batch. For Lightning there is only this batch, with one call of
+``training_step``, one loss, one ``backward`` and one optimizer step. So ``global_step``,
+schedulers, ``max_steps``, the progress bar, loggers, checkpoints and monitors count logical steps.
 
-- The strategy's call of ``training_step`` runs on slices of rows, one after the other, each with a
-  forward and a backward, its loss times its share of the rows.
-- So ``p.grad`` adds up to the mean over the logical batch (*local*), and each per-sample gradient
-  is one of a mean over all rows. Clipped sums of all pieces but the last add up in a float32 copy
-  of what is trained. Those of the last join them in the release, where noise is added.
-- Gradients of weights in half precision add up in float32, in one more copy: in eight bits a piece
-  is lost beside the sum of a few hundred.
-- Lightning then zeroes gradients and calls ``backward`` on the output. That is the mean of the
-  pieces' losses with a graph of one node, which puts the gradients back.
-- Slices keep the width that the collate function padded to. Dropout draws again for every piece.
-- Values logged in ``training_step`` are combined as their ``reduce_fx`` says.
-- Processes of one client run equally many pieces, as many as the one with most rows needs. Where a
-  process has no rows left, it runs a row whose loss is multiplied by 0, as for an empty batch.
-- An error in a piece ends the step before anything is released. A checkpoint holds the releases
-  before it, and no part of a batch.
+Within Lightning's call of ``training_step`` the batch is split:
+
+- ``training_step`` is run on one slice of rows (a piece) after the other. Each has a forward and a
+  backward pass, and its loss is multiplied by its share of the rows. A slice keeps the width to
+  which the collate function has padded the batch, and dropout draws new masks.
+- So ``p.grad`` adds up to the gradient of the mean loss over the logical batch. Gradients of
+  weights in half precision are added up in float32, in one more copy of them: with eight bits, a
+  piece would be rounded away when it is added to the sum of a few hundred.
+- The clipped sums of all pieces except the last are added up in a float32 copy of the trained
+  parameters. The release adds the last piece and the noise.
+- The output for the batch is the mean of the pieces' losses. Lightning then zeroes gradients and
+  calls ``backward`` on it; its graph is a single node, which puts the gradients back.
+- Values logged in ``training_step`` are combined by their ``reduce_fx``.
+
+All processes of a client run the same number of pieces, as many as the process with the most rows
+needs. A process without further rows runs a placeholder row, whose loss is multiplied by 0. An
+error in a piece ends the step before anything is released. Checkpoints are written between steps,
+so they hold no part of a batch.
 """
 
 from __future__ import annotations
@@ -37,46 +40,51 @@ from lightning_fedleak.defenses.host import Piece
 from lightning_fedleak.defenses.processes import Team
 
 Step = Callable[[Any], Any]
-"""Runs a batch, and returns what the training step returns."""
+"""A function that passes a batch to ``training_step`` and returns its output."""
 
 
 def pieces_of(
     batch: Any, samples: int, max_rows: int, team: Team, users: Sequence[int] | None = None
 ) -> list[Piece]:
-    """Return a logical batch in pieces, equally many in all processes of the client.
+    """Return the pieces of a logical batch, the same number in all processes of the client.
+
+    It is a collective call.
 
     Args:
-        batch: tensors with the rows as their first dimension. Tensors without dimensions go into
-            every piece, as does what is no tensor and not as long as there are rows.
-        samples: rows that count, 0 where the batch stands in for an empty one.
+        batch: A nested structure of mappings, lists, tuples, tensors and other values. Tensors,
+            arrays and lists with one row for each sample are split. Everything else goes into every
+            piece.
+        samples: The number of rows; 0 if the batch is the placeholder of an empty one.
         max_rows: The largest number of rows of a piece.
-        team: the processes; a collective.
-        users: how many rows each user has, at most ``max_rows``. A piece holds whole users.
+        team: The processes of the client.
+        users: The number of adjacent rows of each user, at most ``max_rows``, whose rows stay in
+            one piece; None if the unit of privacy is an example.
     """
-    shares = _shares([1] * samples if users is None else users, max_rows)
-    (count,) = team.largest([len(shares)])
+    row_counts = _split_users([1] * samples if users is None else users, max_rows)
+    (count,) = team.largest([len(row_counts)])
     if count <= 1:
         return [Piece(batch, samples, users)]
     pieces, start = [], 0
-    for share in shares:
-        rows = slice(start, start + sum(share))
-        by_user = None if users is None else share
-        pieces.append(Piece(_rows(batch, rows, samples), sum(share), by_user))
+    for counts in row_counts:
+        rows = slice(start, start + sum(counts))
+        by_user = None if users is None else counts
+        pieces.append(Piece(_rows(batch, rows, samples), sum(counts), by_user))
         start = rows.stop
-    while len(pieces) < count:  # each its own object: a loss may take labels out of its batch
+    # Placeholders. Each has its own batch, because a loss may remove the labels from its batch.
+    while len(pieces) < count:
         pieces.append(Piece(_rows(batch, slice(0, 1), samples or 1), 0))
     return pieces
 
 
-def _shares(users: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Return the rows of each piece by user."""
-    shares: list[list[int]] = []
+def _split_users(users: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Return the users' numbers of rows, split into pieces of at most ``max_rows`` rows."""
+    pieces: list[list[int]] = []
     for count in users:
-        if shares and sum(shares[-1]) + count <= max_rows:
-            shares[-1].append(count)
+        if pieces and sum(pieces[-1]) + count <= max_rows:
+            pieces[-1].append(count)
         else:
-            shares.append([count])
-    return shares
+            pieces.append([count])
+    return pieces
 
 
 def run_pieces(
@@ -90,52 +98,53 @@ def run_pieces(
     """Run forward and backward of every piece, and combine the outputs of ``training_step``.
 
     Args:
-        pieces: at least two.
-        step: runs one batch through ``training_step`` and the defences around it.
-        context: where the step runs.
-        begin_piece: is called before each piece.
-        end_piece: is called after the backward of each piece but the last.
+        pieces: The pieces, at least two.
+        step: Passes one batch to ``training_step`` and the defences around it.
+        context: The context in which the step runs.
+        begin_piece: Is called before each piece.
+        end_piece: Is called after the backward of each piece except the last.
 
     Returns:
-        The output of ``training_step`` for one batch: a loss, or a mapping with one. Its
+        The output of ``training_step`` for the logical batch: a loss, or a mapping with one. Its
         ``backward`` puts the gradients of all pieces into ``p.grad``.
     """
     host = context.host
-    # DistributedDataParallel is to reduce in the last backward alone.
+    # DistributedDataParallel should reduce only in the last backward, unless its graph is static.
     reducer = None if host.reducer is None or host.reducer.static_graph else host.reducer
     trained = [p for p in context.root.parameters() if p.requires_grad]
     _pop_gradients(trained)
-    # Where none counts (this process drew no row) the first stands for all.
+    # If this process drew no rows, the output of the first placeholder is that of the batch.
     counts = [piece.rows for piece in pieces] if any(p.rows for p in pieces) else [1]
     total, start = sum(counts), 0
-    halves, wide = [p for p in trained if p.element_size() < 4], dict[nn.Parameter, Tensor]()
+    halves, sums = [p for p in trained if p.element_size() < 4], dict[nn.Parameter, Tensor]()
     combined: Any = None
     dtype = torch.float32
-    with host.merged_logs(pieces) as logging:
-        for number, piece in enumerate(pieces):
-            last = number == len(pieces) - 1
+    with host.merged_logs(pieces) as log_context:
+        for index, piece in enumerate(pieces):
+            is_last = index == len(pieces) - 1
             begin_piece(piece)
-            with nullcontext() if last or reducer is None else reducer.no_sync():
-                with logging(piece):
+            with nullcontext() if is_last or reducer is None else reducer.no_sync():
+                with log_context(piece):
                     output = step(piece.batch)
                 loss = _loss_in(output).reshape(())
                 dtype = loss.dtype
-                if last and reducer is not None:
-                    _restore(wide)
+                if is_last and reducer is not None:
+                    _restore(sums)  # the reducer averages p.grad, so it must hold all pieces
                 host.backward(loss * (piece.rows / total))
-            _accumulate_wide(halves, wide)
-            rows = counts[number] if number < len(counts) else 0
+            _accumulate_halves(halves, sums)
+            rows = counts[index] if index < len(counts) else 0
             if rows:
                 value = with_loss(output, loss)
-                combined = _combined(combined, value, start, rows, total)
+                combined = _combine(combined, value, start, rows, total)
                 start += rows
                 del value
             del output, loss
-            if not last:
+            if not is_last:
                 end_piece()
-    _restore(wide)
+    _restore(sums)
     gradients = _pop_gradients(trained)
     mean = _loss_in(combined).to(dtype)
+    # Torch runs a function's backward only if one of its inputs requires a gradient.
     anchor = torch.zeros((), device=mean.device, requires_grad=True)
     loss = _RestoredGradients.apply(anchor, mean, gradients)  # type: ignore[no-untyped-call]
     return with_loss(combined, loss)
@@ -150,44 +159,53 @@ def _pop_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Ten
 
 
 def _loss_in(output: Any) -> Tensor:
+    """Return the loss in an output of ``training_step``."""
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:
-    """Return an output of ``training_step`` with another loss."""
+    """Return an output of ``training_step`` with its loss replaced by another."""
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
 class _RestoredGradients(torch.autograd.Function):
-    """A loss whose backward was run before: its backward puts those gradients into ``p.grad``."""
+    """A loss whose gradients are computed already: its backward puts them into ``p.grad``."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, value: Tensor, gradients: dict[nn.Parameter, Tensor]
     ) -> Any:
+        """Return the value of the loss."""
         ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
+        """Put the gradients into ``p.grad``; the three inputs have none."""
         for parameter, gradient in ctx.gradients.items():
             parameter.grad = gradient
         ctx.gradients = {}
         return None, None, None
 
 
-def _accumulate_wide(halves: Sequence[nn.Parameter], wide: dict[nn.Parameter, Tensor]) -> None:
-    """Move gradients in half precision from ``p.grad`` to their sums in float32."""
+def _accumulate_halves(halves: Sequence[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> None:
+    """Move gradients from ``p.grad`` to their sums in float32.
+
+    Args:
+        halves: The parameters in half precision.
+        sums: The sums by parameter, to which the gradients are added.
+    """
     for parameter in halves:
         if parameter.grad is not None:
             gradient, parameter.grad = parameter.grad.float(), None
-            wide[parameter] = wide[parameter].add_(gradient) if parameter in wide else gradient
+            sums[parameter] = sums[parameter].add_(gradient) if parameter in sums else gradient
 
 
-def _restore(wide: dict[nn.Parameter, Tensor]) -> None:
-    while wide:
-        parameter, gradient = wide.popitem()
+def _restore(sums: dict[nn.Parameter, Tensor]) -> None:
+    """Move sums of gradients to ``p.grad``, rounded to the parameters' dtype."""
+    while sums:
+        parameter, gradient = sums.popitem()
         parameter.grad = gradient.to(parameter.dtype)
 
 
@@ -195,7 +213,13 @@ def _restore(wide: dict[nn.Parameter, Tensor]) -> None:
 
 
 def _rows(value: Any, rows: slice, samples: int) -> Any:
-    """Return a batch with these rows of everything in it that has one row for each sample."""
+    """Return a batch with these rows of everything in it that has one row for each sample.
+
+    Args:
+        value: The batch, or a value inside it.
+        rows: The rows.
+        samples: The number of samples in the batch.
+    """
     if isinstance(value, Tensor):
         return value[rows] if value.dim() else value
     if isinstance(value, Mapping):
@@ -211,12 +235,18 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
 
 
 def number_of_rows(batch: Any) -> int:
-    """Return the first dimension of the first tensor of a batch; 0 where there is none."""
+    """Return the size of the first dimension of the first tensor of a batch; 0 without one."""
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
 
 
 def copies_of(batch: Any, row: int, rows: int) -> Any:
-    """Return a batch of ``rows`` rows that are all copies of one of them."""
+    """Return a batch in which all rows are copies of one of its rows.
+
+    Args:
+        batch: The batch, or a value inside it.
+        row: The index of the row.
+        rows: The number of rows in the batch.
+    """
     if isinstance(batch, Mapping):
         return rebuilt(batch, {key: copies_of(value, row, rows) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
@@ -228,22 +258,23 @@ def copies_of(batch: Any, row: int, rows: int) -> Any:
 # ---- outputs of training_step ----------------------------------------------------------------
 
 
-def _combined(earlier: Any, value: Any, start: int, rows: int, total: int) -> Any:
-    """Return the outputs of the pieces so far: numbers averaged over rows, rows concatenated.
+def _combine(earlier: Any, value: Any, start: int, rows: int, total: int) -> Any:
+    """Return the combined outputs of the pieces so far.
 
-    Of everything else the last value stays. No memory of a piece is kept, because a small tensor
-    from each would fragment the memory that they use in turn.
+    Scalars are averaged, weighted by rows, and tensors with one row for each sample are
+    concatenated. Of everything else the last value is kept. Values are copied, because a small
+    tensor kept from each piece would fragment the memory that the pieces use one after the other.
 
     Args:
-        earlier: The earlier of the pieces before; None for the first.
-        value: The value of this piece.
-        start: rows of the pieces before.
-        rows: The rows of this piece.
-        total: rows of all pieces.
+        earlier: The combined output of the earlier pieces; None for the first piece.
+        value: The output of this piece.
+        start: The number of rows of the earlier pieces.
+        rows: The number of rows of this piece.
+        total: The number of rows of all pieces.
     """
     if isinstance(value, Mapping):
         fields = earlier if isinstance(earlier, Mapping) else {}
-        return {k: _combined(fields.get(k), v, start, rows, total) for k, v in value.items()}
+        return {k: _combine(fields.get(k), v, start, rows, total) for k, v in value.items()}
     if not isinstance(value, Tensor):
         return value
     value = value.detach()

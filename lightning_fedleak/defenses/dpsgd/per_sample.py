@@ -2,13 +2,16 @@
 
 The per-sample gradients of a layer follow from its inputs and output gradients, so one backward
 pass is enough (book-keeping, Bu et al. 2023, "Differentially Private Optimization on Large Model at
-Small Cost"): norms from Gram matrices over positions (ghost norms, Goodfellow 2015; Li et al.
-2022), then one weighted product per layer for the clipped sum. A parameter that is used several
-times (tied embeddings) has one gradient per sample, the sum over its uses; norms here include the
-cross terms.
+Small Cost"). First the norms of all samples are computed from Gram matrices over positions (ghost
+norms, Goodfellow 2015; Li et al. 2022). They determine the clip factors, and one weighted product
+per layer then yields the clipped sum. No per-sample gradient needs to be in memory as a whole.
 
-The first dimension of every shape is the sample, of B. T is the number of positions of a sample,
-summed over all uses of the parameter.
+A *part* holds the gradients of all B samples for one use of a parameter, in one of four forms. A
+parameter that is used several times (tied embeddings) has several parts. A sample's gradient is
+their sum, and its norm includes the cross terms between uses.
+
+B, the number of samples, is the first dimension of every tensor in a part. T is the number of
+positions of a sample, summed over all uses of the parameter.
 """
 
 from __future__ import annotations
@@ -26,26 +29,32 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_fedleak.defenses.base import DefenseContext
 from lightning_fedleak.model.anatomy import where_whole
 
+# The form in which per-sample gradients are stored, see `to_form`.
 Clipping = Literal["auto", "per_sample", "ghost"]
 
 # A squared ghost norm is a sum of positive and negative terms. If rounding made it too small, the
-# sample would exceed the clip norm. It is therefore an upper bound: raised by ROUNDING machine
-# epsilons of the sum of the absolute terms, and to at least the share CANCELLATION of that sum.
+# clipped gradient would exceed the clip norm. So an upper bound is computed instead, from the sum S
+# and the sum A of the terms' absolute values: S plus ROUNDING machine epsilons times A - S, and at
+# least CANCELLATION times A.
 CANCELLATION = 1e-5
-ROUNDING = 8  # for inner products of up to INNER_SIZE numbers; it grows with the root of more
+# For inner products of up to INNER_SIZE numbers. For longer ones it is multiplied by the root of
+# their length over INNER_SIZE, because rounding errors grow like that.
+ROUNDING = 8
 INNER_SIZE = 4096  # numbers
-CHUNK = 1 << 24  # numbers in the factors of one chunk of norms, to bound the memory. Not tuned
+# The largest number of entries in the factors of the samples whose norms are computed at once. Not
+# tuned; a larger value takes more memory.
+CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class _Outer:
-    """Factors of the gradients of a matrix (m, n).
+    """Per-sample gradients of a matrix (m, n), such as a linear layer's weight, as factors.
 
     The gradient of sample b is ``sum_t left[b, t] right[b, t]^T``.
 
     Attributes:
-        left: (B, T, m) the left factors.
-        right: (B, T, n) the right factors.
+        left: (B, T, m) the left factors, for a linear layer the gradients of its outputs.
+        right: (B, T, n) the right factors, for a linear layer its inputs.
     """
 
     left: Tensor
@@ -54,9 +63,9 @@ class _Outer:
 
 @dataclass(frozen=True)
 class _EmbeddingRows:
-    """Rows of the gradients of an embedding.
+    """Per-sample gradients of an embedding or of experts' stacked biases, by rows.
 
-    The gradient of sample b is zero, plus ``values[b, t]`` in its row ``ids[b, t]``, for all t.
+    The gradient of sample b is zero, plus ``values[b, t]`` in row ``ids[b, t]`` for all t.
 
     Attributes:
         ids: (B, T) int64, the indices of the rows.
@@ -69,13 +78,13 @@ class _EmbeddingRows:
 
 @dataclass(frozen=True)
 class _ExpertRows:
-    """Factors of the gradients of stacked matrices (E, m, n).
+    """Per-sample gradients of the stacked matrices (E, m, n) of E experts, as factors.
 
-    The gradient of sample b is zero, plus ``left[b, t] right[b, t]^T`` in its matrix ``ids[b, t]``,
-    for all t.
+    The gradient of sample b is zero, plus ``left[b, t] right[b, t]^T`` in matrix ``ids[b, t]`` for
+    all t.
 
     Attributes:
-        ids: (B, T) int64, the numbers of the matrices.
+        ids: (B, T) int64, the indices of the matrices.
         left: (B, T, m) the left factors.
         right: (B, T, n) the right factors.
     """
@@ -85,21 +94,29 @@ class _ExpertRows:
     right: Tensor
 
     def by_matrix(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each matrix's number and its factors (B, c, m) and (B, c, n), padded by zeros."""
+        """Yield the index of each matrix and its factors, (B, c, m) and (B, c, n).
+
+        c is the largest number of a sample's positions that use the matrix. The factors of other
+        samples are padded by zeros.
+        """
         samples = torch.arange(len(self.ids), device=self.ids.device)[:, None]
         counts = self.ids.new_zeros(len(samples), int(self.ids.max()) + 1)
         counts.scatter_add_(1, self.ids, torch.ones_like(self.ids))
         order, starts = self.ids.argsort(1), counts.cumsum(1) - counts
-        for matrix, most in enumerate(counts.amax(0).tolist()):
-            slots = torch.arange(most, device=self.ids.device)
-            places = (starts[:, matrix, None] + slots).clamp(max=self.ids.shape[1] - 1)
-            rows, absent = order.gather(1, places), slots >= counts[:, matrix, None]
-            sides = (_wide(v[samples, rows]) for v in (self.left, self.right))
-            left, right = (side.masked_fill(absent[..., None], 0.0) for side in sides)
+        for matrix, max_count in enumerate(counts.amax(0).tolist()):
+            slots = torch.arange(max_count, device=self.ids.device)
+            ranks = (starts[:, matrix, None] + slots).clamp(max=self.ids.shape[1] - 1)
+            positions, is_padding = order.gather(1, ranks), slots >= counts[:, matrix, None]
+            factors = (_wide(v[samples, positions]) for v in (self.left, self.right))
+            left, right = (v.masked_fill(is_padding[..., None], 0.0) for v in factors)
             yield matrix, left, right
 
     def as_one_sample(self, weights: Tensor) -> _ExpertRows:
-        """Return the sum of the samples' gradients, each times its weight."""
+        """Return the weighted sum of the gradients, as a part of one sample with B T positions.
+
+        Args:
+            weights: (B,) the weights of the samples.
+        """
         left = _wide(self.left)
         left = left * weights.to(left)[:, None, None]
         return _ExpertRows(*(v.flatten(0, 1)[None] for v in (self.ids, left, self.right)))
@@ -116,7 +133,9 @@ class _Dense:
     values: Tensor
 
 
+# The gradients of all B samples for one use of a parameter.
 Part = _Outer | _EmbeddingRows | _ExpertRows | _Dense
+# The parts of a parameter: a sample's gradient is their sum.
 Parts = Sequence[Part]
 
 
@@ -145,12 +164,16 @@ def full_precision() -> Iterator[None]:
 
 
 def to_form(parts: Parts, shape: torch.Size, clipping: Clipping) -> Parts:
-    """Return a parameter's gradients in the form of ``clipping``, with one part of each type.
+    """Return the gradients of a parameter in another form, with at most one part of each type.
 
-    ``"ghost"`` keeps the factors, and ``"per_sample"`` multiplies them. ``"auto"`` multiplies them
-    if the result is smaller than the factors, as for the thin matrices of LoRA, which also saves
-    the product in :func:`weighted_sum`. Factors together with a dense part are always multiplied,
-    since their sum has no ghost norm.
+    Factors together with a dense part are always multiplied, since their sum has no ghost norm.
+
+    Args:
+        parts: The parts of the parameter.
+        shape: The shape of the parameter.
+        clipping: ``"ghost"`` keeps factors and rows, and ``"per_sample"`` turns them into a dense
+            part. ``"auto"`` multiplies factors if their product is smaller than they are, as for
+            the thin matrices of LoRA. That also saves the product in :func:`weighted_sum`.
     """
     parts = _merge(parts) if len(parts) > 1 else parts
     if len(parts) == 1 and isinstance(parts[0], _Dense):
@@ -164,13 +187,13 @@ def to_form(parts: Parts, shape: torch.Size, clipping: Clipping) -> Parts:
 
 
 def _merge(parts: Parts) -> list[Part]:
-    """Return one part of each type; several uses of a parameter become further positions."""
+    """Return one part of each type; the positions of several uses of a parameter are joined."""
     merged: list[Part] = []
-    for kind in (_Outer, _EmbeddingRows, _ExpertRows):
-        uses = [part for part in parts if isinstance(part, kind)]
-        if len(uses) > 1:  # a single one is not copied: left of a head is as large as the logits
-            columns = zip(*(vars(part).values() for part in uses), strict=True)
-            uses = [kind(*(torch.cat([*map(_wide, column)], 1) for column in columns))]
+    for cls in (_Outer, _EmbeddingRows, _ExpertRows):
+        uses = [part for part in parts if isinstance(part, cls)]
+        if len(uses) > 1:  # a single part is not copied: a head's factor is as large as its logits
+            fields = zip(*(vars(part).values() for part in uses), strict=True)
+            uses = [cls(*(torch.cat([*map(_wide, tensors)], 1) for tensors in fields))]
         merged += uses
     dense = [part.values for part in parts if isinstance(part, _Dense)]
     total = [_Dense(functools.reduce(torch.add, dense))] if dense else []
@@ -178,7 +201,7 @@ def _merge(parts: Parts) -> list[Part]:
 
 
 def to_dense(parts: Parts, shape: torch.Size) -> Tensor:
-    """Return dense per-sample gradients (B, *shape), of float64 if a part is, else of float32."""
+    """Return dense per-sample gradients (B, *shape), in float64 if a part is, else in float32."""
     total: Tensor | None = None
     for part in parts:
         if isinstance(part, _Dense):
@@ -203,27 +226,29 @@ def to_dense(parts: Parts, shape: torch.Size) -> Tensor:
     return total
 
 
-def between(parts: Parts, start: int, end: int) -> list[Part]:
-    """Return the gradients of adjacent samples, as views: a copy would take a third of a step.
+def slice_samples(parts: Parts, start: int, end: int) -> list[Part]:
+    """Return the gradients of the samples from start to end - 1.
+
+    They are views, because a copy would take a third of a training step.
 
     Args:
         parts: The gradients of all B samples.
         start: The first sample.
-        end: The sample behind the last one.
+        end: The sample after the last one.
     """
     return [replace(part, **{k: v[start:end] for k, v in vars(part).items()}) for part in parts]
 
 
 def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
-    """Return the gradients of users: weighted sums over each user's adjacent samples.
+    """Return the gradients of U users: weighted sums over each user's adjacent samples.
 
-    The samples of a user become further positions of one gradient, so that its norm includes the
-    cross terms between them.
+    The positions of a user's samples are joined, so that the norm of the user's gradient includes
+    the cross terms between samples.
 
     Args:
         parts: The gradients of all B samples.
         weights: (B,) the weights of the samples.
-        rows: The numbers of samples of the U users, whose sum is B.
+        rows: (U,) the number of samples of each user, B in all.
     """
     counts = torch.tensor(rows, dtype=torch.int64)
     owner = torch.arange(len(rows)).repeat_interleave(counts)
@@ -240,9 +265,9 @@ def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
     for part in parts:
         if isinstance(part, _Dense):
             wide = _wide(part.values)
-            column = weights.to(wide).view(-1, *[1] * (wide.dim() - 1))
+            factors = weights.to(wide).view(-1, *[1] * (wide.dim() - 1))
             total = wide.new_zeros(len(rows), *wide.shape[1:])
-            result.append(_Dense(total.index_add_(0, owner.to(wide.device), wide * column)))
+            result.append(_Dense(total.index_add_(0, owner.to(wide.device), wide * factors)))
         elif isinstance(part, _Outer):
             left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
             result.append(_Outer(by_user(left), by_user(_wide(part.right))))
@@ -256,10 +281,12 @@ def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
 
 
 def squared_norms(layers: Iterable[Parts]) -> list[Tensor]:
-    """Return the squared 2-norms (B,) of the samples' gradients, for each parameter.
+    """Return (B,) the squared 2-norms of the samples' gradients, for each parameter.
+
+    Those from factors or rows are upper bounds, a little above the exact value.
 
     Args:
-        layers: The gradients of each parameter, from :func:`to_form`.
+        layers: The parts of each parameter, from :func:`to_form`.
     """
     norms: list[Tensor] = []
     for parts in layers:
@@ -277,17 +304,17 @@ def squared_norms(layers: Iterable[Parts]) -> list[Tensor]:
 def squared_norms_of_users(
     layers: Mapping[Tensor, Parts], weights: Tensor, rows: Sequence[int], clipping: Clipping
 ) -> list[Tensor]:
-    """Return the squared 2-norms (U,) of the users' gradients, for each parameter.
+    """Return (U,) the squared 2-norms of the users' gradients, for each parameter.
 
-    Adjacent users are computed together while their numbers of samples differ by a factor of two at
-    most. Padding therefore doubles the memory at most.
+    Adjacent users are computed together while their numbers of samples differ by a factor of at
+    most two. Padding therefore at most doubles the memory.
 
     Args:
-        layers: The gradients of all B samples by parameter, from :func:`to_form`.
+        layers: The parts of all B samples by parameter, from :func:`to_form`.
         weights: (B,) the weights of the samples.
-        rows: The numbers of samples of the users, whose sum is B. In descending order, users with
-            similar numbers of samples are computed together.
-        clipping: The form, as in :func:`to_form`.
+        rows: (U,) the number of samples of each user, B in all. Fewest groups result if users are
+            sorted by it.
+        clipping: The form of the users' gradients, see :func:`to_form`.
     """
     squares: list[list[Tensor]] = [[] for _ in layers]
     first, start = 0, 0
@@ -321,8 +348,8 @@ def weighted_sum(
         shape: The shape of the parameter.
         target: A tensor of this shape and of the gradients' dtype, to which the sum is added in
             place; None for zeros.
-        memory: A tensor of this shape that may be overwritten with the sum, where there is no
-            target: new memory of a large matrix takes a sixth as long as its product.
+        memory: A tensor of this shape that may be overwritten with the sum if there is no target.
+            This saves time: to allocate a large matrix takes a sixth as long as the product.
     """
     total = target
     for part in parts:
@@ -331,11 +358,11 @@ def weighted_sum(
             term = torch.tensordot(weights.to(wide), wide, dims=1)
         elif isinstance(part, _Outer):
             left, right = _wide(part.left), _wide(part.right)
-            column = weights.to(left)[:, None, None]
-            if left.shape[2] < right.shape[2]:
-                left = left * column
+            factors = weights.to(left)[:, None, None]
+            if left.shape[2] < right.shape[2]:  # the smaller of the two is copied
+                left = left * factors
             else:
-                right = right * column
+                right = right * factors
             left, right = left.flatten(0, 1), right.flatten(0, 1)
             if total is not None:
                 total.addmm_(left.T, right)
@@ -361,18 +388,18 @@ def weighted_sum(
 def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bilinear form ``left^T G right`` of the gradient ``G = sum_b gradient_b``.
 
-    It compares G with autograd's gradient without computing G: for random vectors the bilinear
-    forms of two different gradients differ with probability 1.
+    It serves to compare G with autograd's gradient without computing G: for random vectors the
+    bilinear forms of two different gradients differ with probability 1.
 
     Args:
         parts: The gradients of all samples.
-        left: (m,) random numbers, where m is the parameter's first dimension.
-        right: (n,) random numbers, where n is the product of its other dimensions (1 for a vector).
+        left: (m,) random numbers. m is the parameter's first dimension.
+        right: (n,) random numbers. n is the product of its other dimensions (1 for a vector).
 
     Returns:
-        The bilinear form, and the sum of the squared norms of its terms (one for each position, or
-        for each sample of a dense part). Both are scalars, the latter in float64. Over random
-        vectors the standard deviation of the form is the norm of G.
+        The bilinear form, and the sum of the squared norms of the terms that add up to G, one for
+        each position or, in a dense part, for each sample. Both are scalars, the latter in float64.
+        Over random vectors the standard deviation of the form is the norm of G.
     """
     value, squares = left.new_zeros(()), left.new_zeros((), dtype=torch.float64)
     for part in parts:
@@ -386,8 +413,8 @@ def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         elif isinstance(part, _ExpertRows):
             forms = left.new_zeros(())
             direction = right.view(part.left.shape[2], part.right.shape[2])
-            for matrix, one, other in part.as_one_sample(left.new_ones(len(part.ids))).by_matrix():
-                forms = forms + left[matrix] * ((one @ direction) * other).sum()
+            for matrix, a, b in part.as_one_sample(left.new_ones(len(part.ids))).by_matrix():
+                forms = forms + left[matrix] * ((a @ direction) * b).sum()
             norms = _norms(part.left) * _norms(part.right)
         else:
             forms = left[part.ids] * (_wide(part.values) @ right)
@@ -397,9 +424,11 @@ def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two random vectors, of a parameter's first dimension and of its other dimensions.
+    """Return two vectors of standard normal numbers for :func:`probe`.
 
-    They depend only on ``index`` and the shape.
+    The first has the size of the parameter's first dimension, the second that of the others. They
+    depend only on the parameter's shape, dtype and device, and on ``index``, its index in the list
+    of parameters.
     """
     device = where_whole(parameter)
     generator = torch.Generator(device).manual_seed(index)
@@ -412,7 +441,10 @@ def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounds_products(context: DefenseContext) -> bool:
-    """Return whether products of float32 may be rounded to TF32, which is cuDNN's default."""
+    """Return whether products of float32 numbers may be rounded to TF32.
+
+    That is a setting for matrices, and on a GPU the default of cuDNN for convolutions.
+    """
     try:
         rounded = torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # a backend's setting contradicts the common one
@@ -422,12 +454,18 @@ def rounds_products(context: DefenseContext) -> bool:
 
 
 def _norms(values: Tensor) -> Tensor:
+    """Return the norms along the last dimension, in float64."""
     norms: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64)
     return norms
 
 
 def _squared_norms(parts: Parts, rows: slice) -> Tensor:
-    """Return upper bounds of the squared norms of some samples, from Gram matrices."""
+    """Return upper bounds of the squared norms of some samples, from Gram matrices.
+
+    Args:
+        parts: The parts of one parameter, none of them dense, with at most one of each type.
+        rows: The samples.
+    """
     total: Tensor | None = None
     absolute: Tensor | None = None
     outer = next((part for part in parts if isinstance(part, _Outer)), None)
@@ -439,18 +477,18 @@ def _squared_norms(parts: Parts, rows: slice) -> Tensor:
             raise AssertionError("a dense part and factors together have no ghost norm")
         if isinstance(part, _ExpertRows):
             chunk = _ExpertRows(part.ids[rows], part.left[rows], part.right[rows])
-            for _, one, other in chunk.by_matrix():
-                products = (one @ one.mT).mul_(other @ other.mT)
+            for _, a, b in chunk.by_matrix():
+                products = (a @ a.mT).mul_(b @ b.mT)
                 total, absolute = _add(total, absolute, products)
         if not isinstance(part, _EmbeddingRows):
             continue
         ids, values = part.ids[rows], _wide(part.values[rows])
-        same = ids[:, :, None] == ids[:, None, :]
-        total, absolute = _add(total, absolute, (values @ values.mT).mul_(same))
-        if outer is not None:
+        equal_ids = ids[:, :, None] == ids[:, None, :]
+        total, absolute = _add(total, absolute, (values @ values.mT).mul_(equal_ids))
+        if outer is not None:  # twice the inner products of the two parts
             index = ids[:, None, :].expand(-1, left.shape[1], -1)
-            crossed = left.gather(2, index).mul_(right @ values.mT)
-            total, absolute = _add(total, absolute, crossed.mul_(2))
+            products = left.gather(2, index).mul_(right @ values.mT)
+            total, absolute = _add(total, absolute, products.mul_(2))
     assert total is not None
     assert absolute is not None
     size = max(v.shape[2] for part in parts for v in vars(part).values() if v.dim() == 3)
@@ -460,11 +498,13 @@ def _squared_norms(parts: Parts, rows: slice) -> Tensor:
 
 
 def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums (B,) of terms and of their absolute values, with terms (B, S, T) added."""
     value, size = terms.sum((1, 2)), terms.abs_().sum((1, 2))
     return value if total is None else total + value, size if absolute is None else absolute + size
 
 
 def _wide(values: Tensor) -> Tensor:
+    """Return floating-point numbers in float32, or float64 as they are; integers as they are."""
     narrow = values.is_floating_point() and values.dtype != torch.float64
     return values.float() if narrow else values
 

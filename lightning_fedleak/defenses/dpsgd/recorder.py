@@ -1,4 +1,10 @@
-"""Hooks that record per-sample gradients from the layers' inputs and output gradients."""
+"""Hooks that record per-sample gradients from the layers' inputs and output gradients.
+
+DP-SGD clips the gradient of each of the B samples of a batch, but autograd returns only their sum.
+In the forward pass a :class:`Recorder` keeps the input of each layer with trained parameters. When
+the gradient of the layer's output arrives in backward, a rule for the layer's class
+(:mod:`~lightning_fedleak.defenses.dpsgd.rules`) computes the per-sample gradients from the two.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +25,38 @@ from lightning_fedleak.defenses.dpsgd.rules import rule_of
 from lightning_fedleak.model.taps.hooks import taps_paused
 
 Layout = tuple[str, int]
-"""Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
-row, ("flat", n) where it has n rows, and ("expanded", 1) where one row for all samples was expanded
-to one row for each."""
+"""How the first dimension of a layer's input counts samples: ("batch", 1) if each sample has one
+row, ("flat", n) if each has n adjacent rows, and ("expanded", 1) if the layer was called with one
+row for all samples, which was expanded to one row for each."""
 
-SMALL_BATCH = 5  # samples; in a smaller batch one sample may be part of every match. Not tuned
+# Samples of a batch from which on one sample that is part of all matches in `_check_rows` is taken
+# for a coincidence. With fewer samples, rows in the wrong order may do the same. Not tuned.
+SMALL_BATCH = 5
 
+# Added to an error of training_step: {0} are the layers' names, {1} is the number of samples.
 _EXPANDED = (
-    "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
-    "{1}. If the error comes from that, look up one row for each row of the batch, or freeze it."
+    "DPSGD: {0} was called with one row for all samples, and DPSGD expanded it to one row for each "
+    "of the {1} samples. If the error comes from that, pass one row for each sample, or freeze it."
 )
 
 
 def _first_prompts(
-    plain: Callable[..., Any], samples: int, batch_size: int, *args: Any, **kwargs: Any
+    get_prompt: Callable[..., Any], samples: int, batch_size: int, *args: Any, **kwargs: Any
 ) -> Any:
     """Return PEFT's virtual tokens with one row for each sample.
 
-    PEFT looks them up once and repeats them for every row of the batch, so that only the sum of the
-    samples' gradients would be known. The recorder expands the look-up to one row for each sample.
-    PEFT repeats these too, to ``samples ** 2`` rows, of which the first ``samples`` are kept.
+    PEFT looks them up once and repeats them for every row of the batch, so that autograd would
+    return only the sum of the samples' gradients. The recorder expands the look-up to one row for
+    each sample. PEFT repeats these rows too, to ``samples ** 2``, and the first ``samples`` remain.
+
+    Args:
+        get_prompt: PEFT's method, which this function replaces during a step.
+        samples: The number of samples in the step.
+        batch_size: The first argument of ``get_prompt``.
+        args: Its other positional arguments.
+        kwargs: Its keyword arguments.
     """
-    prompts = plain(batch_size, *args, **kwargs)
+    prompts = get_prompt(batch_size, *args, **kwargs)
     if batch_size == samples and isinstance(prompts, Tensor) and len(prompts) == samples**2:
         return prompts[:samples]
     return prompts
@@ -51,11 +67,12 @@ class Call:
     """One call of a layer in a training step.
 
     Attributes:
-        name: the layer's name in the root module.
-        edge: the edge of its output in the autograd graph.
-        layout: which rows of its input belong to a sample.
-        trained: whether it trains parameters. A frozen layer that gradients pass through is
-            recorded too, but only for its place in the graph.
+        name: The layer's name in the root module.
+        edge: The edge of its output in the autograd graph.
+        layout: How the first dimension of its input counts samples.
+        trained: Whether it trains parameters. A frozen layer that gradients pass through is listed
+            too, because the checks of the loss follow the graph from the loss down to the outputs
+            of layers. No gradients are recorded for it.
     """
 
     name: str
@@ -67,32 +84,37 @@ class Call:
 class Recorder:
     """Hooks on every layer that owns parameters, which record per-sample gradients.
 
-    A call within :meth:`step` with autograd on is recorded when the gradient of the layer's output
-    arrives. The calls that a checkpointed block repeats in backward are not recorded again, because
-    no gradient arrives there.
+    Calls of layers within :meth:`step` are recorded if autograd is enabled. The gradients of a call
+    are recorded when the gradient of the layer's output arrives. A checkpointed block repeats its
+    calls in backward; these add nothing, because no gradient arrives at their outputs.
 
     Some embeddings are called with one row for all samples (positions, ids of shape (1, T) or
     (T,)), and autograd would return only the sum of the samples' gradients. A hook expands the
     input to one row for each sample.
 
-    Under FSDP2 a layer's parameters are other tensors in a forward than between steps. Records use
-    those between steps, which the optimizer has too. An error is raised by :meth:`check`, not by a
-    hook: if a hook raised it in one process, the others would wait.
+    Under FSDP2 a layer has other parameter tensors during a forward pass than between steps.
+    Records are kept by the tensors between steps, which the optimizer holds too. Hooks do not raise
+    errors; :meth:`check` does. If a hook raised one in one process, the other processes would wait
+    for it in their next collective.
 
     Args:
-        root: the module whose parameters are trained. Later changes of ``requires_grad`` are
+        root: The module whose parameters are trained. Later changes of ``requires_grad`` are
             respected; layers added later are not recorded.
 
     Attributes:
-        root: the module.
-        parts: per-sample gradients of the mean loss, by parameter.
-        calls: the calls of layers in the last step.
-        samples: number of samples in the last step.
-        counts: whether they count.
-        half: whether a gradient came in half precision.
-        lacks_sums: whether backward leaves out ``p.grad`` of parameters with records.
-        terms: number of terms of the loss, if gradients are those of the terms' sum; None if they
-            are those of the mean.
+        root: The module whose parameters are trained.
+        parts: The per-sample gradients of the loss, by parameter: one part for each use of the
+            parameter, with the gradients of all samples.
+        calls: The calls of layers in the last step.
+        samples: The number of samples in the last step.
+        counts: Whether these samples count: their gradients are recorded and released. False if the
+            batch is the placeholder of an empty one.
+        half: Whether the gradient of an output came in half precision.
+        lacks_sums: Whether backward skips ``p.grad`` of parameters whose gradients are recorded
+            (:meth:`without_sums`).
+        terms: The number of terms of which the loss is the mean, if backward began with a gradient
+            of one for each term, so that ``parts`` are gradients of the terms' sum; None if
+            ``parts`` are gradients of the mean.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -110,24 +132,24 @@ class Recorder:
         self.root = root
         self._failure: Exception | None = None
         self._adapted, inner = rerun.adapted_layers(root)
-        self._moments: dict[nn.Module, rerun.Moment] = {}
+        self._states: dict[nn.Module, rerun.CallState] = {}
         self.read_parameters()
         for name, module in root.named_modules():
             if module in inner or not (module in self._adapted or owns_parameters(module)):
                 continue
             if module in self._adapted:
-                self._handles.append(module.register_forward_pre_hook(self._note_moment))
+                self._handles.append(module.register_forward_pre_hook(self._save_state))
             if isinstance(rerun.wrapped_layer(module), nn.Embedding):
                 self._handles.append(
                     module.register_forward_pre_hook(self._expand_ids, with_kwargs=True)
                 )
-            record: Callable[..., None] = functools.partial(self._on_call, name)
+            record: Callable[..., None] = functools.partial(self._save_call, name)
             self._handles.append(module.register_forward_hook(record, with_kwargs=True))
 
     def read_parameters(self) -> None:
         """Read which parameters belong to which layer, and which modules have virtual tokens.
 
-        Call this between steps only.
+        Call this between steps only: during a forward pass FSDP2 has replaced the parameters.
         """
         self._parameters = {
             (module, key): parameter
@@ -144,12 +166,12 @@ class Recorder:
         """Raise the error of a layer that could not be recorded since the step began.
 
         Raises:
-            DefenseError: the message names the layer and says what to do with it.
+            DefenseError: The message names the layer and says what to do with it.
         """
         if len(self._lone_samples) == self.samples > 1:
             self._failure = DefenseError(
-                f"DPSGD: sample 0 of {self.samples} was run by itself in training_step, and so "
-                "were the others: run the whole batch at once."
+                f"DPSGD: training_step ran each of the {self.samples} samples in a call of its "
+                "own. Run the whole batch in one call."
             )
         if self._failure is not None:
             raise self._failure
@@ -161,11 +183,16 @@ class Recorder:
         """Discard earlier records, and record the calls within this context.
 
         Args:
-            samples: number of samples in the batch.
-            counts: False for a batch that does not count. Its gradients are set to zero at every
-                trained layer, also where they are NaN, and are not recorded.
-            tensors: the tensors of the batch. Rows of a layer are compared with theirs, to find
-                rows that would be taken for those of another sample.
+            samples: The number of samples in the batch.
+            counts: False if the batch is the placeholder of an empty one. Its gradients are not
+                recorded. Gradients of trained layers' outputs are replaced by zeros, which also
+                removes NaN.
+            tensors: The tensors of the batch. The inputs of layers are compared with their rows, to
+                find a row that would be counted for the wrong sample.
+
+        Raises:
+            DefenseError: Code within the context raised an error, and a layer could not be
+                recorded: the latter is the likely cause.
         """
         self.clear()
         self.samples, self._recording, self.counts = samples, True, counts
@@ -174,8 +201,8 @@ class Recorder:
         expanded_before = set(self._expanded_layers)
         try:
             for module in self._prompted:
-                get = functools.partial(_first_prompts, module.get_prompt, samples)
-                module.__dict__["get_prompt"] = get
+                get_prompt = functools.partial(_first_prompts, module.get_prompt, samples)
+                module.__dict__["get_prompt"] = get_prompt
             yield
         except Exception as error:
             try:
@@ -193,7 +220,10 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no gradients within this context, in which a check runs backward passes."""
+        """Record no gradients within this context, in which a check runs backward passes.
+
+        The taps through which attacks observe gradients are paused too.
+        """
         self._paused = True
         try:
             with taps_paused():
@@ -202,14 +232,17 @@ class Recorder:
             self._paused = False
 
     def without_sums(self, loss: Tensor, calls: Sequence[Call]) -> Tensor:
-        """Return a loss whose backward leaves out sums over the batch that records replace.
+        """Return a loss whose backward skips the gradients ``p.grad`` that records replace.
 
-        It runs down to the outputs of recorded layers, and to all leaves but the parameters of
-        those layers. A parameter with a hook of its own is a leaf like the others, and so is one
-        whose layers' outputs do not reach the loss: there is no record in place of its gradient.
+        ``p.grad`` of a recorded layer's parameter is a sum over the batch, which the release
+        replaces by the clipped sum. So the backward of the returned loss runs down to the outputs
+        of all recorded layers, whose hooks record, and computes the gradients of all leaves except
+        the parameters of these layers. Two kinds of their parameters get a ``p.grad`` all the same:
+        those with a hook, which may need it, and those of layers whose outputs do not reach the
+        loss, because they have no records.
 
         Args:
-            loss: with its graph.
+            loss: The loss, a scalar with its graph.
             calls: The calls of layers in this step.
         """
         stack, visited, leaves = [loss.grad_fn], set[Any](), list[Any]()
@@ -218,29 +251,30 @@ class Recorder:
             if node is None or node in visited:
                 continue
             visited.add(node)
-            stack += [below for below, _ in node.next_functions]
+            stack += [next_node for next_node, _ in node.next_functions]
             leaf: Any = getattr(node, "variable", None)
             if leaf is not None:
                 leaves.append(leaf)
         trained = [call for call in calls if call.trained and call.edge.node in visited]
         modules = {self.root.get_submodule(call.name) for call in trained}
         replaced = {p for (module, _), p in self._parameters.items() if module in modules}
-        ends: list[Any] = [call.edge for call in trained]
-        ends += [
+        targets: list[Any] = [call.edge for call in trained]
+        targets += [
             leaf
             for leaf in leaves
             if leaf not in replaced or leaf._backward_hooks or leaf._post_accumulate_grad_hooks
         ]
         self.lacks_sums = True
+        # Torch runs a function's backward only if one of its inputs requires a gradient.
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        partial: Tensor = _PartialBackward.apply(anchor, (loss, ends))  # type: ignore[no-untyped-call]
-        return partial
+        proxy: Tensor = _PartialBackward.apply(anchor, (loss, targets))  # type: ignore[no-untyped-call]
+        return proxy
 
     def clear(self) -> None:
         """Discard all records, and with them the autograd graph."""
         self.parts, self.calls, self.samples = {}, [], 0
         self.half, self.lacks_sums, self.terms, self._failure = False, False, None, None
-        self._moments = {}
+        self._states = {}
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -250,6 +284,10 @@ class Recorder:
         self._handles.clear()
 
     def _expand_ids(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return an embedding's arguments with one row of ids for each sample, before its call.
+
+        Ids (T,) or (1, T) that all samples share become (B, T). None: the arguments stay.
+        """
         if not (self._recording and torch.is_grad_enabled() and self.samples > 1):
             return None
         ids = args[0] if args else next(iter(kwargs.values()), None)
@@ -267,14 +305,27 @@ class Recorder:
         return (ids.expand(self.samples, *ids.shape[1:]).contiguous(),), {}
 
     def _are_positions(self, ids: Tensor) -> bool:
-        """Return whether ids (n,) are positions, not all samples' ids one after the other."""
+        """Return whether ids (n,) are positions that all samples share.
+
+        Otherwise they are the ids of all B samples, one sample after the other. They are taken for
+        positions if n is no multiple of B, or if they are 0, 1, ..., n - 1 with n > B.
+        """
         n = len(ids)
         if n % self.samples:
             return True
         return n > self.samples and torch.equal(ids, torch.arange(n, device=ids.device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _save_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record a layer's call, and hook its output: its gradient yields the per-sample gradients.
+
+        Args:
+            name: The layer's name in the root module.
+            module: The layer.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments of the call.
+            output: The output of the call.
+        """
         if not (self._recording and torch.is_grad_enabled()):
             return
         inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
@@ -285,13 +336,14 @@ class Recorder:
                 return
             adapted = module in self._adapted
             if module._modules and not adapted and _shares_all(module):
-                return
+                return  # the modules inside it are recorded
             if experts.is_router(module):
                 inputs, output = experts.of_logits(inputs, output)
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
             if adapted:
-                rule: rerun.Rule = functools.partial(rerun.rerun, moment=self._moments.pop(module))
+                rule: rerun.Rule = functools.partial(rerun.rerun, state=self._states.pop(module))
+                # It is run again with one tensor; for None, `_layout` raises an error.
                 inputs = inputs if len(args) + len(kwargs) == 1 else None
             else:
                 rule = rule_of(name, module)
@@ -302,20 +354,24 @@ class Recorder:
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
         hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
         if self.counts:
-            source = inputs.detach()
-            if experts.is_experts(module):
-                source = [tensor.detach() for tensor in (*args, *kwargs.values())[:3]]
-            call = module, rule, source, self.parts
-            hook = functools.partial(self._record_gradient, *call)
+            rule_input = inputs.detach()
+            if experts.is_experts(module):  # rows, the numbers of their experts, and the weights
+                rule_input = [tensor.detach() for tensor in (*args, *kwargs.values())[:3]]
+            arguments = module, rule, rule_input, self.parts
+            hook = functools.partial(self._record_gradient, *arguments)
         output.register_hook(hook)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _note_moment(self, layer: nn.Module, args: Any) -> None:
+    def _save_state(self, layer: nn.Module, args: Any) -> None:
+        """Save the random state and autocast of an adapted layer's call, to run it again."""
         if self._recording and torch.is_grad_enabled():
-            self._moments[layer] = rerun.Moment(next(layer.parameters()).device)
+            self._states[layer] = rerun.CallState(next(layer.parameters()).device)
 
     def _record_frozen(self, name: str, output: Any) -> None:
-        """Record a frozen layer if gradients pass through it and all samples have as many rows."""
+        """Record a frozen layer's call if gradients pass through it.
+
+        Calls in which samples cannot have the same number of rows are left out.
+        """
         if not isinstance(output, Tensor) or not output.requires_grad or output.dim() == 0:
             return
         rows = len(output)
@@ -324,47 +380,59 @@ class Recorder:
             self.calls.append(Call(name, get_gradient_edge(output), layout, False))
 
     def _layout(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Layout:
+        """Return how the first dimension of a call's input counts samples.
+
+        Raises:
+            DefenseError: Input and output are not one tensor each, or their first dimensions differ
+                or are no multiple of the number of samples.
+        """
         if any(not isinstance(value, Tensor) or value.dim() == 0 for value in (inputs, output)):
             raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) does not take and return one tensor of "
-                "a batch, so its per-sample gradients cannot be read. Freeze it."
+                f"DPSGD: '{name}' ({type(module).__name__}) does not take one tensor and return "
+                "one, so its per-sample gradients cannot be computed. Freeze it."
             )
         if module in self._expanded_layers:
             return ("expanded", 1)
         rows = len(inputs)
         if len(output) != rows or rows % self.samples:
             raise DefenseError(
-                f"DPSGD: of a batch with {self.samples} samples the first dimensions of what "
-                f"'{name}' ({type(module).__name__}) takes and returns are {rows} and "
-                f"{len(output)}. Let them be the samples in every trainable layer, or freeze it."
+                f"DPSGD: in a batch of {self.samples} samples '{name}' ({type(module).__name__}) "
+                f"has {rows} rows of input and {len(output)} of output. The first dimension of a "
+                "trainable layer must count samples. Change that, or freeze the layer."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_lone_sample(self, ids: Tensor) -> None:
-        """Note which samples' ids these are, if a sample is run alone in a call.
+        """Add the samples whose ids an embedding was called with, if these are not positions.
 
-        Its row would be taken for positions. Labels of the samples, (B,), come here too. A tensor
-        of zeros and ones (a mask), or ids that are all one number, may be equal by chance and are
-        left out. One example may equal positions, so :meth:`check` raises an error only if all
-        samples were run alone.
+        If ``training_step`` runs a sample alone, its row of ids would be taken for positions that
+        all samples share. Positions may equal the ids of one sample by chance, so :meth:`check`
+        raises an error only if all samples were run alone. Two cases are skipped because they are
+        often equal by chance: batch tensors of zeros and ones (masks), and ids of equal numbers.
+
+        Args:
+            ids: (n,) the ids of the call. They may also be one label of each sample, (B,).
         """
         for tensor in self._batch_tensors:
             if not 2 <= len(ids) <= tensor.shape[1] or tensor.device != ids.device:
                 continue
             equal = (tensor[:, : len(ids)] == ids).all(1)
-            distinct = (tensor > 1).any() & (ids != ids[0]).any()
-            if bool(equal.any() & ~equal.all() & distinct):
+            is_distinctive = (tensor > 1).any() & (ids != ids[0]).any()
+            if bool(equal.any() & ~equal.all() & is_distinctive):
                 self._lone_samples.update(equal.nonzero().flatten().tolist())
 
     def _check_rows(self, name: str, inputs: Any) -> None:
-        """Raise an error if a sample gets several rows and one of them is another sample's.
+        """Raise an error if each sample has several rows of an input, and one is another sample's.
 
-        Only inputs without gradient are compared: they come from the batch itself. Rows that were
-        changed before they were joined are not recognised, nor are rows of one number throughout
-        (token types, if another sample's labels are all zero). In a batch of :data:`SMALL_BATCH`
-        samples or more there is no error if one sample is part of all matches: its rows may equal
-        those of others by chance.
+        Only inputs without gradient are compared, because they come from the batch itself. Rows
+        that were changed before they were joined are not recognised. Neither are batch rows of
+        equal numbers (token types could equal another sample's labels that are all zero). In a
+        batch of :data:`SMALL_BATCH` samples or more there is no error if one sample is part of all
+        matches: its rows may equal those of other samples by chance.
+
+        Raises:
+            DefenseError: A row would be counted for the wrong sample.
         """
         samples = self.samples
         if not isinstance(inputs, Tensor) or inputs.requires_grad or inputs.dim() != 2:
@@ -379,65 +447,80 @@ class Recorder:
             width = min(inputs.shape[1], tensor.shape[1])
             if width < 2 or tensor.device != inputs.device:
                 continue
-            rows_of_batch, firsts = inputs[:, :width], tensor[:, :width]
-            equal = torch.stack([(rows_of_batch == first).all(1) for first in firsts], 1)
+            input_rows, batch_rows = inputs[:, :width], tensor[:, :width]
+            equal = torch.stack([(input_rows == row).all(1) for row in batch_rows], 1)
             matches_owner |= equal.gather(1, owners[:, None])[:, 0]
-            matches |= equal & (firsts != firsts[:, :1]).any(1)
+            matches |= equal & (batch_rows != batch_rows[:, :1]).any(1)
         foreign = (matches.any(1) & ~matches_owner).nonzero().flatten().tolist()
         if foreign and (
             samples < SMALL_BATCH or not _involve_one_sample(matches[foreign], owners[foreign])
         ):
-            row, owner = foreign[0], int(matches[foreign[0]].int().argmax())
+            index, match = foreign[0], int(matches[foreign[0]].int().argmax())
             raise DefenseError(
-                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples, of which row "
-                f"{row}, taken for sample {row // rows}'s, is sample {owner}'s in the batch. Put "
-                "the rows of a sample side by side: torch.stack([a, b], 1).flatten(0, 1), not "
-                "torch.cat([a, b])."
+                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples. Row {index} would "
+                f"be counted for sample {index // rows}, but it is a row of sample {match}. Put "
+                "the rows of a sample next to each other: torch.stack([a, b], 1).flatten(0, 1), "
+                "not torch.cat([a, b])."
             )
 
     def _zero_gradient(self, gradient: Tensor) -> Tensor | None:
+        """Return zeros for the gradient of an output, of a batch that does not count."""
         return None if self._paused else torch.zeros_like(gradient)
 
     def _record_gradient(
         self,
         module: nn.Module,
         rule: rerun.Rule,
-        source: Any,
+        rule_input: Any,
         parts: dict[Tensor, list[Part]],
         gradient: Tensor,
     ) -> None:
-        # The hooks of an earlier step's graph have that step's parts.
+        """Record the per-sample gradients of a call when the gradient of its output arrives.
+
+        Args:
+            module: The layer.
+            rule: The rule that computes the per-sample gradients.
+            rule_input: The detached input of the call; for experts a list of three tensors.
+            parts: The records of the step in which the layer was called.
+            gradient: The gradient of the output.
+        """
+        # A hook in the graph of an earlier step holds that step's parts; they are not wanted now.
         if parts is not self.parts or self._paused:
             return
         self.half = self.half or gradient.element_size() < 4
         try:
-            for key, part in rule(module, source, gradient.detach(), self.samples).items():
+            for key, part in rule(module, rule_input, gradient.detach(), self.samples).items():
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
 
 
 class _PartialBackward(torch.autograd.Function):
-    """A loss whose backward runs its graph only as far as some edges and leaves."""
+    """A copy of a loss whose backward computes only the gradients of some edges and leaves."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, graph: tuple[Tensor, list[Any]]) -> Any:
+        """Return the value of the loss. ``graph`` is the loss, and the edges and leaves."""
         ctx.graph = graph
         return graph[0].detach().clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        loss, ends = ctx.graph
-        torch.autograd.backward(loss, gradient, inputs=ends)
+        """Run the backward of the loss; the anchor and the graph have no gradients."""
+        loss, targets = ctx.graph
+        torch.autograd.backward(loss, gradient, inputs=targets)
         return None, None
 
 
 def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:
-    """Return whether one sample is part of all matches: as the row's owner, or as the only match.
+    """Return whether one sample is part of all matches.
+
+    A sample is part of a row's match if the row would be counted for it, or if it is the only
+    sample that the row equals.
 
     Args:
-        matches: (N, B) booleans, which samples each row equals.
-        owners: (N,) the sample to which each row would be assigned.
+        matches: (N, B) booleans: which samples each of N rows equals.
+        owners: (N,) the sample for which each row would be counted.
     """
     single = matches & (matches.sum(1, keepdim=True) == 1)
     involved = single.scatter(1, owners[:, None], True)
@@ -445,18 +528,26 @@ def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:
 
 
 def owns_parameters(module: nn.Module) -> bool:
-    """Return whether the module has parameters of its own, not only in modules inside it."""
+    """Return whether the module has parameters itself, not only in modules inside it."""
     return any(parameter is not None for parameter in module._parameters.values())
 
 
 def trains(module: nn.Module, *, inside: bool = False) -> bool:
-    """Return whether the module trains parameters of its own, or also in modules inside it."""
+    """Return whether the module has trained parameters itself.
+
+    Args:
+        module: The module.
+        inside: Whether parameters of modules inside it count too.
+    """
     parameters = module.parameters() if inside else module._parameters.values()
     return any(p is not None and p.requires_grad for p in parameters)
 
 
 def _shares_all(module: nn.Module) -> bool:
-    """Return whether modules inside it have all its trained parameters too (HF's MLM heads)."""
+    """Return whether modules inside a module hold all its trained parameters too.
+
+    The masked language model heads of Hugging Face hold the bias of their decoder like this.
+    """
     inside = {p for child in module.children() for p in child.parameters()}
     trained = {p for p in module._parameters.values() if p is not None and p.requires_grad}
     return bool(inside) and trained <= inside
@@ -466,21 +557,21 @@ def count_samples(batch: Any) -> int:
     """Return B, the first dimension of all tensors of a batch.
 
     Raises:
-        DefenseError: they differ in it, or there are none.
+        DefenseError: First dimensions differ, or there is no tensor with dimensions.
     """
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
         content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
         raise DefenseError(
             f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
-            "counted. Let it be a tensor, or a dict, list or tuple of tensors, with the samples "
-            "first."
+            "counted. A batch must be a tensor, or a dict, list or tuple of tensors, whose first "
+            "dimension is the samples."
         )
     return int(sizes.pop())
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Return all tensors of a batch, in mappings, lists and tuples."""
+    """Return all tensors of a batch, also those in nested mappings, lists and tuples."""
     tensors, stack = list[Tensor](), [batch]
     while stack:
         value = stack.pop()

@@ -1,13 +1,17 @@
-"""Per-sample gradients of layers without a closed form, by running them again.
+"""Per-sample gradients of layers without a closed form, by running the layers again.
 
-A layer is run again for one sample at a time, vectorized over samples (``torch.func``), and its
-output gradient is pulled back. So are PEFT's adapters that compute with parameters themselves
-(DoRA, IA3, VeRA, LoHa, trainable tokens): such an adapted layer is run again as a whole. What is
-drawn in it (dropout of its input, of ranks) is drawn again from the same random state.
+When the gradient of a layer's output arrives in backward, the layer is run again for each sample
+separately, and the backward of that run, from the sample's output gradient, yields the sample's
+gradient. All samples are run in one vectorized call (``vmap`` of ``torch.func``) where possible.
 
-At setup an adapted layer of each kind is run on a random input, and the sum of its per-sample
-gradients compared with autograd's gradient. Samples that the layer mixes, and what it draws for
-each sample in another way than by ``nn.Dropout``, make them differ.
+PEFT's adapters that compute with parameters outside of a layer's call (DoRA, IA3, VeRA, LoHa,
+trainable tokens) have no layer of their own to run. Here the *adapted layer*, which is the adapter
+together with the layer around which it is built, is run again as a whole. Its random numbers
+(dropout of its input or of ranks) are drawn again from the random state of the first call.
+
+At setup one adapted layer of each kind is checked: it is run on a random input, and the sum of its
+per-sample gradients is compared with autograd's gradient. They differ if the layer mixes samples,
+or if it draws random numbers for each sample in another way than by ``nn.Dropout``.
 """
 
 from __future__ import annotations
@@ -30,39 +34,43 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense
 
-# A function that returns the per-sample gradients of a module's parameters, by their names. Its
-# arguments are the module, its input (whose first dimension is samples, or samples times
-# positions; of experts three tensors), the gradient of its output, and B.
+# A function that returns the per-sample gradients of a module's parameters, by the parameters'
+# names. Its arguments are the module, its input (whose first dimension is samples, or samples times
+# positions; for experts three tensors), the gradient of its output, and the number B of samples.
 Rule = Callable[[Any, Any, Tensor, int], Mapping[str, Part]]
 
-# Numbers that the samples run again at once may have: each those of the layer's weights, which its
-# gradient may take, and of its input and output. A sample is run alone at least. Not tuned
+# The maximum of numbers in memory for samples that are run again at once. A sample takes as many as
+# the layer's weights have (its gradient is as large), plus those of its input and output. If one
+# sample exceeds the maximum, samples are run singly. Not tuned; a larger value takes more memory.
 SIZE_AT_ONCE = 1 << 26
-CHANGED = 0.1  # of the weights in the check at setup: zeros (B of a LoRA) would hide other weights
-# Distance of the sum of per-sample gradients from autograd's, over its size, in the check at setup.
-TOLERANCE = 1e-4  # with weights in float32 or float64, of which some adapters make float32
+# Standard deviation of the noise that is added to the weights in the check at setup. Weights of
+# zero (the matrix B of a new LoRA) would make the gradients of other weights zero.
+WEIGHT_NOISE = 0.1
+# Largest distance of the sum of per-sample gradients from autograd's gradient in the check at
+# setup, relative to the norm of the layer's largest gradient.
+TOLERANCE = 1e-4  # with weights in float32 or float64; some adapters cast float64 to float32
 HALF_TOLERANCE = 0.05  # with weights in half precision
-# Classes of adapted layers whose code `torch.func` cannot vectorize, or not in the memory there is.
+# Classes of adapted layers that `torch.func` cannot vectorize, or only with too much memory.
 _ONE_BY_ONE = WeakSet[type[nn.Module]]()
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
-class Moment:
-    """The random state and autocast at which a layer is called.
+class CallState:
+    """The random state and the autocast setting when a layer is called.
 
     Args:
-        device: whose random state is read, beside the CPU's.
+        device: The device of the layer, whose random state is saved in addition to the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._devices = [device] if device.type == "cuda" else []
         self._states = torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)
-        kind, dtype = device.type, torch.get_autocast_dtype(device.type)
-        self._cast = torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), False)
+        backend, dtype = device.type, torch.get_autocast_dtype(device.type)
+        self._cast = torch.autocast(backend, dtype, torch.is_autocast_enabled(backend), False)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw and cast within this context as then, and go on afterwards as if it had not been."""
+    def restored(self) -> Iterator[None]:
+        """Restore this state within the context, and afterwards the state from before it."""
         with torch.random.fork_rng(self._devices), self._cast:
             torch.set_rng_state(self._states[0])
             for device, state in zip(self._devices, self._states[1:], strict=True):
@@ -71,19 +79,23 @@ class Moment:
 
 
 def needs_more(module: nn.Module) -> bool:
-    """Return whether a module's call, if it has one, takes more than one tensor."""
+    """Return whether a module's ``forward`` needs more than one argument, or does not exist."""
     if getattr(plain_type(module), "forward", None) is nn.Module.forward:
-        return True  # lists and dicts of modules
+        return True  # lists and dicts of modules have no forward
     arguments = inspect.signature(module.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(a.default is a.empty and a.kind not in variable for a in arguments) > 1
 
 
 def adapted_layers(root: nn.Module) -> tuple[dict[nn.Module, str], set[nn.Module]]:
-    """Return the layers that are run again as a whole, with their names, and the modules in them.
+    """Return the adapted layers, which are run again as a whole, with their names.
 
-    They are layers around another (PEFT's ``base_layer``) that train parameters within modules
-    whose own calls do not explain them: containers, and modules that take several tensors.
+    For each module that has trained parameters itself, the smallest module around it is considered
+    (or the module itself) whose ``forward`` takes one tensor. It is an adapted layer if PEFT has
+    built it around another layer (``base_layer``).
+
+    Returns:
+        The names of the adapted layers by layer, and the set of all modules inside them.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     adapted: dict[nn.Module, str] = {}
@@ -98,103 +110,116 @@ def adapted_layers(root: nn.Module) -> tuple[dict[nn.Module, str], set[nn.Module
 
 
 def check_adapted(adapted: Mapping[nn.Module, str]) -> None:
-    """Raise an error unless per-sample gradients of adapted layers are exact, one of each kind.
+    """Raise an error unless the per-sample gradients of adapted layers are exact.
+
+    One layer of each kind is checked. Layers of one kind have the same class, the same class of
+    wrapped layer, and the same names of trained parameters.
 
     Args:
-        adapted: the layers, as in :func:`adapted_layers`.
+        adapted: The names of the adapted layers, from :func:`adapted_layers`.
 
     Raises:
-        DefenseError: they are not, or a layer cannot be run again.
+        DefenseError: Per-sample gradients are wrong, or a layer cannot be run again.
     """
-    kinds: dict[object, tuple[str, nn.Module]] = {}
+    examples: dict[object, tuple[str, nn.Module]] = {}
     for layer, name in adapted.items():
         trained = [k for k, p in layer.named_parameters() if p.requires_grad]
-        kinds[plain_type(layer), plain_type(wrapped_layer(layer)), *trained] = name, layer
-    for name, layer in kinds.values():
+        examples[plain_type(layer), plain_type(wrapped_layer(layer)), *trained] = name, layer
+    for name, layer in examples.values():
         _check(name, layer)
 
 
 def _check(name: str, layer: nn.Module) -> None:
     """Raise an error unless an adapted layer's per-sample gradients add up to autograd's.
 
-    The input is random. A layer without weights yet (meta), of shards, or around weights that are
-    not floating-point numbers (four bits) is not run: its gradients are compared in the first step.
+    The input and the output gradient are random, and the weights are those of the layer plus noise.
+    Three kinds of layers are not run here: without weights yet (meta), sharded, or around weights
+    that are not floating-point numbers (four bits). The first step compares their gradients.
     """
     x = _random_input(wrapped_layer(layer))
-    plain = all(not p.is_meta and not isinstance(p, DTensor) for p in layer.parameters())
-    if x is None or not plain:
+    has_values = all(not p.is_meta and not isinstance(p, DTensor) for p in layer.parameters())
+    if x is None or not has_values:
         return
     generator = torch.Generator(x.device).manual_seed(0)
 
-    def changed(p: Tensor) -> Tensor:
+    def add_noise(p: Tensor) -> Tensor:
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
-        return (p.detach() + CHANGED * noise).requires_grad_()
+        return (p.detach() + WEIGHT_NOISE * noise).requires_grad_()
 
-    values = {k: changed(p) for k, p in layer.named_parameters() if p.requires_grad}
-    moment = Moment(x.device)
-    with torch.enable_grad(), without_hooks(layer), moment.again(), _explained(layer):
+    values = {k: add_noise(p) for k, p in layer.named_parameters() if p.requires_grad}
+    state = CallState(x.device)
+    with torch.enable_grad(), without_hooks(layer), state.restored(), _explain_errors(layer):
         output = functional_call(layer, values, (x,))
-        upstream = changed(torch.zeros_like(output)).detach()
+        upstream = add_noise(torch.zeros_like(output)).detach()
         expected = torch.autograd.grad(
             output, [*values.values()], upstream, allow_unused=True, materialize_grads=True
         )
-    parts: Mapping[str, _Dense] = rerun(layer, x, upstream, len(x), moment=moment, values=values)
+    parts: Mapping[str, _Dense] = rerun(layer, x, upstream, len(x), state=state, values=values)
     precise = all(v.element_size() >= 4 for v in layer.parameters())
-    largest = (TOLERANCE if precise else HALF_TOLERANCE) * max(float(g.norm()) for g in expected)
+    limit = (TOLERANCE if precise else HALF_TOLERANCE) * max(float(g.norm()) for g in expected)
     for key, gradient in zip(values, expected, strict=True):
-        if not float((parts[key].values.sum(0) - gradient).norm()) <= largest:
+        if not float((parts[key].values.sum(0) - gradient).norm()) <= limit:
             raise DefenseError(
                 f"DPSGD: '{name}' ({type(layer).__name__}): the gradients of '{key}' from one "
-                "sample at a time do not add up to its gradient: the layer mixes samples, or draws "
-                "at random otherwise than by nn.Dropout. Set its dropout to 0, or use LoraConfig."
+                "sample at a time do not add up to its gradient. The layer mixes samples, or draws "
+                "random numbers without nn.Dropout. Set its dropout to 0, or use LoraConfig."
             )
 
 
 def rerun(
     module: nn.Module,
-    source: Tensor,
+    inputs: Tensor,
     gradient: Tensor,
     samples: int,
     *,
-    moment: Moment | None = None,
+    state: CallState | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> dict[str, _Dense]:
     """Return per-sample gradients of any layer by another forward and backward for each sample.
 
-    The memory is that of :data:`SIZE_AT_ONCE` numbers, a few times over, or of one sample.
+    An adapted layer is run for as many samples at once as :data:`SIZE_AT_ONCE` allows. Any other
+    layer is run for all samples at once.
 
     Args:
-        module: the layer, which takes one tensor and returns one.
-        source: (B, ...) or (B rows, ...) its input.
-        gradient: The gradient of its output, likewise.
-        samples: B.
-        moment: The moment of the call; None for a layer that may draw nothing at random.
-        values: The values of the trained parameters by name; None for their own.
+        module: The layer, which takes one tensor and returns one.
+        inputs: Its input, (B, ...) or (B n, ...) with n rows for each sample.
+        gradient: The gradient of its output, with the same first dimension.
+        samples: The number B of samples.
+        state: The state of an adapted layer's call; None for any other layer, which must not draw
+            random numbers.
+        values: The values of the trained parameters by name; None for the current ones.
+
+    Returns:
+        The per-sample gradients of the trained parameters, by name.
 
     Raises:
-        DefenseError: it cannot be run again.
+        DefenseError: The layer cannot be run again.
     """
     values = dict(module.named_parameters()) if values is None else values
     trained = {key: p.detach() for key, p in values.items() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in trained.values()):
         raise DefenseError(
-            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when its gradient comes, "
-            "and is needed whole. Shard the block around it instead, or leave `output_dtype` out "
-            "of its MixedPrecisionPolicy."
+            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when its gradient is "
+            "computed, but DPSGD needs its whole weights then. Shard the block around it instead, "
+            "or leave `output_dtype` out of its MixedPrecisionPolicy."
         )
-    rows = samples, len(source) // samples
-    x, upstream = (tensor.reshape(*rows, *tensor.shape[1:]) for tensor in (source, gradient))
-    one_by_one = _Samples(module, trained, x, upstream)
-    draw = one_by_one.draw if moment else None
-    with torch.enable_grad(), without_hooks(module, draw), _explained(module):
-        if moment is None:
-            return one_by_one.pull_at_once(slice(None), "error")
-        return _pull_chunks(one_by_one, moment)
+    shape = samples, len(inputs) // samples
+    x, upstream = (tensor.reshape(*shape, *tensor.shape[1:]) for tensor in (inputs, gradient))
+    run = _SampleRuns(module, trained, x, upstream)
+    dropout = run.drop if state else None
+    with torch.enable_grad(), without_hooks(module, dropout), _explain_errors(module):
+        if state is None:
+            return run.gradients_at_once(slice(None), "error")
+        return _gradients_in_chunks(run, state)
 
 
 @contextmanager
-def _explained(module: nn.Module) -> Iterator[None]:
-    """Raise an error that says what to do with a layer that cannot be run within this context."""
+def _explain_errors(module: nn.Module) -> Iterator[None]:
+    """Turn an error of a layer within this context into one that says what to do.
+
+    Raises:
+        DefenseError: The layer raised an error other than that of a full GPU memory.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -202,55 +227,64 @@ def _explained(module: nn.Module) -> Iterator[None]:
     except Exception as error:
         raise DefenseError(
             f"DPSGD: a {plain_type(module).__name__} cannot be run again for one sample at a time "
-            f"({error}). A trained layer must take one tensor of samples, return one, and draw "
-            "nothing at random. Freeze it."
+            f"({error}). A trained layer must take one tensor of samples, return one, and draw no "
+            "random numbers. Freeze it."
         ) from error
 
 
-class _Samples:
-    """A layer with what it took and the gradient of what it returned, sample by sample.
+class _SampleRuns:
+    """The runs of a layer for one sample each, and the gradients from them.
 
     Args:
-        module: the layer.
-        trained: its trained parameters, detached.
-        x: (B, rows, ...) its input.
-        upstream: (B, rows, ...) the gradient of its output.
+        module: The layer.
+        trained: The layer's trained parameters, detached, by name.
+        x: (B, n, ...) the layer's input, with n rows for each sample.
+        upstream: (B, n, ...) the gradient of the layer's output.
     """
 
     def __init__(
         self, module: nn.Module, trained: dict[str, Tensor], x: Tensor, upstream: Tensor
     ) -> None:
-        # Its state_dict() would make FSDP2 free the unsharded parameters.
+        # Not state_dict(), which would make FSDP2 free the unsharded parameters.
         tensors = [*module.named_parameters(), *module.named_buffers()]
         self._state = {key: value.detach() for key, value in tensors}
         self.module, self._trained, self._x, self._upstream = module, trained, x, upstream
         self._order = torch.arange(len(x), device=x.device)
 
     def chunks(self) -> tuple[Tensor, ...]:
-        """Return the numbers of the samples that are run again at once."""
+        """Return the indices of the samples, split into chunks that are run at once."""
         numbers = sum(t.numel() for t in [*self._state.values(), self._x[0], self._upstream[0]])
         return torch.split(self._order, max(1, SIZE_AT_ONCE // numbers))
 
-    def draw(self, dropout: Any, value: Tensor) -> Tensor:
-        """Return the values of one sample, dropped as they were among all samples."""
+    def drop(self, dropout: Any, value: Tensor) -> Tensor:
+        """Return the values (n, ...) of the current sample after a dropout layer.
+
+        The masks of all samples are drawn, as in the call with all samples, so that from the same
+        random state the current sample gets the same mask as in that call.
+        """
         ones = torch.ones(len(self._x), *value.shape, dtype=value.dtype, device=value.device)
         masks: Tensor = type(dropout).forward(dropout, ones.flatten(0, 1)).view_as(ones)
         return value * masks.index_select(0, self._index.view(1))[0]
 
-    def pull_at_once(self, part: Tensor | slice, randomness: str) -> dict[str, _Dense]:
-        """Return the gradients of some samples from one vectorized run."""
+    def gradients_at_once(self, chunk: Tensor | slice, randomness: str) -> dict[str, _Dense]:
+        """Return the gradients of some samples from one vectorized run.
 
-        def pull(index: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+        Args:
+            chunk: The indices of the samples.
+            randomness: What ``vmap`` does when the layer draws random numbers.
+        """
+
+        def gradients_of(index: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
             self._index = index
             output, pull_back = vjp(functools.partial(self._run, x), self._trained)[:2]
-            result: dict[str, Tensor] = pull_back(upstream.to(output.dtype))[0]
-            return result
+            gradients: dict[str, Tensor] = pull_back(upstream.to(output.dtype))[0]
+            return gradients
 
-        rows = self._order[part], self._x[part], self._upstream[part]
-        return {k: _Dense(v) for k, v in vmap(pull, randomness=randomness)(*rows).items()}
+        rows = self._order[chunk], self._x[chunk], self._upstream[chunk]
+        return {k: _Dense(v) for k, v in vmap(gradients_of, randomness=randomness)(*rows).items()}
 
-    def pull_alone(self, index: Tensor) -> dict[str, _Dense]:
-        """Return the gradients of one sample."""
+    def gradients_of_sample(self, index: Tensor) -> dict[str, _Dense]:
+        """Return the gradients of one sample, from a run without ``vmap``."""
         self._index = index
         values = {key: p.detach().requires_grad_() for key, p in self._trained.items()}
         output = self._run(self._x[index], values)
@@ -261,56 +295,60 @@ class _Samples:
         return {key: _Dense(g[None]) for key, g in zip(values, gradients, strict=True)}
 
     def _run(self, x: Tensor, trained: dict[str, Tensor]) -> Tensor:
+        """Return the layer's output for one sample (n, ...), with these trained parameters."""
         output: Tensor = functional_call(self.module, {**self._state, **trained}, (x,))
         return output
 
 
-def _pull_chunks(samples: _Samples, moment: Moment) -> dict[str, _Dense]:
-    """Return the gradients of an adapted layer, of one sample at a time if they must be.
+def _gradients_in_chunks(run: _SampleRuns, state: CallState) -> dict[str, _Dense]:
+    """Return the per-sample gradients of an adapted layer, from one run for each chunk of samples.
 
-    Every run draws what the layer's call at that moment drew.
+    If the vectorized run fails, this and all later layers of the class are run for one sample at a
+    time. Every run starts from the state of the layer's call, so it draws the same random numbers.
     """
-    kind, chunks = plain_type(samples.module), list[dict[str, _Dense]]()
-    for part in samples.chunks():
-        if kind not in _ONE_BY_ONE:
+    cls, results = plain_type(run.module), list[dict[str, _Dense]]()
+    for chunk in run.chunks():
+        if cls not in _ONE_BY_ONE:
             try:
-                with moment.again():
-                    chunks.append(samples.pull_at_once(part, "same"))
+                with state.restored():
+                    results.append(run.gradients_at_once(chunk, "same"))
                 continue
-            except Exception:  # what stops the layer itself stops it below too
-                _ONE_BY_ONE.add(kind)
-        for index in part:
-            with moment.again():
-                chunks.append(samples.pull_alone(index))
-    return {key: _Dense(torch.cat([c[key].values for c in chunks])) for key in chunks[0]}
+            except Exception:  # an error of the layer itself is raised again by the runs below
+                _ONE_BY_ONE.add(cls)
+        for index in chunk:
+            with state.restored():
+                results.append(run.gradients_of_sample(index))
+    return {key: _Dense(torch.cat([r[key].values for r in results])) for key in results[0]}
 
 
 @contextmanager
 def without_hooks(
-    layer: nn.Module, draw: Callable[[Any, Tensor], Tensor] | None = None
+    layer: nn.Module, drop: Callable[[Any, Tensor], Tensor] | None = None
 ) -> Iterator[None]:
-    """Run a layer within this context without hooks on it and in it.
+    """Remove the hooks of a layer and of the modules in it within this context.
 
     Args:
-        layer: the layer.
-        draw: takes the place of the forward of every ``nn.Dropout`` in it, if given.
+        layer: The layer.
+        drop: Replaces the ``forward`` of every dropout layer in it: takes the dropout layer and the
+            values. None: dropout layers stay.
     """
-    attributes_of = []
+    saved_attributes = []
     try:
         for module in layer.modules():
-            attributes_of.append((module, dict(vars(module))))
+            saved_attributes.append((module, dict(vars(module))))
             module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
-            if draw is not None and isinstance(module, _DROPOUTS):
-                vars(module)["forward"] = functools.partial(draw, module)
+            if drop is not None and isinstance(module, _DROPOUTS):
+                vars(module)["forward"] = functools.partial(drop, module)
         yield
     finally:
-        for module, attributes in attributes_of:  # its own code may have kept something of a sample
+        # All attributes are restored, because the layer's code may have stored some in the run.
+        for module, attributes in saved_attributes:
             vars(module).clear()
             vars(module).update(attributes)
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a layer, or the one it had before FSDP2 replaced it by a subclass."""
+    """Return the class of a layer; under FSDP2, the class that FSDP2 replaced by a subclass."""
     cls = type(module)
     if issubclass(cls, FSDPModule) and cls.__bases__[0] is FSDPModule:
         return cls.__bases__[1]
@@ -318,14 +356,19 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
 
 
 def wrapped_layer(layer: Any) -> Any:
-    """Return the layer within PEFT's layers around it, or the layer itself."""
+    """Return the innermost layer around which PEFT's layers are built, or the layer itself."""
     while isinstance(getattr(layer, "base_layer", None), nn.Module):
         layer = layer.base_layer
     return layer
 
 
 def _random_input(base: Any) -> Tensor | None:
-    """Return an input of three samples for a layer of a known kind."""
+    """Return a random input of three samples; None if the layer's input is not known.
+
+    Args:
+        base: The wrapped layer. Its input is known if its weights are floating-point numbers and it
+            is an embedding, a convolution, or a linear layer.
+    """
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None

@@ -1,5 +1,10 @@
 """Rules that compute the per-sample gradients of a layer from its input and output gradient.
 
+A rule is a function of the layer, its input, the gradient of its output, and the number B of
+samples. It returns the per-sample gradients of the layer's parameters by name, each as a *part*
+(:mod:`~lightning_fedleak.defenses.dpsgd.per_sample`): the gradients of all samples, as factors, as
+rows, or as one dense tensor.
+
 Linear layers, embeddings, layer norms and transformers' experts have a closed form. Every other
 layer is run again for each sample (:mod:`~lightning_fedleak.defenses.dpsgd.rerun`), or refused at
 setup.
@@ -18,7 +23,7 @@ from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense, _EmbeddingRows, _Outer, _wide
 from lightning_fedleak.defenses.dpsgd.rerun import Rule, needs_more, plain_type, rerun
 
-# Advice for the classes of layers without per-sample gradients; {0} is the name of the class.
+# What to use instead of layers without per-sample gradients; {0} is the name of the class.
 _REPLACEMENTS = {
     nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
     nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
@@ -27,11 +32,11 @@ _REPLACEMENTS = {
 
 
 def rule_of(name: str, module: nn.Module) -> Rule:
-    """Return the rule that computes a layer's per-sample gradients from input and output gradient.
+    """Return the rule that computes a layer's per-sample gradients.
 
     Args:
         name: The name of the module in the root; "" for the root itself.
-        module: A module with trainable parameters that are not only its children's.
+        module: A module that has trained parameters itself, not only in modules inside it.
 
     Raises:
         DefenseError: The parameters have no per-sample gradients. The message says why and what to
@@ -53,57 +58,59 @@ def rule_of(name: str, module: nn.Module) -> Rule:
 def _refusal(name: str, module: nn.Module) -> str:
     """Return why a module has no per-sample gradients, and what to do; "" if it has them.
 
-    Parameters that a child also holds are left to the child's own check.
+    Parameters that an inner module holds too are not considered; they are checked there.
     """
     cls = type(module).__name__
-    of_children = {p for child in module.children() for p in child.parameters()}
+    inner = {p for child in module.children() for p in child.parameters()}
     trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
-    direct = [k for k in trained if module._parameters[k] not in of_children]
-    if not direct:
+    keys = [k for k in trained if module._parameters[k] not in inner]
+    if not keys:
         return ""
-    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in direct)
+    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in keys)
     for base, advice in _REPLACEMENTS.items():
         if isinstance(module, base):
             return f"'{name}' is a {cls}, which has no per-sample gradients. {advice.format(cls)}"
-    if of_children or not name or needs_more(module):
+    if inner or not name or needs_more(module):
         return (
-            f"the parameters {names} belong to a {cls}, whose inputs and outputs do not give "
+            f"the parameters {names} belong to a {cls}, whose inputs and outputs do not determine "
             "their per-sample gradients. Put them into a module of their own that computes with "
             "them in its `forward`, from one tensor, or freeze them."
         )
-    if type(module) in _RULES and not {"weight", "bias"}.issuperset(direct):
+    if type(module) in _RULES and not {"weight", "bias"}.issuperset(keys):
         return (
             f"'{name}' ({cls}) trains {names}, from which its weight is computed. Remove the "
             "weight norm (torch.nn.utils.remove_weight_norm), or freeze the layer."
         )
+    # They write to weights in the forward pass, scale gradients by counts of the batch, or leave
+    # out the rows of gradients that are zero.
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
         if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
             return (
-                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows: "
-                f"build it without `{setting}`, or freeze it"
+                f"the embedding '{name}' has `{setting}`, which DPSGD does not support: build it "
+                f"without `{setting}`, or freeze it"
             )
     return ""
 
 
 def _linear(
-    module: Any, source: Tensor, gradient: Tensor, samples: int, *, transposed: bool = False
+    module: Any, inputs: Tensor, gradient: Tensor, samples: int, *, transposed: bool = False
 ) -> dict[str, Part]:
-    """Return the rows' factors of a weight (out, in), or (in, out) if ``transposed``, and a bias.
+    """Return the factors of a linear layer's weight gradients, and its dense bias gradients.
 
     Args:
         module: The linear layer.
-        source: (B, ..., in) or (B * positions, in), its input.
+        inputs: (B, ..., in) or (B * positions, in), its input.
         gradient: The gradient of its output, with the same leading dimensions.
         samples: B, the number of samples.
-        transposed: Whether the weight is (in, out), as in GPT-2's ``Conv1D``.
+        transposed: Whether the weight is (in, out), as in GPT-2's ``Conv1D``, not (out, in).
     """
     parts: dict[str, Part] = {}
-    if source.dtype == torch.float64:  # some routers compute in float32 all the same
+    if inputs.dtype == torch.float64:  # some routers compute in float32 even then
         gradient = gradient.double()
     gradient = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.weight.requires_grad:
-        source = source.reshape(samples, -1, source.shape[-1])
-        parts["weight"] = _Outer(source, gradient) if transposed else _Outer(gradient, source)
+        inputs = inputs.reshape(samples, -1, inputs.shape[-1])
+        parts["weight"] = _Outer(inputs, gradient) if transposed else _Outer(gradient, inputs)
     bias = getattr(module, "bias", None)  # some routers have none
     if bias is not None and bias.requires_grad:
         parts["bias"] = _Dense(_wide(gradient).sum(1))
@@ -111,7 +118,7 @@ def _linear(
 
 
 def check_experts(root: nn.Module) -> None:
-    """Raise an error for experts or routers without a rule, as :func:`experts.check`."""
+    """Raise an error for experts or routers without a rule (:func:`experts.check`)."""
     experts.check(root, _linear)
 
 
@@ -119,10 +126,10 @@ _conv1d = functools.partial(_linear, transposed=True)
 
 
 def _embedding(
-    module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
+    module: nn.Embedding, inputs: Tensor, gradient: Tensor, samples: int
 ) -> dict[str, Part]:
     """Return the rows of an embedding's gradients. As in autograd, padding has no gradient."""
-    ids = source.reshape(samples, -1)
+    ids = inputs.reshape(samples, -1)
     values = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.padding_idx is not None:
         values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
@@ -130,15 +137,15 @@ def _embedding(
 
 
 def _layer_norm(
-    module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
+    module: nn.LayerNorm, inputs: Tensor, gradient: Tensor, samples: int
 ) -> dict[str, Part]:
-    """Return dense gradients of a layer norm: the scale's needs the normalized input again."""
+    """Return dense gradients of a layer norm, whose input is normalized again for the weight's."""
     parts: dict[str, Part] = {}
     shape = module.normalized_shape
     gradient = _wide(gradient).reshape(samples, -1, *shape)
     if module.weight.requires_grad:
-        normal = nn.functional.layer_norm(_wide(source), shape, eps=module.eps)
-        parts["weight"] = _Dense((normal.reshape_as(gradient) * gradient).sum(1))
+        normalized = nn.functional.layer_norm(_wide(inputs), shape, eps=module.eps)
+        parts["weight"] = _Dense((normalized.reshape_as(gradient) * gradient).sum(1))
     if module.bias is not None and module.bias.requires_grad:
         parts["bias"] = _Dense(gradient.sum(1))
     return parts
@@ -149,6 +156,6 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
-# The rules that return a matrix's per-sample gradients as factors or rows, which ghost clipping
-# needs: it computes norms without the dense gradients.
+# The rules that return a matrix's per-sample gradients as factors or rows. Ghost clipping needs
+# these, because it computes norms without the dense gradients.
 GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding, experts.by_row)

@@ -123,7 +123,7 @@ def test_it_refuses_to_run_without_known_noise() -> None:
     module = WithAdam()
     before = [p.detach().clone() for p in module.parameters()]
     for strategy in ("auto", DefendedStrategy("auto", [GradientNoise(clip=1.0, sigma=1.0)])):
-        with pytest.raises(DefenseError, match="no DPSGD has said"):
+        with pytest.raises(DefenseError, match="no DPSGD has passed"):
             trainer(strategy, max_steps=1).fit(module, loader())
     with pytest.raises(DefenseError, match="gradient_noise changes the gradients after it"):
         fit([DPSGD(CLIP, noise_multiplier=1.0), GradientNoise(clip=1.0, sigma=1.0)], module)
@@ -133,7 +133,7 @@ def test_it_refuses_to_run_without_known_noise() -> None:
     optimizer = DPAdamBC([parameter])
     optimizer.set_noise({parameter: 1.0})
     optimizer.step()
-    with pytest.raises(DefenseError, match="no DPSGD has said"):
+    with pytest.raises(DefenseError, match="no DPSGD has passed"):
         optimizer.step()  # it was told of one release
     optimizer.set_noise({nn.Parameter(torch.ones(1)): 1.0})
     with pytest.raises(DefenseError, match="not released by DPSGD"):

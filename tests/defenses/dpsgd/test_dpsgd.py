@@ -210,7 +210,7 @@ def test_a_canary_is_clipped_in_each_samples_norm_and_noised_alike() -> None:
 def test_a_canary_of_other_samples_or_with_noise_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     run.backward(first(5))
-    with pytest.raises(DefenseError, match="4 samples in a batch of 5"):
+    with pytest.raises(DefenseError, match="4 samples, and the batch has 5"):
         run.defense.on_canary(CanaryGradient(torch.ones(4, 1, 2)), run.parameters, run.context)
     noised = CanaryGradient(torch.ones(5, 1, 2), torch.ones(1, 2), 1.0)
     with pytest.raises(DefenseError, match="cannot be clipped"):
@@ -471,7 +471,7 @@ class Sneaky(Net):
 
 def test_a_weight_used_outside_of_its_layer_is_noticed() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0, clip=ClipSettings(loss="trusted")), Sneaky())
-    with pytest.raises(DefenseError, match="is not the sum of what its layer was seen to add"):
+    with pytest.raises(DefenseError, match="is not the sum of its recorded per-sample gradients"):
         run.step(first(5))
     assert run.defense.releases == 0
 
@@ -482,7 +482,7 @@ def test_a_gradient_that_no_layer_explains_is_noticed() -> None:
     stray = nn.Parameter(torch.ones(3))
     stray.grad = torch.ones(3)
     run.parameters.append(stray)
-    with pytest.raises(DefenseError, match="came from no layer"):
+    with pytest.raises(DefenseError, match="came from no recorded layer"):
         run.release()
 
 
@@ -490,7 +490,7 @@ def test_a_layer_that_comes_later_is_noticed() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     run.root.above = nn.Linear(8, 3)
     run.parameters = list(run.root.parameters())
-    with pytest.raises(DefenseError, match=r"mean of per-sample means|came from no layer"):
+    with pytest.raises(DefenseError, match=r"mean of per-sample means|came from no recorded layer"):
         run.step(first(5))
 
 

@@ -183,7 +183,7 @@ def test_a_look_that_a_broken_sample_hides_is_taken_later(monkeypatch: pytest.Mo
 
     run = Run(noisy(loss="trusted"), Twice())
     run.step(spoilt(math.nan))
-    with pytest.raises(Exception, match="is not the sum of what its layer was seen to add"):
+    with pytest.raises(Exception, match="is not the sum of its recorded per-sample gradients"):
         run.step(first(5))
     assert run.defense.releases == 1
 

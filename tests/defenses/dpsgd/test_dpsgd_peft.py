@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "PVeRA draws its own numbers": (
         lambda: adapted_by("PveraConfig", **RANK),
-        "'base_model.*v_proj.*do not add up.*draws at random otherwise than by nn.Dropout",
+        "'base_model.*v_proj.*do not add up.*draws random numbers without nn.Dropout",
     ),
     "a layer that mixes samples": (
         lambda: mixing(),

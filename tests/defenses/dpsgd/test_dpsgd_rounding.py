@@ -58,7 +58,7 @@ def test_a_hook_that_changes_a_gradient_is_noticed_in_bf16(factor: float, sample
     run = in_bf16()
     run.root.get_parameter(LAYER).register_hook(lambda gradient: factor * gradient)
     run.backward(rows(*range(samples)))
-    with pytest.raises(DefenseError, match="is not the sum of what its layer was seen to add"):
+    with pytest.raises(DefenseError, match="is not the sum of its recorded per-sample gradients"):
         run.release()
 
 

@@ -53,7 +53,7 @@ def side_by_side(ids: Tensor) -> Tensor:
 )
 def test_rows_that_would_be_taken_for_another_samples_are_refused(join: Any, loss: Any) -> None:
     run = Rows(join, loss=loss)
-    with pytest.raises(DefenseError, match=r"is sample \d's in the batch.*torch.stack"):
+    with pytest.raises(DefenseError, match=r"is a row of sample \d.*torch.stack"):
         run.step([IDS])
     assert run.defense.releases == 0
 
@@ -88,7 +88,7 @@ def test_samples_that_are_run_one_by_one_are_refused(batched: bool, frozen: bool
         return torch.stack([run.root(row).square().mean() for row in rows]).mean()
 
     run.loss = loss  # type: ignore[method-assign]
-    with pytest.raises(DefenseError, match="sample 0 of 5 was run by itself"):
+    with pytest.raises(DefenseError, match="each of the 5 samples in a call of its own"):
         run.step([IDS])
     assert run.defense.releases == 0
 

@@ -350,9 +350,9 @@ def changed(kind: type, path: str) -> Any:
 
 
 def test_what_computes_otherwise_is_refused_at_setup() -> None:
-    with pytest.raises(DefenseError, match=r"experts' \(Scaled\) computes otherwise.*Freeze it"):
+    with pytest.raises(DefenseError, match=r"experts' \(Scaled\) does not compute like.*Freeze"):
         check_model(changed(Scaled, "model.layers.1.mlp.experts"), "auto")
-    with pytest.raises(DefenseError, match=r"gate' \(WarmRouter\) computes otherwise.*Freeze it"):
+    with pytest.raises(DefenseError, match=r"gate' \(WarmRouter\) does not compute like.*Freeze"):
         check_model(changed(WarmRouter, "model.layers.1.mlp.gate"), "auto")
     with pytest.raises(DefenseError, match=r"\(BiasedRouter\).*gradients of 'scale' do not add up"):
         check_model(changed(BiasedRouter, "model.layers.1.mlp.gate"), "auto")
@@ -371,7 +371,7 @@ def test_what_setup_did_not_see_is_refused_in_the_first_step(
     inner.__class__ = kind
     run = BlockRun(DPSGD(0.3, noise_multiplier=0.0), block)
     with pytest.raises(
-        DefenseError, match=r"is not the sum of what|came from no layer that DPSGD saw"
+        DefenseError, match=r"is not the sum of its recorded|came from no recorded layer"
     ):
         run.step(a_batch(5))
 
@@ -425,7 +425,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
                 decoder_attention_heads=2,
             )
         ).train(),
-        "leaves out tokens of one example where others fill an expert",
+        "drops tokens of one example if other examples fill an expert",
     ),
 }  # fmt: skip
 

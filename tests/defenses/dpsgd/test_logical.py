@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
-from lightning_fedleak.defenses.dpsgd.logical import _combined, pieces_of
+from lightning_fedleak.defenses.dpsgd.logical import _combine, pieces_of
 from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.processes import Team
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
@@ -95,8 +95,8 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
         {"loss": torch.tensor(1.0), "rows": torch.ones(3, 2), "odd": torch.ones(2), "n": 3},
         {"loss": torch.tensor(5.0), "rows": torch.zeros(1, 2), "odd": torch.zeros(2), "n": 1},
     ]
-    result = _combined(None, given[0], 0, 3, 4)
-    result = _combined(result, given[1], 3, 1, 4)
+    result = _combine(None, given[0], 0, 3, 4)
+    result = _combine(result, given[1], 3, 1, 4)
     assert float(result["loss"]) == 2.0
     assert result["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
     assert result["odd"].tolist() == [0.0, 0.0]
@@ -145,7 +145,7 @@ def test_a_canary_joins_the_norms_of_all_pieces() -> None:
     joint = torch.cat([single, 12 * canary.samples[:, 0]], dim=1)
     expected = clipped(joint)[:, single.shape[1] :] / 8
     torch.testing.assert_close(result[0][:, 0], expected, rtol=1e-4, atol=1e-8)
-    with pytest.raises(DefenseError, match="5 samples in a batch of 12"):
+    with pytest.raises(DefenseError, match="canary has 5 samples, and the batch has 12"):
         run.defense.on_canary(CanaryGradient(torch.ones(5, 1, 2)), run.parameters, run.context)
 
 
@@ -158,7 +158,7 @@ def test_what_the_layers_do_not_explain_is_seen_in_any_piece() -> None:
             return F.cross_entropy(hidden, batch[1])
 
     run = Beside(quiet(4, loss="trusted"))
-    with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
+    with pytest.raises(DefenseError, match="not the sum of its recorded per-sample gradients"):
         run.step(first(12))
     assert run.defense.releases == 0
 

@@ -161,7 +161,7 @@ class Turns(CausalLM):
 
 def test_a_new_form_is_compared_in_its_first_step(absent: Absent) -> None:
     module = Turns()
-    with pytest.raises(DefenseError, match="is not the sum of what its layer was seen"):
+    with pytest.raises(DefenseError, match="is not the sum of its recorded per-sample gradients"):
         run(module)
     assert len(module.sizes) == 9
     assert any(absent[:-1])
@@ -187,7 +187,7 @@ class Unused(CausalLM):
 
 def test_a_weight_whose_layer_is_run_for_nothing_is_refused_at_once(absent: Absent) -> None:
     module = Unused()
-    with pytest.raises(DefenseError, match="came from no layer that DPSGD saw"):
+    with pytest.raises(DefenseError, match="came from no recorded layer"):
         run(module)
     assert len(module.sizes) == 10
     assert any(absent[:-1])

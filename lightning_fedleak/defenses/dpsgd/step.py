@@ -248,8 +248,8 @@ class WatchedStep:
             recorder.check()
             buffers.check_unchanged()
             loss = _loss_with_graph(output, samples)
-            loss_inputs = self.check.check_form(loss, recorder.calls, samples)
-        self.check.check_graph(loss, loss_inputs, recorder, releases, team)
+            top_calls = self.check.check_form(loss, recorder.calls, samples)
+        self.check.check_graph(loss, top_calls, recorder, releases, team)
         calls, recorder.calls = recorder.calls, []
         if self._is_placeholder:
             recorder.clear()

@@ -118,7 +118,7 @@ class DPSGD(Defense):
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
-        settings.check_referee(check, unit, noise_multiplier, max_grad_norm)
+        settings.check_audit(check, unit, noise_multiplier, max_grad_norm)
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta

@@ -113,7 +113,7 @@ def check_budget(
 ) -> None:
     """Raise an error for arguments of the budget that are out of range or contradict each other.
 
-    ``accountant="filter"`` needs ``target_epsilon``, and ``noise_multiplier`` may be passed with it.
+    ``accountant="filter"`` needs ``target_epsilon``; ``noise_multiplier`` may be passed with it.
     Other accountants need exactly one of them.
 
     Raises:

@@ -254,7 +254,7 @@ BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
     ("a mean, squared", Net, lambda n: squared(n).pow(2), "for other samples"),
     ("a mean in exp", Net, lambda n: squared(n).exp(), "for other samples"),
     ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 is between"),
-    ("a mean, if finite", Net, lambda n: squared(n).nan_to_num(), "NanToNumBackward0 stands"),
+    ("a mean, if finite", Net, lambda n: squared(n).nan_to_num(), "NanToNumBackward0 is between"),
     ("a mean by hand", Net, lambda n: Halved.apply(squared(n)), "HalvedBackward is between"),
     ("masked by hand", Net, masked_by_hand, "tensor that may depend on the batch"),
     ("rescaled by hand", Net, rescaled_by_hand, "tensor that may depend on the batch"),

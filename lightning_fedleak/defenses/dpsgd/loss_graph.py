@@ -42,8 +42,8 @@ from lightning_fedleak.defenses.dpsgd.recorder import Call, Layout, Recorder
 from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
-# The number of releases after which costly checks are repeated at the latest; first they are after
-# 1, 2, 4, ... releases. Not tuned.
+# Costly checks are repeated after 1, 2, 4, ... releases, and later after this number of releases.
+# Not tuned.
 CHECK_EVERY = 100
 
 StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
@@ -54,7 +54,7 @@ REMEDY = (
     "from training_step, or another mean over samples of each sample's own mean. If you have "
     "proved that your loss is one, pass DPSGD(clip=ClipSettings(loss='trusted'))."
 )
-# Names of autograd nodes. These select, reshape, copy or negate numbers.
+# The sets below hold names of autograd nodes. These select, reshape, copy or negate numbers.
 _SHAPE_OPS = {
     "AliasBackward0",
     "CloneBackward0",
@@ -70,8 +70,8 @@ _SHAPE_OPS = {
 }
 _SUM_OPS = {"AddBackward0", "SubBackward0"}
 _SCALE_OPS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
-_LIKELIHOODS = {"NllLossBackward0", "NllLoss2DBackward0"}
-_ELEMENTWISE = {
+_LIKELIHOODS = {"NllLossBackward0", "NllLoss2DBackward0"}  # of cross-entropies
+_ELEMENTWISE = {  # losses that compare each output with one target
     "BinaryCrossEntropyBackward0",
     "BinaryCrossEntropyWithLogitsBackward0",
     "HuberLossBackward0",
@@ -107,7 +107,7 @@ class LossCheck:
         trusted: Whether the user has proved that the loss is a mean of per-sample means.
 
     Attributes:
-        unchecked: Whether the next release must be checked, because something in the step is new.
+        unchecked: Whether the next release must be checked: something is new, or was not checked.
         is_per_sample: Whether the operations of the last loss show that samples are not mixed.
         weights: (B,) factors that turn each sample's gradient into that of its mean; None for 1.
         terms: The number of terms of the mean: of labels if there are weights, else of samples.
@@ -121,13 +121,13 @@ class LossCheck:
         self.terms = 0
         self.form: frozenset[tuple[str, str]] = frozenset()
         self._trusted = trusted
-        self._means: list[Tensor | None] = []
-        self._constants: dict[str, float] = {}
+        self._means: list[Tensor | None] = []  # label masks of cross-entropies, None of other means
+        self._constants: dict[str, float] = {}  # factors of the loss by their path in the graph
         self._checked_forms: set[StepForm] = set()
         self._next_check, self._interval = 0, 1  # in releases
 
     def is_due(self, releases: int) -> bool:
-        """Return whether the next release gets the checks that not every release gets."""
+        """Return whether the next release gets the checks that are too costly for every release."""
         return self.unchecked or releases % CHECK_EVERY == 0
 
     def check_form(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
@@ -209,8 +209,8 @@ class LossCheck:
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         form = layouts, self.form
-        is_time = form not in self._checked_forms or releases >= self._next_check
-        is_new = recorder.counts and is_time
+        needs_check = form not in self._checked_forms or releases >= self._next_check
+        is_new = recorder.counts and needs_check
         is_due = is_new and recorder.samples > 1
         is_new, is_due, may_mix = map(bool, team.largest([is_new, is_due, not self.is_per_sample]))
         self.unchecked = self.unchecked or is_new

@@ -175,8 +175,8 @@ def check_order(loader: DataLoader[Any]) -> None:
 def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
     """Warn if rows of the data contain several documents.
 
-    Rows of a few examples are read. Documents that a batch does not mark, by position ids for
-    example, are not seen.
+    A few examples are collated. Documents are found only if the batch marks them, for example by
+    position ids.
 
     Args:
         loader: The Poisson-sampled loader.

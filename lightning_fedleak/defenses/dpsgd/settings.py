@@ -177,8 +177,8 @@ def check_audit(
     Raises:
         DefenseError: Names the contradicting arguments.
     """
-    every = int(check) if isinstance(check, bool) else check
-    check_integer("DPSGD: check", every, at_least=0, hint="True, or steps between probes")
+    interval = int(check) if isinstance(check, bool) else check
+    check_integer("DPSGD: check", interval, at_least=0, hint="True, or steps between probes")
     refusals = {
         "check plants a gradient in one row, but Users clips several rows together: leave one of "
         "them out": check and isinstance(unit, Users),

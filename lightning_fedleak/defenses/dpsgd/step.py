@@ -76,25 +76,25 @@ class WatchedStep:
         self.weights, self._buffers = _Weights(), _Buffers(root)
         self._team = team
         self.clip = clip
-        self._batch: Any = None
-        self._released_batch: Any = None
+        self._batch: Any = None  # the index of the present batch, or without an index the batch
+        self._last_released_batch: Any = None  # likewise
         self._has_unreleased_batch = False
         self._compilation = ExitStack()
         self._compilation.enter_context(_compiled_with_hooks(root))
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
-        self._earlier: EarlierPieces | None = None
-        self._users: Sequence[int] | None = None
-        self._reduces, self._shards = False, list[nn.Parameter]()
-        self._scaling = list[Any]()
+        self._earlier_pieces: EarlierPieces | None = None
+        self._user_sizes: Sequence[int] | None = None  # rows of each user; None if the unit is an example
+        self._uses_ddp, self._shards = False, list[nn.Parameter]()
+        self._scaling_hooks = list[Any]()
         self._in_logical_batch = self._is_placeholder = False
-        self._failure: Exception | None = None
-        self._last_comparison: int | None = None
+        self._failure: Exception | None = None  # of `batch_to_run`
+        self._last_comparison: int | None = None  # releases before the last one of all contents
 
     def adopt(self, context: DefenseContext) -> None:
         """Before training, record the layers' parameters, and whether DDP or FSDP2 is used."""
         self._recorder.read_parameters()
-        self._reduces = context.host.reducer is not None
+        self._uses_ddp = context.host.reducer is not None
         self._shards = [p for p in context.root.parameters() if isinstance(p, DTensor)]
         self.weights.restart()
 
@@ -132,25 +132,25 @@ class WatchedStep:
         samples = 0 if self._is_placeholder else count_samples(batch)
         self._in_logical_batch = True
         try:
-            pieces = pieces_of(batch, samples, max_rows, self._team, self._users)
+            pieces = pieces_of(batch, samples, max_rows, self._team, self._user_sizes)
             if len(pieces) == 1:
                 return step(batch)
             groups = [g["params"] for o in context.host.optimizers for g in o.param_groups]
             all_parameters = [p for group in groups for p in group] or context.root.parameters()
             parameters = [p for p in all_parameters if p.requires_grad]
-            by_user = self._users is not None
+            by_user = self._user_sizes is not None
 
             def begin(piece: Piece) -> None:
                 self._is_placeholder, self._clipped = not piece.rows, None
-                self._users = [] if by_user and not piece.rows else piece.users
+                self._user_sizes = [] if by_user and not piece.rows else piece.users
 
             def end() -> None:
-                if self._earlier is None:
+                if self._earlier_pieces is None:
                     probes = self.check.is_due(releases)
-                    self._earlier = EarlierPieces(samples, context.device, probed=probes)
+                    self._earlier_pieces = EarlierPieces(samples, context.device, probed=probes)
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
-                self._earlier.add(clipped, parameters, self._team)
+                self._earlier_pieces.add(clipped, parameters, self._team)
                 self._clipped = None
                 self._recorder.clear()
 
@@ -176,8 +176,8 @@ class WatchedStep:
                     )
                 sampler.drawn.remove(samples)
             by_user = isinstance(sampler, UserBatchSampler)
-            self._users = sampler.claim(samples) if by_user else None
-        self._clipped = self._earlier = None
+            self._user_sizes = sampler.claim(samples) if by_user else None
+        self._clipped = self._earlier_pieces = None
 
     def _check_new(self, batch: Any, host: Host) -> None:
         """Raise an error if this batch was released, or the previous one was not."""
@@ -187,7 +187,7 @@ class WatchedStep:
                 f"DPSGD: {n_loaders} training loaders at once, but examples are sampled from one. "
                 "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
             )
-        self._batch, last_id = batch if index is None else index, self._released_batch
+        self._batch, last_id = batch if index is None else index, self._last_released_batch
         by_index = isinstance(self._batch, Integral) and isinstance(last_id, Integral)
         if last_id is not None and (self._batch == last_id if by_index else self._batch is last_id):
             raise DefenseError(
@@ -224,7 +224,7 @@ class WatchedStep:
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
             self._begin(batch, context)
-        if self._scaling:
+        if self._scaling_hooks:
             self.end_scaling()
         samples = count_samples(batch)
         if samples == 0:
@@ -236,7 +236,7 @@ class WatchedStep:
         self._last_comparison = releases if compares_all else previous
         buffers = self._buffers
         buffers.read(all_contents=compares_all)
-        synchronized = buffers.read_at_root_call() if self._reduces else nullcontext()
+        synchronized = buffers.read_at_root_call() if self._uses_ddp else nullcontext()
         # In a small batch rows may match other samples' rows by chance: do not compare them, unless
         # most batches are that small.
         is_comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
@@ -276,7 +276,7 @@ class WatchedStep:
 
         def begin(gradient: Tensor) -> Tensor:
             scale = gradient * (1.0 / terms)
-            self._scaling += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
+            self._scaling_hooks += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
             engine.queue_callback(self.end_scaling)
             return torch.full_like(gradient, terms)
 
@@ -285,8 +285,8 @@ class WatchedStep:
 
     def end_scaling(self) -> None:
         """Remove the hooks that scale gradients in a backward pass."""
-        while self._scaling:
-            self._scaling.pop().remove()
+        while self._scaling_hooks:
+            self._scaling_hooks.pop().remove()
 
     def clipped(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
         """Return the clipped per-sample gradients of this step in this process; computed once.
@@ -296,7 +296,7 @@ class WatchedStep:
                 unfrozen between the pieces of a batch.
         """
         if self._clipped is None:
-            recorder, earlier = self._recorder, self._earlier
+            recorder, earlier = self._recorder, self._earlier_pieces
             recorder.check()
             trained = {p for p in parameters if p.requires_grad}
             piece_parameters = None if earlier is None else earlier.parameters
@@ -312,7 +312,7 @@ class WatchedStep:
                 context,
                 weights=self.check.weights if recorder.samples else None,
                 earlier=earlier,
-                users=self._users,
+                users=self._user_sizes,
             )
         return self._clipped
 
@@ -323,10 +323,10 @@ class WatchedStep:
             unchecked: Whether a check that was due could not be made, so that it is due again.
         """
         self.weights.released()
-        self._released_batch, self._has_unreleased_batch = self._batch, False
+        self._last_released_batch, self._has_unreleased_batch = self._batch, False
         self.canaries = 0
         self.check.unchecked = unchecked
-        self._clipped = self._earlier = None
+        self._clipped = self._earlier_pieces = None
         self._recorder.clear()
 
     def remove(self) -> None:

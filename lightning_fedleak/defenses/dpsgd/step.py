@@ -84,7 +84,7 @@ class WatchedStep:
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
         self._earlier_pieces: EarlierPieces | None = None
-        self._user_sizes: Sequence[int] | None = None  # rows of each user; None if the unit is an example
+        self._user_sizes: Sequence[int] | None = None  # rows of each user; None without users
         self._uses_ddp, self._shards = False, list[nn.Parameter]()
         self._scaling_hooks = list[Any]()
         self._in_logical_batch = self._is_placeholder = False

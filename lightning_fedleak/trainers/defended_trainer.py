@@ -311,8 +311,8 @@ class DefendedMixin(Trainer):
             f"{', '.join(outer)} changes the loss outside of the defences: write a Trainer with "
             "that method, and pass it to defended(...)": outer or "compute_loss" in vars(self),
             f"{', '.join(inner)}.training_step is not known: change compute_loss instead": inner,
-            f"{', '.join(pairwise)} compares several texts in one example, whose rows DPSGD would "
-            "clip apart: train on single texts": pairwise and self._per_sample,
+            f"{', '.join(pairwise)} compares several texts in one example, but DPSGD clips each of "
+            "them separately: train on single texts": pairwise and self._per_sample,
             "push_to_hub would send losses from before the defence (README.md, runs, "
             "trainer_state.json): leave it out, and call trainer.model.push_to_hub(...) "
             "afterwards, which sends the weights": args.push_to_hub and self._per_sample,

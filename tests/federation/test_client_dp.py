@@ -435,7 +435,7 @@ def test_a_checkpoint_of_other_draws_is_refused(before, after):
     first.mean({}, LIKE)
     same.load_state_dict(first.state_dict())
     assert same.privacy == first.privacy
-    with pytest.raises(DefenseError, match="Draw as before"):
+    with pytest.raises(DefenseError, match="Sample as before"):
         other.load_state_dict(first.state_dict())
 
 

@@ -207,7 +207,7 @@ def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
     for found in of(ddp, "shares"):
         assert "Leave use_distributed_sampler=True" in found["whole"]
         assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
-        assert "hold other examples at the same indices" in found["shuffled"]
+        assert "hold different examples at the same index" in found["shuffled"]
 
 
 def test_noise_that_one_process_alone_turns_up_is_refused(ddp) -> None:

@@ -69,7 +69,7 @@ def test_dpsgd_gets_the_rows_that_were_drawn(change: str) -> None:
         run.fit(Augmented(), loader())
         assert defense.releases == 24
     else:
-        with pytest.raises(DefenseError, match="samples, and the loader made none of that size"):
+        with pytest.raises(DefenseError, match="but the loader made no batch of that size"):
             run.fit(Augmented(), loader())
 
 

@@ -147,7 +147,7 @@ def own_batch(loop: Loop, batch: Any) -> None:
         (repeats, "released already.*one loss, one"),
         (skips, "the batch before was not released.*also for an empty one"),
         (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
-        (own_batch, "made none of that size|before the first was released"),
+        (own_batch, "made no batch of that size|before the first was released"),
     ],
 )
 def test_what_breaks_the_guarantee_is_refused(step: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What releases cost: accountants, filters, budgets, and a ledger on disk."""
+"""The privacy cost of noised updates: accountants, filters, budgets, and a ledger on disk."""
 
 from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter

@@ -1,4 +1,9 @@
-"""Counts of releases and what they cost: with noise fixed before the run, or chosen in it."""
+"""Accountants, which count releases and compute their epsilon.
+
+A *release* is one noised update. Releases with the same noise multiplier and sample rate are of one
+*kind*. :class:`Accountant` is for noise that is fixed before the run, :class:`RenyiFilter` for
+noise that may be changed during the run.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +27,23 @@ from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, check_op
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.checks import check_number
 
-CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
+CACHED = 64  # the number of histories whose PRV epsilon an accountant stores. Not tuned
 
 
 class _Ledger:
     """Counts of releases by their noise multiplier and sample rate.
 
     Composition does not depend on the order, so an accountant needs nothing else. A checkpoint
-    misses what was released between it and a crash. A ledger with a file does not: every release is
-    a line on the disk before :meth:`record` returns. Record before you release: then no release is
-    missing, and at worst one is counted that was not made.
+    misses the releases between it and a crash. A ledger with a file does not: every release is a
+    line on the disk before :meth:`record` returns. Record before you release. Then no release is
+    missing, and after a crash at most one is counted that was not made.
 
     Args:
         path: The path of a :class:`~lightning_fedleak.defenses.accounting.ledger.LedgerFile`; None
-            for none.
+            to use no file.
 
     Raises:
-        DefenseError: the file cannot be used.
+        DefenseError: The file cannot be used.
     """
 
     def __init__(self, path: LedgerPath | None = None) -> None:
@@ -59,8 +64,8 @@ class _Ledger:
         """Count releases that are about to happen.
 
         Raises:
-            DefenseError: a value out of range, or the file cannot be written or has changed;
-                nothing is counted.
+            DefenseError: A value is out of range, or the file cannot be written or has changed.
+                Nothing is counted.
         """
         event = float(noise_multiplier), float(sample_rate)
         if event not in self._counts or count != 1:
@@ -78,7 +83,7 @@ class _Ledger:
         """Set every kind of release to the larger count; an empty state changes nothing.
 
         Raises:
-            DefenseError: a number out of range.
+            DefenseError: A number is out of range.
         """
         if "releases" not in state:
             return
@@ -86,19 +91,22 @@ class _Ledger:
         for sigma, rate, count in rows.tolist():
             check_release(sigma, rate, count)
         for sigma, rate, count in rows.tolist():
-            counted = self._counts[sigma, rate]
-            if count > counted:
-                self.record(sigma, rate, int(count) - counted)
+            current = self._counts[sigma, rate]
+            if count > current:
+                self.record(sigma, rate, int(count) - current)
 
 
 class _Search:
-    """A search for the largest n that fits, in few calls, because every smaller n fits too."""
+    """Answers, in few calls of ``fits``, whether n releases fit a budget.
+
+    If n releases fit, fewer do too. So it stores a number that fits and one that is too large.
+    """
 
     def __init__(self) -> None:
         self._fits, self._too_many = 0, 0
 
     def answer(self, n: int, fits: Callable[[int], bool]) -> bool:
-        """Return whether n fits; n grows from call to call."""
+        """Return whether n releases fit; n grows from call to call."""
         while n > self._fits and not (self._too_many and n >= self._too_many):
             probe = 2 * n
             if self._too_many:
@@ -119,21 +127,21 @@ def _milestone(count: int, slack: float) -> int:
 
 
 class Accountant(_Ledger):
-    """A count of releases, and their cost.
+    """The count of releases, and their epsilon.
 
-    :meth:`step` comes before the release. The noise must not depend on earlier releases, for which
-    there is :class:`~lightning_fedleak.defenses.RenyiFilter`, so a second noise multiplier or
-    sample rate is refused unless ``planned``.
+    Call :meth:`step` before the release. The noise must not depend on earlier releases, so another
+    noise multiplier or sample rate is refused unless it is ``planned``. If the noise may depend on
+    them, use a :class:`~lightning_fedleak.defenses.RenyiFilter`.
 
     Args:
         kind: ``"prv"`` (tight) or ``"rdp"`` (fast).
-        ledger: file that remembers every release through a crash, one for each client, see
-            :class:`_Ledger`. None: a crash forgets the releases after the last checkpoint.
-        sampling: how batches are drawn.
+        ledger: The path of a file that keeps every release through a crash, one for each client.
+            None: a crash loses the releases after the last checkpoint.
+        sampling: The sampling scheme of the batches.
 
     Raises:
-        DefenseError: an unknown kind or sampling, Opacus is missing, or the ledger's file cannot be
-            used.
+        DefenseError: The kind or sampling is unknown, Opacus is missing, or the ledger's file
+            cannot be used.
     """
 
     def __init__(
@@ -157,13 +165,13 @@ class Accountant(_Ledger):
         """Count releases that are about to happen.
 
         Args:
-            noise_multiplier: standard deviation of the noise over the clip norm.
-            sample_rate: chance of each example to be in the batch.
-            count: how many such releases.
-            planned: whether a change of noise multiplier or rate was fixed before the run began.
+            noise_multiplier: The standard deviation of the noise over the clip norm.
+            sample_rate: The probability of each example to be in the batch.
+            count: The number of such releases.
+            planned: Whether a change of noise multiplier or rate was fixed before the run began.
 
         Raises:
-            DefenseError: a value out of range, or a change that was not ``planned``.
+            DefenseError: A value is out of range, or was changed without ``planned``.
         """
         if not planned:
             self._check_same(noise_multiplier, sample_rate)
@@ -173,42 +181,45 @@ class Accountant(_Ledger):
         """Return a function that counts one such release, which is about to happen.
 
         Args:
-            noise_multiplier: standard deviation of the noise over the clip norm.
-            sample_rate: chance of each example to be in the batch.
+            noise_multiplier: The standard deviation of the noise over the clip norm.
+            sample_rate: The probability of each example to be in the batch.
 
         Raises:
-            DefenseError: a value out of range, or other ones than those of earlier releases.
+            DefenseError: A value is out of range, or differs from that of earlier releases.
         """
         self._check_same(noise_multiplier, sample_rate)
         check_release(noise_multiplier, sample_rate)
         return functools.partial(self.record, noise_multiplier, sample_rate)
 
     def _check_same(self, noise_multiplier: float, sample_rate: float) -> None:
-        kinds = self._counts
-        if kinds and (noise_multiplier, sample_rate) not in kinds:
+        """Raise an error if there were releases, but none with these values."""
+        counts = self._counts
+        if counts and (noise_multiplier, sample_rate) not in counts:
             raise DefenseError(
                 f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} differ from "
-                f"those of earlier releases, {sorted(kinds)}. If they were fixed before the run, "
+                f"those of earlier releases, {sorted(counts)}. If they were fixed before the run, "
                 "pass planned=True, else use a RenyiFilter."
             )
 
     def epsilon(self, delta: float, *, slack: float = 0.0) -> float:
-        """Return the epsilon of all releases so far, at ``delta``: an upper bound.
+        """Return an upper bound of the epsilon of all releases so far, at ``delta``.
 
         RDP takes microseconds. PRV takes a tenth of a second to a second for a new history. With
-        ``slack`` the epsilon of up to ``1 + slack`` times as many releases, the further ones of the
-        latest kind, is computed once, which bounds every count until then.
+        ``slack`` PRV is called for up to ``1 + slack`` times as many releases, with further ones of
+        the latest kind. The result is stored, and is a bound for every count until then.
 
         Args:
-            delta: in (0, 1).
-            slack: of PRV only. For logs 0.02 is a good choice: about ``100 + 55 log(T / 100)``
-                calls in T steps, and an epsilon that is at most about 1% too large.
+            delta: The delta, in (0, 1).
+            slack: The share of further releases, for PRV only. For logs 0.02 is a good choice: it
+                needs about ``100 + 55 log(T / 100)`` calls of PRV in T steps, and epsilon is at
+                most about 1% too large.
 
         Returns:
-            0 where nothing was released; ``inf`` as the module's docstring says.
+            The epsilon; 0 for no releases, and ``inf`` above ``MAX_EPSILON`` or with a noise
+            multiplier below ``MIN_NOISE`` (module ``accounting``).
 
         Raises:
-            DefenseError: delta or slack out of range.
+            DefenseError: ``delta`` or ``slack`` is out of range.
         """
         accounting.check_probability(delta)
         check_number("slack", slack, at_least=0, below=1)
@@ -216,16 +227,16 @@ class Accountant(_Ledger):
         if self.kind == "rdp" or not history:
             return accounting.epsilon_of(history, delta, self.kind, self.sampling)
         *earlier, (noise_multiplier, sample_rate, count) = history
-        coarse = max(1, int(slack * sum(row[2] for row in earlier)))
-        bounding_count = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
-        ahead: accounting.History = (*earlier, (noise_multiplier, sample_rate, bounding_count))
-        if (delta, ahead) not in self._epsilons:
+        stride = max(1, int(slack * sum(row[2] for row in earlier)))
+        max_count = max(_milestone(count, slack), stride * math.ceil(count / stride))
+        max_history: accounting.History = (*earlier, (noise_multiplier, sample_rate, max_count))
+        if (delta, max_history) not in self._epsilons:
             if len(self._epsilons) >= CACHED:
                 self._epsilons.clear()
-            self._epsilons[delta, ahead] = accounting.epsilon_of(
-                ahead, delta, self.kind, self.sampling
+            self._epsilons[delta, max_history] = accounting.epsilon_of(
+                max_history, delta, self.kind, self.sampling
             )
-        return self._epsilons[delta, ahead]
+        return self._epsilons[delta, max_history]
 
     def allows(
         self,
@@ -237,20 +248,20 @@ class Accountant(_Ledger):
     ) -> bool:
         """Return whether ``count`` more releases stay within (epsilon, delta); count none.
 
-        It is exact for both kinds. PRV is called about ``2 log2(T)`` times in T steps, because a
-        budget that allows more releases allows fewer.
+        No slack is used. PRV is called about ``2 log2(T)`` times in T steps, because a budget that
+        allows n releases allows fewer too.
 
         Raises:
-            DefenseError: a value out of range.
+            DefenseError: A value is out of range.
         """
         accounting.check_probability(delta)
         check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
         other_rows = tuple(row for row in self.history if row[:2] != event)
         total = count + sum(row[2] for row in self.history if row[:2] == event)
-        question = epsilon, delta, event, other_rows
-        if self._search is None or self._search[0] != question:
-            self._search = question, _Search()
+        query = epsilon, delta, event, other_rows
+        if self._search is None or self._search[0] != query:
+            self._search = query, _Search()
 
         def fits(releases: int) -> bool:
             history = (*other_rows, (*event, releases))
@@ -260,31 +271,31 @@ class Accountant(_Ledger):
 
 
 class RenyiFilter(_Ledger):
-    """A budget that keeps a run within (epsilon, delta) although its noise is chosen in the run.
+    """A budget that keeps a run within (epsilon, delta), even if its noise is chosen in the run.
 
     Fully adaptive composition (Feldman & Zrnic 2021, Theorem 3.1 and Sect. 4.1; Lecuyer 2021): at a
-    fixed order each release may depend on all before, as long as the sum of their Renyi divergences
-    stays within a budget that was fixed before the run. The budget of an order is what converts to
-    (epsilon, delta)-DP by Balle et al. 2020, Theorem 21.
+    fixed order each release may depend on all earlier ones, as long as the sum of their Renyi
+    divergences stays within a budget that was fixed before the run. The budget of an order is the
+    divergence that converts to (epsilon, delta)-DP by Balle et al. 2020, Theorem 21.
 
     The guarantee is (epsilon, delta) for the whole run, from the start; there is no smaller epsilon
-    "so far". It covers the releases. It does not cover *why* the noise was turned up, if data
-    decided that which were not released, as a leakage metric against the true batch does.
+    "so far". It covers the releases. It does not cover the decision to increase the noise, if that
+    depends on data that were not released, such as a leakage metric against the true batch.
 
-    PRV does not apply: its composition is proven for noise that was fixed before the run.
+    PRV does not apply, because its composition is proven for noise that is fixed before the run.
 
     Args:
         epsilon: The epsilon of the whole run.
         delta: The delta of the whole run.
-        ledger: as for :class:`Accountant`. It stores releases, not the budget: begin again with the
-            same budget.
-        sampling: how batches are drawn.
+        ledger: The path of a file that keeps every release through a crash, one for each client. It
+            does not store the budget, so resume with the same budget.
+        sampling: The sampling scheme of the batches.
 
     Attributes:
-        order: Renyi order of the budget; None until :meth:`begin` or a checkpoint fixes it.
+        order: The Renyi order of the budget; None until :meth:`begin` or a checkpoint fixes it.
 
     Raises:
-        DefenseError: a value out of range.
+        DefenseError: A value is out of range.
     """
 
     def __init__(
@@ -305,11 +316,11 @@ class RenyiFilter(_Ledger):
     def begin(self, noise_multiplier: float, sample_rate: float) -> None:
         """Fix the order for the noise that the run begins with, unless it was restored.
 
-        It stays from the first release on. Where a ledger holds releases of an earlier process, it
-        is the order for the noise of the first of them.
+        The order stays from the first release on. If a ledger holds releases of an earlier process,
+        the order is chosen for the noise of the first of them.
 
         Raises:
-            DefenseError: not one such release fits in the budget at any order.
+            DefenseError: Not even one such release fits in the budget at any order.
         """
         if self.order is None or not (self._restored or self.steps):
             for sigma, rate, _ in self.history[:1]:
@@ -326,7 +337,7 @@ class RenyiFilter(_Ledger):
         """Return whether ``count`` more releases stay within the budget; count none.
 
         Raises:
-            DefenseError: a value out of range, or :meth:`begin` was not called.
+            DefenseError: A value is out of range, or :meth:`begin` was not called.
         """
         check_release(noise_multiplier, sample_rate, count)
         spent = self._spent()
@@ -336,18 +347,18 @@ class RenyiFilter(_Ledger):
         """Count releases that are about to happen.
 
         Raises:
-            DefenseError: they would exceed the budget; nothing is counted.
+            DefenseError: The releases would exceed the budget. Nothing is counted.
         """
         if not self.allows(noise_multiplier, sample_rate, count):
             raise DefenseError(
                 f"{count} more release{'s' * (count > 1)} at noise_multiplier={noise_multiplier!r} "
                 f"would exceed (epsilon={self.epsilon:g}, delta={self.delta:g}) after {self.steps} "
-                "releases: stop, or turn the noise up"
+                "releases: stop, or increase the noise"
             )
         self.record(noise_multiplier, sample_rate, count)
 
     def counter(self, noise_multiplier: float, sample_rate: float) -> Callable[[], None]:
-        """Return a function that does one :meth:`step`, as :meth:`Accountant.counter` does."""
+        """Return a function that counts one such release by :meth:`step`."""
         return functools.partial(self.step, noise_multiplier, sample_rate)
 
     def state_dict(self) -> dict[str, Tensor | float]:  # type: ignore[override]
@@ -360,44 +371,46 @@ class RenyiFilter(_Ledger):
         """Adopt the order, and set every kind of release to the larger count.
 
         Raises:
-            DefenseError: another budget or order: both are fixed before the run.
+            DefenseError: The state has another budget or order; both are fixed before the run.
         """
         if "orders" in state:
             epsilon, delta = float(state["epsilon"]), float(state["delta"])
             if (epsilon, delta) != (self.epsilon, self.delta):
                 raise DefenseError(
-                    f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}): go on "
-                    f"with that, and not with (epsilon={self.epsilon!r}, delta={self.delta!r})"
+                    f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}): "
+                    f"continue with it, not with (epsilon={self.epsilon!r}, delta={self.delta!r})"
                 )
             orders = torch.as_tensor(state["orders"], dtype=torch.float64).tolist()
             if len(orders) == 1 and self.order is None:
                 (self.order,), self._restored = orders, True
             if orders and orders != [self.order]:
-                mend = (
-                    "go on with that, or begin a new run" if len(orders) == 1 else "begin a new run"
+                advice = (
+                    "use that order, or begin a new run" if len(orders) == 1 else "begin a new run"
                 )
                 raise DefenseError(
-                    f"order={self.order} differs from that of the checkpoint, {orders}: {mend}"
+                    f"order={self.order} differs from that of the checkpoint, {orders}: {advice}"
                 )
         super().load_state_dict(state)
 
     def _rdp(self, noise_multiplier: float, sample_rate: float) -> float:
-        """Return the divergence of one release at the order."""
+        """Return the Renyi divergence of one release at the order of the budget."""
         if noise_multiplier < accounting.MIN_NOISE:
             return math.inf
-        return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._place])
+        return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._order_index])
 
     @property
-    def _place(self) -> int:
+    def _order_index(self) -> int:
         if self.order is None:
-            raise DefenseError("RenyiFilter: there is no budget yet; call begin first")
+            raise DefenseError("RenyiFilter: the order is not fixed yet; call begin first")
         return renyi.ORDERS.index(self.order)
 
     def _spent(self) -> float:
+        """Return the Renyi divergence of all releases so far."""
         return sum(count * self._rdp(sigma, rate) for sigma, rate, count in self.history)
 
     def _share(self, spent: float) -> float:
-        budget = float(self.epsilon - renyi.conversion(self.delta)[self._place])
+        """Return the share of the budget that a Renyi divergence takes."""
+        budget = float(self.epsilon - renyi.conversion_terms(self.delta)[self._order_index])
         return spent / budget if budget > 0 else math.inf
 
 
@@ -411,20 +424,20 @@ def best_order(
 ) -> float:
     """Return the order at which the most releases of one kind fit in (epsilon, delta).
 
-    It must be chosen before the run, for the noise that it begins with.
+    It must be chosen before the run, for the noise at the beginning.
 
     Raises:
-        DefenseError: not one release fits at any order.
+        DefenseError: Not even one release fits at any order.
     """
     check_release(noise_multiplier, sample_rate)
-    budget = epsilon - renyi.conversion(delta)
+    budget = epsilon - renyi.conversion_terms(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
         rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
         releases = np.where(budget > 0, budget / rdp, 0.0)
-    best = int(np.nanargmax(releases))
-    if not releases[best] >= 1 or noise_multiplier < accounting.MIN_NOISE:
+    best_index = int(np.nanargmax(releases))
+    if not releases[best_index] >= 1 or noise_multiplier < accounting.MIN_NOISE:
         raise DefenseError(
             f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"
         )
-    return renyi.ORDERS[best]
+    return renyi.ORDERS[best_index]

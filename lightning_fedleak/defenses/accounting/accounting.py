@@ -43,18 +43,18 @@ from lightning_fedleak.defenses.accounting.renyi import (
     SamplingScheme,
     deltas_of_rdp,
     epsilons_of_rdp,
-    least_epsilon,
+    min_epsilon,
     rdp_of,
 )
 from lightning_fedleak.defenses.base import Curve, DefenseError
 from lightning_fedleak.defenses.checks import check_choice, check_number
 
 PRV_POINTS = 2**21  # approximate limit of the points of PRV's mesh; more: slower, a smaller error
-PRV_ERROR = 0.002  # error of PRV's epsilon over the scale that it is called with. Not tuned
-PRV_MAX_LOSS = 650.0  # privacy loss up to which PRV is called; exp of 709 overflows float64
+PRV_ERROR = 0.002  # allowed error of PRV's epsilon, as a share of the scale passed. Not tuned
+PRV_MAX_LOSS = 650.0  # largest privacy loss for which PRV is called; exp(709) overflows float64
 
 AccountantKind = Literal["prv", "rdp"]
-Trust = Literal["local", "central"]
+Trust = Literal["local", "central"]  # in the server: it sees each update, or only their sum
 History = tuple[tuple[float, float, int], ...]
 Releases = Sequence[tuple[float, float, int]]
 """Noise multiplier, sample rate and count of every kind of release."""
@@ -67,11 +67,14 @@ MIN_DELTA = 1e-9  # smallest delta of a curve; events rarer than delta refute no
 
 
 class _WithoutReplacementPRV:
-    """The privacy loss of A against B under A, as Opacus' parts of PRV take it.
+    """The privacy loss of sampling without replacement, in the form that Opacus' PRV code takes.
+
+    It is the loss of A against B under A, for the pair (A, B) of the module ``renyi``.
 
     Args:
-        sample_rate: q, below 1.
-        noise_multiplier: sigma, over the largest distance between the sums of two neighbours.
+        sample_rate: The sample rate q, below 1.
+        noise_multiplier: Sigma: the standard deviation of the noise over the largest distance
+            between the sums of two neighbouring datasets.
     """
 
     def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
@@ -79,7 +82,7 @@ class _WithoutReplacementPRV:
         self._sigma = noise_multiplier
 
     def cdf(self, t: Floats | float) -> Floats:
-        """Return the chance of a loss of at most t."""
+        """Return the probability that the loss is at most t."""
         q, sigma = self._rate, self._sigma
         x = 0.5 + sigma**2 * np.log1p(np.expm1(np.abs(t)) / q)
         tail = ndtr(-x / sigma)
@@ -105,12 +108,12 @@ def prv_epsilon(
         sampling: The sampling scheme of all releases.
     """
 
-    def read(composed: Any, delta_error: float, error: float) -> Floats:
+    def evaluate(composed: Any, delta_error: float, error: float) -> Floats:
         return np.array([composed.compute_epsilon(delta, delta_error, error)[2]])
 
     scale = epsilon
     while True:
-        bound = read_prv(history, delta, scale, rdp, read, sampling)
+        bound = evaluate_prv(history, delta, scale, rdp, evaluate, sampling)
         if bound is not None and math.isfinite(bound[0]):
             epsilon = min(epsilon, max(float(bound[0]), 0.0))
         if not 0 < epsilon < scale / 3:
@@ -118,18 +121,18 @@ def prv_epsilon(
         scale = 2 * epsilon
 
 
-def read_prv(
+def evaluate_prv(
     history: Releases,
     delta: float,
     epsilon: float,
     rdp: Floats,
-    read: Callable[[Any, float, float], Floats],
+    evaluate: Callable[[Any, float, float], Floats],
     sampling: SamplingScheme = "poisson",
 ) -> Floats | None:
-    """Return values that ``read`` computes from PRV's composition of all releases.
+    """Return values that ``evaluate`` computes from PRV's composition of all releases.
 
     It uses the parts of ``opacus.accountants.PRVAccountant`` with three differences. Renyi
-    divergences, which take most of the time there, are stored. The mesh is as fine as an error of
+    divergences, which take most of Opacus' time, are cached. The mesh is as fine as an error of
     ``PRV_ERROR * epsilon`` needs, and not larger than about ``PRV_POINTS``. And rounding is allowed
     for: the T-th power of a Fourier transform in float64 shifts delta by up to about ``0.3 T eps``
     (measured against the Gaussian mechanism), by which Opacus understates epsilon at a tiny delta
@@ -140,7 +143,7 @@ def read_prv(
         delta: The delta of the result.
         epsilon: A scale that is about as large as the resulting epsilon, or larger.
         rdp: The Renyi DP of all releases together, at ``ORDERS``.
-        read: A function of the composition, the error of a delta, and the error of an epsilon.
+        evaluate: A function of the composition, the error of a delta, and the error of an epsilon.
         sampling: The sampling scheme of all releases.
 
     Returns:
@@ -150,7 +153,8 @@ def read_prv(
     from opacus.accountants.analysis import prv
 
     steps = sum(row[2] for row in history)
-    rounding = 2 * steps * float(np.finfo(np.float64).eps)  # 2 > 6 * 0.3
+    # At most 2 T eps, more than six times the measured shift of 0.3 T eps.
+    rounding = 2 * steps * float(np.finfo(np.float64).eps)
     if rounding > delta / 10:
         return None
     delta_error = max(delta / 1000, rounding)
@@ -165,19 +169,19 @@ def read_prv(
         return None
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
-    half = max(loss, error) + 3
+    half_width = max(loss, error) + 3  # of the mesh
 
     def loss_of(sigma: float, rate: float) -> Any:
-        fixed = sampling == "without_replacement"
+        fixed = sampling == "without_replacement"  # batches of a fixed size
         return (_WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
 
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             width = error / root
-            points = _fast_length(2 * math.ceil(half / width) + 4)
-            half = (points / 2 - 1.5) * width  # create_aligned rounds it up to `points` points
-            mesh = prv.Domain.create_aligned(-half, half, width)
+            points = _fast_length(2 * math.ceil(half_width / width) + 4)
+            half_width = (points / 2 - 1.5) * width  # create_aligned then makes `points` points
+            mesh = prv.Domain.create_aligned(-half_width, half_width, width)
             releases = [
                 prv.discretize(
                     prv.TruncatedPrivacyRandomVariable(
@@ -190,7 +194,7 @@ def read_prv(
             composed = prv.compose_heterogeneous(
                 dprvs=releases, num_self_compositions=[row[2] for row in history]
             )
-            return read(composed, delta_error, error)
+            return evaluate(composed, delta_error, error)
     except (RuntimeError, ValueError) as reason:
         warnings.warn(
             f"PRV has no result at delta {delta:g} ({reason}): RDP's epsilon is reported, which "
@@ -235,7 +239,7 @@ def epsilon_of(
     if min(row[0] for row in history) < MIN_NOISE:
         return math.inf
     if kind == "rdp" and sampling == "poisson":
-        epsilon = least_epsilon(history, delta)
+        epsilon = min_epsilon(history, delta)
     else:
         rdp = composed_rdp(history, sampling)
         epsilon = float(epsilons_of_rdp(rdp, delta).min())
@@ -245,7 +249,7 @@ def epsilon_of(
 
 
 def composed_rdp(history: Releases, sampling: SamplingScheme) -> Floats:
-    """Return (len(ORDERS),) Renyi DP of all releases together."""
+    """Return the Renyi DP (len(ORDERS),) of all releases together."""
     terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
     return sum(terms, np.zeros(1))
 
@@ -269,21 +273,21 @@ def curve_of(
     Raises:
         DefenseError: A value is out of range, or Opacus is missing.
     """
-    largest = epsilon_of(history, MIN_DELTA, kind, sampling)
+    max_epsilon = epsilon_of(history, MIN_DELTA, kind, sampling)
     if not history:
         return ((0.0, 0.0),)
-    if math.isinf(largest):
+    if math.isinf(max_epsilon):
         return ()
-    epsilons = np.linspace(0.0, largest, CURVE_POINTS)
+    epsilons = np.linspace(0.0, max_epsilon, CURVE_POINTS)
     rdp = composed_rdp(history, sampling)
     deltas = deltas_of_rdp(rdp, epsilons)
-    if kind == "prv" and largest > 0:
+    if kind == "prv" and max_epsilon > 0:
 
-        def read(composed: Any, delta_error: float, error: float) -> Floats:
+        def evaluate(composed: Any, delta_error: float, error: float) -> Floats:
             estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
             return np.maximum(estimates, 0.0) + delta_error
 
-        bounds = read_prv(history, MIN_DELTA, largest, rdp, read, sampling)
+        bounds = evaluate_prv(history, MIN_DELTA, max_epsilon, rdp, evaluate, sampling)
         deltas = deltas if bounds is None else np.fmin(deltas, bounds)
     deltas[-1] = min(deltas[-1], MIN_DELTA)
     return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))

@@ -1,4 +1,8 @@
-"""The budget of DP-SGD: its noise, the account of its releases, and whether one more fits."""
+"""The budget of DP-SGD: the noise of its releases, their account, and whether one more fits.
+
+A *release* is one noised update. A *filter* is an accountant that allows the noise to change during
+the run (:class:`~lightning_fedleak.defenses.RenyiFilter`). To *harden* is to increase the noise.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 
-EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
-_ACCOUNT = "accountant/"
+# The reported epsilon may include this share of further releases, so that PRV is called rarely.
+EPSILON_SLACK = 0.02
+_ACCOUNT = "accountant/"  # prefix of the accountant's keys in a state
 
 Account = accounting.AccountantKind | Literal["filter"]
 AnyAccountant = Accountant | RenyiFilter
@@ -33,19 +38,19 @@ class Budget:
     """The noise of the next release, the account of all before it, and whether one more fits.
 
     Attributes:
-        kind: how to account.
-        noise_multiplier: sigma at the beginning; None until it is found from ``target_epsilon``.
-        target_epsilon: what the whole run may cost; None for no limit.
-        target_delta: delta of the guarantee; None for a tenth of one over the examples.
-        seeded: whether the noise can be guessed, so that epsilon is infinite.
-        max_hardenings: hardenings that are allowed; None for no limit.
-        sampling: how batches are drawn.
-        owner: class of the defence, for messages.
-        accountant: counts releases.
-        notches: how often the noise was turned up.
-        rate: chance of each example to be in a batch; None until the training data are known.
-        delta: The delta of the guarantee; None until then, unless it was passed.
-        next_release: what :meth:`settle_next` returned; None once anything else has changed.
+        kind: The kind of accountant.
+        noise_multiplier: The initial sigma; None until it is computed from ``target_epsilon``.
+        target_epsilon: The epsilon that the whole run may spend; None for no limit.
+        target_delta: The delta of the guarantee; None if the defence computes it from the data.
+        seeded: Whether the noise can be guessed, so that epsilon is infinite.
+        max_hardenings: The number of hardenings that are allowed; None for no limit.
+        sampling: The sampling scheme of the batches.
+        owner: The class name of the defence, for messages.
+        accountant: The accountant, which counts releases.
+        notches: The number of hardenings so far.
+        rate: The probability of each example to be in a batch; None until the data are known.
+        delta: The delta of the guarantee; None until the data are known, unless it was passed.
+        next_release: The result of :meth:`settle_next`; None after any other attribute was set.
     """
 
     kind: Account
@@ -62,7 +67,7 @@ class Budget:
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and forget the next release, which may follow from it."""
+        """Set an attribute, and forget the next release, which may depend on it."""
         vars(self)["next_release"] = None
         vars(self)[name] = value
 
@@ -72,14 +77,15 @@ class Budget:
         self.delta = self.target_delta
         self.accountant = self._new_accountant(None)
         self._calibrates = self.noise_multiplier is None
-        self._covered = 0  # releases for which the noise was found, all of its kind
+        # The number of releases for which sigma was computed: so many are within the target.
+        self._covered = 0
 
     @property
     def privacy(self) -> Privacy:
         """Return epsilon and delta of the releases so far, and the noise of the next.
 
         Raises:
-            DefenseError: before the training data are known.
+            DefenseError: The training data are not known yet.
         """
         if self.rate is None or self.delta is None or self.noise_multiplier is None:
             raise DefenseError(f"{self.owner}.privacy is known once a fit has begun")
@@ -96,7 +102,7 @@ class Budget:
         """Return the pairs (epsilon, delta) that hold for the releases so far.
 
         Raises:
-            DefenseError: before the training data are known.
+            DefenseError: The training data are not known yet.
         """
         delta = self.privacy.delta
         if isinstance(self.accountant, RenyiFilter):
@@ -110,7 +116,7 @@ class Budget:
         """Return sigma of the next release, with all hardenings.
 
         Raises:
-            DefenseError: before the training data are known, where sigma is found from them.
+            DefenseError: Sigma depends on the training data, which are not known yet.
         """
         if self.noise_multiplier is None:
             raise DefenseError(f"{self.owner}: no training data yet, so the noise is not known")
@@ -118,14 +124,14 @@ class Budget:
 
     @property
     def can_harden(self) -> bool:
-        """Return whether noise may be turned up: all but a filter need it fixed before the run."""
+        """Return whether noise may be increased during the run, which needs a filter."""
         return self.kind == "filter" and self.max_hardenings != 0
 
     def harden(self) -> str | None:
         """Multiply the noise by :data:`HARDEN_FACTOR`, from the next release on.
 
         Returns:
-            What changed, in words; None where the noise may not be larger.
+            A message about the change; None if the noise may not be increased further.
         """
         if not self.can_harden or self.notches == self.max_hardenings:
             return None
@@ -142,12 +148,12 @@ class Budget:
 
         Args:
             path: The path of the file, or with a ``unit`` of the files of all clients.
-            client: whose file it is.
-            clients: how many there are.
+            client: The index of the client.
+            clients: The number of clients.
             unit: The unit of privacy, by which files are distinguished; None for the path as it is.
 
         Raises:
-            DefenseError: the file holds something else, or cannot be written.
+            DefenseError: The file is not a ledger, or cannot be read or written.
         """
         if unit is not None:
             path = client_path(path, client, clients, unit)
@@ -156,20 +162,20 @@ class Budget:
         self.accountant = accountant
 
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
-        """Find the noise, now that the training data are known.
+        """Compute the noise, once the training data are known.
 
-        Noise of an earlier call is found again as long as nothing was released with it, because the
-        data or the number of steps may have changed.
+        If nothing was released yet, noise of an earlier call is computed again, because the data or
+        the number of steps may have changed.
 
         Args:
-            rate: chance of each example to be in a batch.
+            rate: The probability of each example to be in a batch.
             delta: The delta of the guarantee.
-            planned_steps: returns how many releases the run is going to make; called if needed.
+            planned_steps: Returns the planned number of releases of the run; called only if needed.
 
         Raises:
-            DefenseError: no noise fits the target, not one release fits the filter's budget, or
-                noise or rate are not those of earlier releases, which only a filter allows.
-            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+            DefenseError: No noise fits the target, not even one release fits the filter's budget,
+                or noise or rate differ from those of earlier releases, which only a filter allows.
+            BudgetSpent: A resumed run has cost more than ``target_epsilon`` already.
         """
         self.rate, self.delta = rate, delta
         if self.noise_multiplier is None or (self._calibrates and self.accountant.steps == 0):
@@ -185,13 +191,13 @@ class Budget:
         self.check_not_overdrawn()
 
     def check_not_overdrawn(self) -> None:
-        """Raise an error where the releases so far cost more than ``target_epsilon``.
+        """Raise an error if the releases so far cost more than ``target_epsilon``.
 
         A filter checks that in every release.
 
         Raises:
-            DefenseError: the earlier releases were made with another noise or rate.
-            BudgetSpent: says by how much.
+            DefenseError: The earlier releases were made with another noise or rate.
+            BudgetSpent: They cost more. The message has their epsilon.
         """
         account = self.accountant
         self._check_unchanged()
@@ -209,6 +215,7 @@ class Budget:
             )
 
     def _check_unchanged(self) -> None:
+        """Raise an error if earlier releases had another noise or rate; a filter allows it."""
         rows = self.accountant.history
         if isinstance(self.accountant, RenyiFilter) or not rows:
             return
@@ -221,16 +228,16 @@ class Budget:
             raise DefenseError(
                 f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
-                f"{rows[-1][1]:g} (noise of a seed counts as 0), and accountant={self.kind!r} "
-                "holds for what is fixed before the run: go on with that noise, batch_size and "
-                "data, or begin a new run (accountant='filter' lets them change)."
+                f"{rows[-1][1]:g} (noise of a seed counts as 0). With accountant={self.kind!r} "
+                "they must not change. Continue with that noise, batch_size and data, or begin a "
+                "new run (accountant='filter' lets them change)."
             )
 
     def check_affords_another(self) -> None:
         """Raise an error for a release that the budget does not cover.
 
         Raises:
-            BudgetSpent: says how many were made.
+            BudgetSpent: The budget is spent. The message has the number of releases.
         """
         if not self.affords_another():
             raise BudgetSpent(
@@ -254,11 +261,12 @@ class Budget:
     def settle_next(self) -> tuple[float, Callable[[], None]]:
         """Return sigma of the next releases, and a function that counts one before it happens.
 
-        Noise that can be guessed counts as 0. Both hold until an attribute of this budget changes.
+        Noise that can be guessed counts as 0. Both are valid until an attribute of this budget is
+        set.
 
         Raises:
-            DefenseError: releases before had another noise or rate. The function: the account
-                cannot be written, or a filter's budget is spent.
+            DefenseError: Earlier releases had another noise or rate. The function raises it if the
+                ledger cannot be written, or a filter's budget is spent.
         """
         assert self.rate is not None
         sigma = self.noise_now
@@ -266,7 +274,7 @@ class Budget:
         return self.next_release
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return what releases were accounted as, the noise, and its hardenings."""
+        """Return the accountant's state, the rate, delta, sampling, noise and hardenings."""
         state: dict[str, Tensor | int | float | str] = {}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
@@ -282,38 +290,39 @@ class Budget:
     def load_state_dict(self, state: State, releases: int) -> None:
         """Continue the account, in which no count ever decreases.
 
-        Noise that was found from ``target_epsilon`` stays.
+        Noise that was computed from ``target_epsilon`` is kept.
 
         Args:
-            state: a result of :meth:`state_dict`.
-            releases: how many had been made by then.
+            state: The result of :meth:`state_dict`.
+            releases: The number of releases at that time.
 
         Raises:
-            DefenseError: they were made under another kind of accountant or of sampling, or, with
-                a filter, under another budget.
+            DefenseError: They were made under another kind of accountant or sampling, or, with a
+                filter, under another budget.
         """
         account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
         rows = torch.as_tensor(account.get("releases", torch.zeros(0, 3)))
-        counted = int(rows[:, 2].sum())
-        filtered = "orders" in account
+        n_recorded = int(rows[:, 2].sum())
+        was_filter = "orders" in account
         sampling = state.get("sampling", self.sampling)
-        gone = {"truncated_at", "factors", "mechanism"}
+        # Keys in states of earlier versions, of rules that no longer exist.
+        removed_keys = {"truncated_at", "factors", "mechanism"}
         refusals = {
-            f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
-            f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
+            f"{'' if was_filter else 'not '}made under accountant='filter', but this run has "
+            f"accountant={self.kind!r}. A budget holds from the first release on: use the "
             "accountant of the checkpoint, or begin a new run.": (
-                filtered != (self.kind == "filter")
+                was_filter != (self.kind == "filter")
             ),
-            f"accounted as sampling={sampling!r}, and this run's are as {self.sampling!r}. Draw as "
+            f"accounted with sampling={sampling!r}, but this run has {self.sampling!r}. Sample as "
             "before, or begin a new run.": sampling != self.sampling,
             "drawn or noised by a rule that is gone (truncated batches, a noise schedule, "
-            "correlated noise). Begin a new run.": gone & state.keys(),
+            "correlated noise). Begin a new run.": removed_keys & state.keys(),
         }
-        owner = f"{self.owner}: the checkpoint's {releases or counted} releases were "
-        refuse(owner, refusals if releases or counted else {})
+        owner = f"{self.owner}: the checkpoint's {releases or n_recorded} releases were "
+        refuse(owner, refusals if releases or n_recorded else {})
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
-            # Until the data are known, `privacy` needs them.
+            # `privacy` needs both before the data are known.
             self.rate = float(state["rate"])
             self.delta = float(state["delta"]) if self.delta is None else self.delta
         if self._calibrates and "noise_multiplier" in state:
@@ -322,6 +331,7 @@ class Budget:
         self.accountant.load_state_dict(account)
 
     def _new_accountant(self, ledger: LedgerPath | None) -> AnyAccountant:
+        """Return an accountant of this kind without releases, or with those of the ledger."""
         if self.kind == "filter":
             assert self.target_epsilon is not None
             assert self.target_delta is not None

@@ -1,4 +1,8 @@
-"""The ledger file, which records a client's releases and survives a crash."""
+"""The ledger file, which records a client's releases and survives a crash.
+
+A *release* is one noised update. A line of the file has its noise multiplier, its sample rate, and
+a count.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,15 @@ Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
 LedgerPath = str | os.PathLike[str]
 
-TERMS_SCHEMA = 1  # of the file <ledger>.terms; ledgers with another version are refused
-MAX_LINE_BYTES = 80  # bytes; two floats, a count and the line's end are shorter
+TERMS_SCHEMA = 1  # version of the file <ledger>.terms; other versions are refused
+MAX_LINE_BYTES = 80  # two floats, a count and the line's end take fewer bytes
 _GO_ON = (
     "Continue with the previous settings, or start a new run with a new ledger path, from a model "
     "that this data did not train"
 )
-_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client
+# The end of a file's name: unit of privacy (the second form is of earlier versions), and client.
+_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")
+# Neither follow a link nor wait for a pipe.
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -50,7 +56,8 @@ class LedgerFile:
 
     def __init__(self, path: LedgerPath) -> None:
         self.path = Path(path)
-        self.counts, self._size, self._half = _read(self.path)
+        # Sizes in bytes: of the file, and of an incomplete last line.
+        self.counts, self._size, self._tail_size = _read(self.path)
 
     def append(self, event: Event, count: int) -> None:
         """Write releases to the file before they happen.
@@ -58,8 +65,8 @@ class LedgerFile:
         Raises:
             DefenseError: The file cannot be written or has changed.
         """
-        if self._half:
-            self._size, self._half = _append(self.path, "", self._size, self._half), 0
+        if self._tail_size:
+            self._size, self._tail_size = _append(self.path, "", self._size, self._tail_size), 0
         self._size = _append(self.path, f"{event[0]!r} {event[1]!r} {count}\n", self._size)
 
 
@@ -90,7 +97,7 @@ def client_path(path: LedgerPath, client: int, clients: int, unit: str = "exampl
             )
     path = path.with_name(path.name + ending)
     if clients > 1:
-        _is_there(path)  # raises an error for a folder or a pipe
+        _exists(path)  # raises an error for a folder or a pipe
     ending = f"-of-{clients}"
     client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
     files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
@@ -160,7 +167,7 @@ def check_count(value: float, name: str) -> None:
     check_integer(name, value)
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     """Return whether the file exists. It is not opened, because a pipe or a device would block.
 
     Raises:
@@ -175,6 +182,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _check_file(path: Path, mode: int) -> None:
+    """Raise an error unless a file's mode is that of a regular file."""
     if not stat.S_ISREG(mode):
         raise DefenseError(
             f"ledger={str(path)!r} is a folder, a link, a device, a pipe or a socket: give the "
@@ -183,7 +191,7 @@ def _check_file(path: Path, mode: int) -> None:
 
 
 def _read(path: Path) -> tuple[Counter[Event], int, int]:
-    """Return counts by event, the file's bytes, and how many belong to an incomplete last line.
+    """Return counts by event, the file's size in bytes, and the size of an incomplete last line.
 
     The release of an incomplete line was never made.
 
@@ -192,7 +200,7 @@ def _read(path: Path) -> tuple[Counter[Event], int, int]:
     """
     with explain_errors(f"ledger={str(path)!r} cannot be read", OSError, error=DefenseError):
         counts = Counter[Event]()
-        if not _is_there(path):
+        if not _exists(path):
             return counts, 0, 0
         with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
             _check_file(path, os.fstat(file.fileno()).st_mode)
@@ -202,12 +210,12 @@ def _read(path: Path) -> tuple[Counter[Event], int, int]:
                 counts[event] += count
                 size, line = size + len(line), file.readline(MAX_LINE_BYTES)
         if line:
-            # An incomplete last line must be the beginning of a valid one: all numbers but its last
-            # are complete, and with ones in place of the rest the line must be valid.
-            *whole, last = line.rstrip(b"\r").split(b" ")
-            begins = counts and len(line) < MAX_LINE_BYTES and re.fullmatch(rb"[0-9.e+-]*", last)
-            completed = b" ".join([*whole, *b"1.0 1.0 1".split()[len(whole) :]])
-            _parse_line(path, completed if begins else b"")
+            # An incomplete last line must be the beginning of a valid one: all numbers except the
+            # last are complete, and the line must be valid with ones instead of the rest.
+            *numbers, end = line.rstrip(b"\r").split(b" ")
+            may_be_cut = counts and len(line) < MAX_LINE_BYTES and re.fullmatch(rb"[0-9.e+-]*", end)
+            filled_line = b" ".join([*numbers, *b"1.0 1.0 1".split()[len(numbers) :]])
+            _parse_line(path, filled_line if may_be_cut else b"")
         return counts, size + len(line), len(line)
 
 
@@ -215,12 +223,12 @@ def _parse_line(path: Path, line: bytes) -> tuple[Event, int]:
     """Return event and count of a line that :meth:`LedgerFile.append` wrote.
 
     Raises:
-        DefenseError: The method writes no such line.
+        DefenseError: The line is not in the format of that method.
     """
     try:
         text = line.decode("ascii").removesuffix("\n").removesuffix("\r")
-        sigma, rate, number = text.split(" ")
-        event, count = (float(sigma), float(rate)), int(number)
+        sigma, rate, count_text = text.split(" ")
+        event, count = (float(sigma), float(rate)), int(count_text)
         check_release(*event, count)
         return event, count
     except ValueError:
@@ -230,47 +238,47 @@ def _parse_line(path: Path, line: bytes) -> tuple[Event, int]:
         ) from None
 
 
-def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
+def _append(path: Path, line: str, expected_size: int, n_remove: int = 0) -> int:
     """Append the whole line or nothing, and return once it is safely on the disk.
 
     Args:
-        path: The file; it is created if ``expected`` is 0.
+        path: The file; it is created if ``expected_size`` is 0.
         line: The line, with its newline.
-        expected: The size in bytes that the file must have.
-        cut: The number of bytes to remove from the end first.
+        expected_size: The size in bytes that the file must have.
+        n_remove: The number of bytes to remove from the end first.
 
     Returns:
         The size of the file in bytes.
     """
     data = line.encode("ascii")
-    start = expected - cut
+    start = expected_size - n_remove
     cause = f"ledger={str(path)!r} cannot be written: the release was not made"
     hint = "Give a path in a folder that exists and has free space"
     with explain_errors(cause, OSError, error=DefenseError, hint=hint):
-        _is_there(path)
-        flags = os.O_WRONLY | os.O_APPEND | _OPEN_FLAGS | (0 if expected else os.O_CREAT)
+        _exists(path)  # raises an error for a folder or a pipe
+        flags = os.O_WRONLY | os.O_APPEND | _OPEN_FLAGS | (0 if expected_size else os.O_CREAT)
         descriptor = os.open(path, flags, 0o600)
         try:
             status = os.fstat(descriptor)
             _check_file(path, status.st_mode)
-            if status.st_size != expected:
+            if status.st_size != expected_size:
                 raise _changed_error(path)
-            if cut:
+            if n_remove:
                 os.ftruncate(descriptor, start)
-            written = 0
+            n_written = 0
             try:
-                written = os.write(descriptor, data)
-                if written != len(data):
-                    raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes fit on the disk")
+                n_written = os.write(descriptor, data)
+                if n_written != len(data):
+                    raise OSError(errno.ENOSPC, f"{n_written} of {len(data)} bytes fit on the disk")
                 os.fsync(descriptor)
             except OSError:
-                if os.fstat(descriptor).st_size == start + written:
+                if os.fstat(descriptor).st_size == start + n_written:
                     os.ftruncate(descriptor, start)
                 raise
             size = os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
-        if not expected:
+        if not expected_size:
             _sync_folder(path.parent)
     if size != start + len(data):
         raise _changed_error(path)
@@ -278,6 +286,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
 
 
 def _changed_error(path: Path) -> DefenseError:
+    """Return the error for a file that something else has changed."""
     return DefenseError(
         f"ledger={str(path)!r} was changed by something else since it was read: the release was "
         "not made. Use a separate path for each run, or run one after the other"

@@ -1,24 +1,25 @@
-"""Renyi differential privacy of one release of the sampled Gaussian mechanism.
+"""Renyi differential privacy (RDP) of one release of the sampled Gaussian mechanism.
 
-- Poisson sampling: Mironov, Talwar & Zhang 2019, as Opacus computes it.
-- Batches of a fixed number without replacement: Zhu, Dong & Wang 2022, as said below.
+- Poisson sampling: Mironov, Talwar & Zhang 2019, computed by Opacus.
+- Batches of a fixed size, drawn without replacement: Zhu, Dong & Wang 2022, see below.
 
-Orders are converted to (epsilon, delta) by Balle et al. 2020, Theorem 21.
+The RDP of an order is converted to (epsilon, delta) by Balle et al. 2020, Theorem 21.
 
-**Without replacement.** Neighbours differ by one example put in another's place. Zhu, Dong & Wang
-2022, Theorem 11, bounds one release by two pairs of distributions. With P and Q two Gaussians one
-sensitivity apart, and q the share of the examples in a batch, they are ``(1 - q) Q + q P`` against
-Q for a likelihood ratio of at least 1, and P against ``(1 - q) P + q Q`` below. Neither dominates
-the other over several releases. Both together are the privacy curve of one pair (A, B), which
-composes: the losses above 0 are of the first pair, those below 0 of the second, and the rest of the
-mass is at 0.
+**Without replacement.** Neighbouring datasets differ in one example that is replaced. Zhu, Dong &
+Wang 2022, Theorem 11, bounds one release by two pairs of distributions. Let P and Q be two
+Gaussians whose means differ by the sensitivity, and q the share of the examples in a batch. The
+first pair is ``(1 - q) Q + q P`` against Q, for likelihood ratios of at least 1. The second is P
+against ``(1 - q) P + q Q``, for ratios below 1. Over several releases neither pair dominates the
+other. Together they are the privacy curve of one pair (A, B), which composes: its privacy losses
+above 0 are of the first pair, its losses below 0 of the second, and the rest of the mass is at 0.
 
-By symmetry one function gives all of it, for x beyond the middle of the two Gaussians::
+By symmetry one function gives all losses. With sigma the noise multiplier, for x above the mid
+1/2 of the two means::
 
     g(x) = log(1 - q + q exp((x - 1/2) / sigma^2)),  x > 1/2
 
 Under A a loss g(x) has the density ``phi(x) exp(g(x))``, and a loss -g(x) the density ``phi(x)`` of
-N(0, sigma^2). One pair alone, composed with itself, is a lower bound of the whole.
+N(0, sigma^2). Only one of the two pairs, composed with itself, would be a lower bound.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ ORDERS: tuple[float, ...] = (
     *(1 + x / 10 for x in range(1, 100)),
     *(float(x) for x in (*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)),
 )
-"""Renyi orders that are tried."""
+"""The Renyi orders at which divergences are computed."""
 
-MAX_NODES = 1 << 17  # nodes of an integral; an order that needs more costs as without sampling
-NODES = 8  # of Gauss and Legendre in a panel, which is at most sigma wide. Not tuned
-TAIL = 12  # standard deviations beyond the last peak where the integral ends; the rest is 1e-32
+MAX_NODES = 1 << 17  # limit of an integral's nodes; above it the RDP without sampling is used
+NODES = 8  # Gauss-Legendre nodes in a panel, which is at most sigma wide. Not tuned
+TAIL = 12  # standard deviations after the last peak where the integral ends; the rest is 1e-32
 
 
 SamplingScheme = Literal["poisson", "without_replacement"]
@@ -57,10 +58,10 @@ def rdp_of(
     """Return (len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only.
 
     Args:
-        noise_multiplier: standard deviation of the noise over the largest distance between the sums
-            of two neighbouring datasets.
-        sample_rate: share of the examples in a batch, by chance or of a fixed number.
-        sampling: how batches are drawn.
+        noise_multiplier: The standard deviation of the noise over the largest distance between the
+            sums of two neighbouring datasets.
+        sample_rate: The share of the examples in a batch: on average, or of a fixed-size batch.
+        sampling: The sampling scheme.
     """
     if sampling == "without_replacement" and sample_rate < 1:
         return rdp_without_replacement(noise_multiplier, sample_rate, ORDERS)
@@ -69,6 +70,7 @@ def rdp_of(
 
 @functools.lru_cache(maxsize=1024)
 def _rdp_of_poisson(noise_multiplier: float, sample_rate: float) -> Floats:
+    """Return the Renyi DP (len(ORDERS),) of one release under Poisson sampling; read-only."""
     rdp = np.array([_rdp_at(order, noise_multiplier, sample_rate) for order in ORDERS])
     rdp.flags.writeable = False
     return rdp
@@ -86,56 +88,56 @@ def _rdp_at(order: float, noise_multiplier: float, sample_rate: float) -> float:
     return rdp if rdp >= 0 else math.inf
 
 
-def least_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
-    """Return the least of :func:`epsilons_of_rdp` for releases under Poisson sampling.
+def min_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
+    """Return the minimum of :func:`epsilons_of_rdp` for releases under Poisson sampling.
 
-    It reads a tenth of the orders. Epsilons fall and then rise with the order: times (order - 1)
-    they are convex in it, the Renyi DP by Corollary 2 of van Erven & Harremoes 2014, and the
-    conversion by its second derivative, 1 / (order - 1) - 1 / order. All orders are read where
-    one that is asked about is infinite.
+    A bisection computes about a tenth of the orders, because epsilon falls and then rises with the
+    order: (order - 1) epsilon is convex in the order. For the Renyi DP this is Corollary 2 of van
+    Erven & Harremoes 2014; for the conversion it follows from the second derivative,
+    1 / (order - 1) - 1 / order. If an epsilon is infinite, all orders are computed.
 
     Args:
         history: The noise multiplier, sample rate and count of every kind of release.
         delta: The delta, in (0, 1).
     """
-    events, terms = list(history), conversion(delta)
+    events, terms = list(history), conversion_terms(delta)
 
     @functools.cache
-    def read(place: int) -> float:
-        rdp = sum(count * _rdp_at(ORDERS[place], sigma, q) for sigma, q, count in events)
-        return float(rdp + terms[place])
+    def epsilon_at(index: int) -> float:
+        rdp = sum(count * _rdp_at(ORDERS[index], sigma, q) for sigma, q, count in events)
+        return float(rdp + terms[index])
 
     low, high = 0, len(ORDERS) - 1
     while low < high:
-        middle = (low + high) // 2
-        if not math.isfinite(read(middle)) or not math.isfinite(read(middle + 1)):
-            return max(0.0, min(map(read, range(len(ORDERS)))))
-        low, high = (low, middle) if read(middle) <= read(middle + 1) else (middle + 1, high)
-    return max(0.0, read(low))
+        mid = (low + high) // 2
+        if not math.isfinite(epsilon_at(mid)) or not math.isfinite(epsilon_at(mid + 1)):
+            return max(0.0, min(map(epsilon_at, range(len(ORDERS)))))
+        low, high = (low, mid) if epsilon_at(mid) <= epsilon_at(mid + 1) else (mid + 1, high)
+    return max(0.0, epsilon_at(low))
 
 
 def epsilons_of_rdp(rdp: Floats, delta: float) -> Floats:
-    """Return epsilon by each of :data:`ORDERS` (Balle et al. 2020, Theorem 21), at least 0."""
-    return np.maximum(rdp + conversion(delta), 0.0)
+    """Return the epsilon (len(ORDERS),) of each order, by Balle et al. 2020, Theorem 21."""
+    return np.maximum(rdp + conversion_terms(delta), 0.0)
 
 
 def deltas_of_rdp(rdp: Floats, epsilons: Floats) -> Floats:
-    """Return delta at each epsilon by the best of :data:`ORDERS`, at most 1; the same theorem."""
+    """Return the smallest delta over all orders for each epsilon, by the same theorem."""
     orders = np.asarray(ORDERS)
     logs = (orders - 1) * (rdp + np.log1p(-1 / orders) - epsilons[:, None]) - np.log(orders)
     deltas: Floats = np.exp(np.minimum(logs.min(1), 0.0))
     return deltas
 
 
-def conversion(delta: float) -> Floats:
-    """Return what is added to the Renyi DP of :data:`ORDERS` to get epsilon at ``delta``."""
+def conversion_terms(delta: float) -> Floats:
+    """Return the terms (len(ORDERS),) that are added to the Renyi DP for epsilon at ``delta``."""
     orders = np.asarray(ORDERS)
     terms: Floats = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return terms
 
 
 def check_opacus() -> None:
-    """Raise a :class:`DefenseError` where Opacus is missing."""
+    """Raise a :class:`DefenseError` if Opacus is missing."""
     try:
         import opacus.accountants  # noqa: F401
     except ImportError as error:
@@ -146,12 +148,16 @@ def check_opacus() -> None:
 def rdp_without_replacement(
     noise_multiplier: float, sample_rate: float, renyi_orders: tuple[float, ...]
 ) -> Floats:
-    """Return (K,) Renyi DP of one release, that of A against B, at K orders; read-only.
+    """Return the Renyi DP (K,) of one release, of A against B, at K orders; read-only.
+
+    The integral is computed by Gauss-Legendre quadrature in panels. The RDP without sampling is an
+    upper bound too.
 
     Args:
-        noise_multiplier: sigma, over the largest distance between the sums of two neighbours.
-        sample_rate: q, below 1.
-        renyi_orders: above 1, the smallest first.
+        noise_multiplier: Sigma: the standard deviation of the noise over the largest distance
+            between the sums of two neighbouring datasets.
+        sample_rate: The sample rate q, below 1.
+        renyi_orders: The orders, above 1, in ascending order.
     """
     orders = np.asarray(renyi_orders)
     rdp = orders / 2 / noise_multiplier**2 if noise_multiplier else np.full(len(orders), np.inf)
@@ -168,7 +174,7 @@ def rdp_without_replacement(
         loss = np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + tilt)
         for i in usable:
             order, domain = orders[i], slice(int(ends[i]))
-            # The moment less 1, all of whose terms are positive:
+            # Integrate the moment minus 1, because all its terms are positive:
             # phi (exp(order g) + exp((1 - order) g) - exp(g) - 1).
             terms = base[domain] + order * loss[domain]
             for power in (order - 1, order):

@@ -1,4 +1,4 @@
-"""The DP-SGD defence: arguments, hooks and the state of its accountant."""
+"""The DP-SGD defence: its arguments, its hooks into training, and the state of its accountant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
 from lightning_fedleak.messages import rank_zero_info
 
-CHECK_EVERY = 160  # batches between two probes of `check`, which add about 4% to the time
+CHECK_EVERY = 160  # batches between probes (test steps) of `check=True`: about 4% more time
 
 
 class DPSGD(Defense):
@@ -118,7 +118,7 @@ class DPSGD(Defense):
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
-        settings.check_referee(check, unit, noise_multiplier, max_grad_norm)
+        settings.check_audit(check, unit, noise_multiplier, max_grad_norm)
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -146,15 +146,15 @@ class DPSGD(Defense):
         norm: Any = max_grad_norm if quantile is None else quantile.initial
         norm, gamma = (1.0, clip.gamma) if norm == "auto" else (float(norm), None)
         self._clip, self._quantile = Clip(norm, gamma, clip.form), quantile
-        # The gradients' noise multiplier over the account's, which is of the quantile's count too.
+        # The gradients' noise multiplier over the account's, which covers the quantile's count too.
         self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
         self._check_every = CHECK_EVERY if check is True else int(check)
-        self._referee: Any = None  # of the last fit
-        self._is_alone = True
+        self._audit: Any = None  # the audit of the last fit by `check`
+        self._is_single_process = True
         self._later_defenses: list[str] = []
 
     @property
@@ -179,7 +179,7 @@ class DPSGD(Defense):
 
     @property
     def notches(self) -> int:
-        """Return how many times a gate has increased the noise (:meth:`harden`)."""
+        """Return how many times the noise was doubled (:meth:`harden`)."""
         return self._budget.notches
 
     @property
@@ -189,17 +189,17 @@ class DPSGD(Defense):
         It is *refuted*, or *not refuted* with the smallest faults that the audit would have
         detected. No epsilon covers it: do not publish it.
         """
-        return None if self._referee is None else self._referee.verdict()
+        return None if self._audit is None else self._audit.verdict()
 
     @property
     def finding(self) -> str | None:
         """Return the verdict in one line, for the record of the fit; None without ``check``.
 
-        It is unknown with several processes: the one that writes the record has not seen all looks.
+        It is unknown with several processes, because none of them has the results of all probes.
         """
-        if self._referee is None or self._is_alone:
-            return None if self._referee is None else str(self.verdict.in_short)
-        return "unknown: several processes trained, and no one of them knows of all looks"
+        if self._audit is None or self._is_single_process:
+            return None if self._audit is None else str(self.verdict.in_short)
+        return "unknown: several processes trained, and none has the results of all probes"
 
     @property
     def privacy(self) -> Privacy:
@@ -362,9 +362,9 @@ class DPSGD(Defense):
             DefenseError: The batch was released before, is not the one that was sampled, or weights
                 were changed.
         """
-        if self._referee is not None and not self._referee.is_probing:
+        if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
-            self._referee.before_step(batch, count_samples(batch), dry_run)
+            self._audit.before_step(batch, count_samples(batch), dry_run)
         max_rows = self.max_physical_batch_size
         if max_rows is None:
             return step(batch)
@@ -426,8 +426,8 @@ class DPSGD(Defense):
             counted = clipped.unclipped(team), expected, noise_multiplier
             self._set_norm(team.broadcast(self._quantile.next_norm(norm, *counted, secret)))
         step.released(unchecked=not is_complete)
-        if self._referee is not None and not self._referee.is_probing:
-            self._referee.released()
+        if self._audit is not None and not self._audit.is_probing:
+            self._audit.released()
         if self._budget.target_epsilon is not None:
             self._stop_if_spent(context)
 
@@ -499,8 +499,8 @@ class DPSGD(Defense):
                 ``trust="central"`` and this run is under ``"local"``.
         """
         if "releases" not in state:
-            # How much of the seed's noise was used is unknown: draw fresh noise, whose epsilon is
-            # finite. ``guarantee`` still says none, which errs on the safe side.
+            # How much of the seed's noise was used is unknown: draw secret noise, with a finite
+            # epsilon. ``guarantee`` still says none, which errs on the safe side.
             self._budget.seeded = False
             return
         releases = int(state["releases"])
@@ -513,8 +513,8 @@ class DPSGD(Defense):
 
     def teardown(self) -> None:
         """Remove the hooks, and log the verdict of ``check``."""
-        if self._referee is not None and self._step is not None:
-            self._referee.close()
+        if self._audit is not None and self._step is not None:
+            self._audit.close()
             rank_zero_info(f"DPSGD(check): {self.verdict}")
         self._remove_hooks()
 
@@ -537,14 +537,14 @@ class DPSGD(Defense):
             delta=privacy.delta,
             epsilon=lambda: self.privacy.epsilon,
         )
-        self._referee = OwnTrainingCheck(
+        self._audit = OwnTrainingCheck(
             *(context.root, context.host, sampling.loader.batch_sampler, claim, self._save),
             self._check_every,
         )
-        self._is_alone = context.clients == context.processes == 1
+        self._is_single_process = context.clients == context.processes == 1
         self._fit_step.audited = True
         if self._team.size > 1:
-            self._referee.give_up("probes are not supported if several processes form one client")
+            self._audit.give_up("probes are not supported if several processes form one client")
 
     def _run_uncounted(
         self,

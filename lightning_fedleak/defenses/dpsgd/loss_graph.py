@@ -1,28 +1,28 @@
 """Checks that a loss is a mean over samples of terms that depend on one sample each.
 
-Clipping bounds a sample's addend only if the sample's gradient does not depend on the others in the
-batch. Three checks of the autograd graph, before backward, follow gradients and nothing else. They
-find mistakes, and prove nothing about a loss that was built to pass them.
+Clipping bounds a sample's contribution only if its gradient does not depend on the other samples
+of the batch. Three checks of the autograd graph run before backward. They follow gradients only:
+they find mistakes, and prove nothing about a loss that was built to pass them. Backward runs from
+the loss at the top *down* to the layers; a *call* is one use of a layer in the forward pass.
 
-- *form*, in every step: from the loss down to the outputs of layers, the reduction is a mean over
-  equally many terms of every sample. A token mean is not, where samples have different numbers of
-  labels. If it is all of the loss and a sample's labels are adjacent, :attr:`LossCheck.weights`
-  makes each sample's gradient that of its own mean; with another term it is refused. An unknown
-  operation above the mean may pass where it keeps the number of terms; then the next check is made
-  in that step.
-- *loss*, whenever layers are used in a new way or the loss has a new :attr:`~LossCheck.form`, and
-  now and then: each operation from the mean down to the layers works on one sample's numbers at a
-  time. Where that does not follow from its name, the second derivative between one sample's output
-  and the others' must be zero, which it is not for contrastive losses. It takes several times the
-  memory of the logits, so it is not computed always.
-- *network*, in the same steps: the gradient of one sample's output is zero in all rows of all
-  layers that are taken for other samples' rows. It is not where samples are mixed (attention over
-  the batch, batch statistics), or where the first dimension of a layer's output counts something
-  else.
+- *form*, in every step: between the loss and the layers' outputs there is a mean over equally many
+  terms of every sample. The mean over all tokens is not one, if samples have different numbers of
+  labels. If such a mean is the whole loss and each sample's labels are adjacent,
+  :attr:`LossCheck.weights` turns each sample's gradient into that of its own mean. With another
+  term it is refused. An unknown operation above the mean passes if it keeps the number of terms;
+  then the check *loss* takes its second derivative.
+- *loss*, if layers are used in a new way, if the loss has a new :attr:`~LossCheck.form`, and after
+  1, 2, 4, ... releases: every operation from the mean down to the layers works on the numbers of
+  one sample at a time. If its name does not say so, the second derivative by the outputs of two
+  different samples must be zero, which it is not for contrastive losses. It takes several times the
+  memory of the logits, so it is not computed in every step.
+- *network*, in the same steps: the gradient of one sample's output is zero in the rows of all
+  layers that count as other samples' rows. It is not if samples are mixed (attention over the
+  batch, batch statistics), or if the first dimension of a layer's output counts something else.
 
-What reaches a sample's term without a gradient is not found: detached statistics of the batch
+They do not find what reaches a sample's term without a gradient: detached statistics of the batch
 (whitening by a detached mean, buffers, negatives without gradient), and factors with several
-elements that need no gradient, as ``mask / mask.sum()``, which looks like weights of each sample.
+elements that need no gradient, such as ``mask / mask.sum()``, which looks like weights of samples.
 """
 
 from __future__ import annotations
@@ -42,17 +42,20 @@ from lightning_fedleak.defenses.dpsgd.recorder import Call, Layout, Recorder
 from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
-CHECK_EVERY = 100  # releases; costly checks recur after 1, 2, 4, ... and then so many. Not tuned
+# Costly checks are repeated after 1, 2, 4, ... releases, and later after this number of releases.
+# Not tuned.
+CHECK_EVERY = 100
 
 StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
-"""How layers were used in a step, and the operations of its loss."""
+"""The name and row layout of every layer call, and the form of the loss (:class:`LossCheck`)."""
 
-MEND = (
+REMEDY = (
     "Return `mean_of_sample_means(logits, labels, causal=...)` (from lightning_fedleak.defenses) "
     "from training_step, or another mean over samples of each sample's own mean. If you have "
     "proved that your loss is one, pass DPSGD(clip=ClipSettings(loss='trusted'))."
 )
-_SHAPES = {
+# The sets below hold names of autograd nodes. These select, reshape, copy or negate numbers.
+_SHAPE_OPS = {
     "AliasBackward0",
     "CloneBackward0",
     "NegBackward0",
@@ -65,10 +68,10 @@ _SHAPES = {
     "UnsqueezeBackward0",
     "ViewBackward0",
 }
-_SUMS = {"AddBackward0", "SubBackward0"}
-_SCALES = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
-_LIKELIHOODS = {"NllLossBackward0", "NllLoss2DBackward0"}
-_ELEMENTWISE = {
+_SUM_OPS = {"AddBackward0", "SubBackward0"}
+_SCALE_OPS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
+_LIKELIHOODS = {"NllLossBackward0", "NllLoss2DBackward0"}  # of cross-entropies
+_ELEMENTWISE = {  # losses that compare each output with one target
     "BinaryCrossEntropyBackward0",
     "BinaryCrossEntropyWithLogitsBackward0",
     "HuberLossBackward0",
@@ -77,13 +80,15 @@ _ELEMENTWISE = {
 }
 _ROWWISE = {"AbsBackward0", "PowBackward0", "SliceBackward0", "UnsafeViewBackward0"}
 _SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}
-_STEPS = (
+# Beginnings of names of nodes with a piecewise constant slope. It may depend on the batch although
+# its derivative is zero.
+_PIECEWISE = (
     *("Abs", "Clamp", "Hard", "LeakyRelu", "Max", "Min", "NanToNum", "Prelu", "Relu", "Rrelu"),
     *("Sign", "Softshrink", "Threshold", "Where"),
 )
-"""Prefixes of operations whose slope depends on the batch, which no second derivative shows."""
 _REENTRANT = "CheckpointFunctionBackward"
-_MEAN = 1  # torch's number of the reduction "mean"
+_MEAN = 1  # torch's code of reduction="mean"
+# Attributes in which nodes save the dimensions that they work along.
 _DIMENSIONS = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
 _CHECKPOINTING = (
     "DPSGD: gradient checkpointing with use_reentrant=True hides whether samples are mixed. Use "
@@ -92,76 +97,77 @@ _CHECKPOINTING = (
 
 
 class LossCheck:
-    """Checks of the loss: its form in every step, the graph when something is new and at times.
+    """Checks of the loss: its form in every step, the graph if something is new or a check is due.
 
-    A number that scales the loss, a Python number or a float64 tensor without dimensions, must not
-    change from step to step, because ``mask.sum().item()`` is one too. A factor with several
+    A number that scales the loss (a Python number or a float64 tensor without dimensions) must not
+    change from step to step, because it may be ``mask.sum().item()``. A factor with several
     elements may be anything that needs no gradient.
 
     Args:
-        trusted: whether the user has proved that the loss is a mean of per-sample means.
+        trusted: Whether the user has proved that the loss is a mean of per-sample means.
 
     Attributes:
-        unchecked: whether something in the step since the last release was new.
-        separate: whether the last loss's operations show that samples stay separate.
-        weights: (B,) by which each sample's gradient becomes that of its own mean; None for ones.
-        terms: The terms of which the loss is a mean: samples, or where there are weights labels.
-        form: pairs of the last loss's operations down to the layers, each with the one above it,
-            and the dimensions that they work along.
+        unchecked: Whether the next release must be checked: something is new, or was not checked.
+        is_per_sample: Whether the operations of the last loss show that samples are not mixed.
+        weights: (B,) factors that turn each sample's gradient into that of its mean; None for 1.
+        terms: The number of terms of the mean: of labels if there are weights, else of samples.
+        form: Pairs of adjacent operations of the last loss, down to the layers, with the dimensions
+            that they work along.
     """
 
     def __init__(self, *, trusted: bool = False) -> None:
-        self.unchecked = self.separate = False
+        self.unchecked = self.is_per_sample = False
         self.weights: Tensor | None = None
         self.terms = 0
         self.form: frozenset[tuple[str, str]] = frozenset()
         self._trusted = trusted
-        self._means: list[Tensor | None] = []
-        self._constants: dict[str, float] = {}
+        self._means: list[Tensor | None] = []  # label masks of cross-entropies, None of other means
+        self._constants: dict[str, float] = {}  # factors of the loss by their path in the graph
         self._checked_forms: set[StepForm] = set()
-        self._next_check, self._interval = 0, 1  # releases
+        self._next_check, self._interval = 0, 1  # in releases
 
     def is_due(self, releases: int) -> bool:
-        """Return whether the next release is to be checked for what is checked now and then."""
+        """Return whether the next release gets the checks that are too costly for every release."""
         return self.unchecked or releases % CHECK_EVERY == 0
 
     def check_form(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
-        """Follow the graph down to the layers, and return the calls that the loss is directly of.
+        """Follow the graph down to the layers, and return the calls whose outputs enter the loss.
 
         Args:
-            loss: scalar with a graph.
+            loss: A scalar with a graph.
             calls: The calls of layers in this step.
-            samples: B, at least 1.
+            samples: The number of samples B, at least 1.
 
         Raises:
-            DefenseError: its form is not known to be a mean over equal numbers of terms.
+            DefenseError: The loss is not known to be a mean over equally many terms of each sample.
         """
         if self._trusted:
-            self.separate, self.terms = True, samples
-            return outputs_of(loss, calls)
+            self.is_per_sample, self.terms = True, samples
+            return find_top_calls(loss, calls)
         _refuse_if(loss.numel() != 1 or loss.grad_fn is None, "it is not one number with a graph")
-        start = under_ddp(loss)
-        first = start.grad_fn if isinstance(start, Tensor) else start.node
-        assert first is not None
+        start = skip_ddp_node(loss)
+        first_node = start.grad_fn if isinstance(start, Tensor) else start.node
+        assert first_node is not None
         outputs = {call.edge.node: call for call in calls}
-        top: dict[int, Call] = {}
+        top_calls: dict[int, Call] = {}
         visited: set[tuple[Node, bool]] = set()
-        self.separate, self.weights = True, None
+        self.is_per_sample, self.weights = True, None
         self._means.clear()
         form: set[tuple[str, str]] = set()
-        stack: list[tuple[Node, bool, str, str]] = [(first, False, "", "")]
+        # Node, whether it is below a mean, its path, and the label of the node above.
+        stack: list[tuple[Node, bool, str, str]] = [(first_node, False, "", "")]
         while stack:
-            node, reduced, path, above = stack.pop()
+            node, below_mean, path, upper_label = stack.pop()
             name = node.name()
             label = f"layer {outputs[node].name}" if node in outputs else _signature(node, name)
-            form.add((above, label))
-            if (node, reduced) in visited:
+            form.add((upper_label, label))
+            if (node, below_mean) in visited:
                 continue
-            visited.add((node, reduced))
+            visited.add((node, below_mean))
             if node in outputs:
                 reason = "a layer's output reaches the loss without a mean over samples"
-                _refuse_if(not reduced, reason)
-                top[id(node)] = outputs[node]
+                _refuse_if(not below_mean, reason)
+                top_calls[id(node)] = outputs[node]
                 continue
             if name.startswith(_REENTRANT):
                 raise DefenseError(_CHECKPOINTING)
@@ -170,54 +176,54 @@ class LossCheck:
                 "belongs into the optimizer's weight_decay)"
             )
             _refuse_if(name.endswith("AccumulateGrad"), reason)
-            if reduced or name in _LIKELIHOODS | _ELEMENTWISE:
-                self.separate = self.separate and _keeps_apart(node, name, samples)
-            reduced = self._passes(node, name, reduced, samples, path)
-            for index, (below, _) in enumerate(node.next_functions):
-                if below is not None:
-                    stack.append((below, reduced, f"{path}/{name}.{index}", label))
+            if below_mean or name in _LIKELIHOODS | _ELEMENTWISE:
+                self.is_per_sample = self.is_per_sample and _is_per_sample(node, name, samples)
+            below_mean = self._check_node(node, name, below_mean, samples, path)
+            for index, (child, _) in enumerate(node.next_functions):
+                if child is not None:
+                    stack.append((child, below_mean, f"{path}/{name}.{index}", label))
         self.form = frozenset(form)
-        self.weights = _weights(self._means, samples, ordered=self.separate)
-        [counted] = self._means if self.weights is not None else [None]
-        self.terms = samples if counted is None else int(counted.sum())
-        return list(top.values())
+        self.weights = _weights(self._means, samples, is_ordered=self.is_per_sample)
+        [label_mask] = self._means if self.weights is not None else [None]
+        self.terms = samples if label_mask is None else int(label_mask.sum())
+        return list(top_calls.values())
 
     def check_graph(
-        self, loss: Tensor, top: Sequence[Call], recorder: Recorder, releases: int, team: Team
+        self, loss: Tensor, top_calls: Sequence[Call], recorder: Recorder, releases: int, team: Team
     ) -> None:
-        """Check that neither network nor loss mixes samples, if it is time to.
+        """Check that neither network nor loss mixes samples, if this check is due.
 
-        All processes of the client check where one of them has to, because backward may be a
-        collective. What a check found, and whether NaN left it anything to see, changes no later
-        step: when checks recur would tell what an example holds.
+        If one process of the client has to check, all do, because backward may be a collective.
+        Which later steps are checked must not depend on the result, or on NaN in it: the times of
+        checks would leak the content of examples.
 
         Args:
-            loss: as in :meth:`check_form`, which comes first.
-            top: what that returned.
-            recorder: The recorder, which holds the calls of this step's layers.
-            releases: how many were made.
-            team: the processes of this client.
+            loss: The loss that :meth:`check_form` has checked.
+            top_calls: The result of :meth:`check_form`.
+            recorder: The recorder, which holds the calls of layers in this step.
+            releases: The number of releases so far.
+            team: The processes of this client.
 
         Raises:
-            DefenseError: samples are mixed.
+            DefenseError: Samples are mixed.
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         form = layouts, self.form
-        is_new = form not in self._checked_forms or releases >= self._next_check
-        new = recorder.counts and is_new
-        due = new and recorder.samples > 1
-        new, due, joint = map(bool, team.largest([new, due, not self.separate]))
-        self.unchecked = self.unchecked or new
-        if not due:
+        needs_check = form not in self._checked_forms or releases >= self._next_check
+        is_new = recorder.counts and needs_check
+        is_due = is_new and recorder.samples > 1
+        is_new, is_due, may_mix = map(bool, team.largest([is_new, is_due, not self.is_per_sample]))
+        self.unchecked = self.unchecked or is_new
+        if not is_due:
             return
         with team.together(), recorder.paused():
             check_isolation(
-                under_ddp(loss),
-                top,
+                skip_ddp_node(loss),
+                top_calls,
                 recorder.calls,
                 recorder.samples,
-                separate=not joint,
-                # FSDP2 shards them after any backward, and not all of them know of the next one.
+                separate=not may_mix,
+                # After a backward FSDP2 shards the layers that were whole after the forward.
                 restore=functools.partial(unshard, whole_layers(recorder.root)),
             )
         if releases >= self._next_check:
@@ -226,18 +232,18 @@ class LossCheck:
         if recorder.samples > 1:
             self._checked_forms.add(form)
 
-    def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
-        """Return whether a mean has been taken at this node; raise an error if it breaks one."""
-        if name in _SCALES:
+    def _check_node(self, node: Any, name: str, below_mean: bool, samples: int, path: str) -> bool:
+        """Return whether nodes below this one are below a mean; raise an error for a wrong node."""
+        if name in _SCALE_OPS:
             self._check_scale(node, f"{path}/{name}", samples)
-        if name in _SUMS:
+        if name in _SUM_OPS:
             self._check_constant(f"{path}/{name}", float(node._saved_alpha))
-        if reduced:
+        if below_mean:
             reason = "selects terms before the mean, and it is not known how many of each sample"
             _refuse_if(name in _SELECTIONS, f"{name} {reason}")
             return True
         if name in _LIKELIHOODS:
-            self._means.append(_label_counts(node, samples))
+            self._means.append(_label_mask(node, samples))
             return True
         if name in _ELEMENTWISE:
             self._means.append(None)
@@ -246,38 +252,38 @@ class LossCheck:
         if name == "MeanBackward0":
             shape = node._saved_self_sym_sizes
             if len(shape) and shape[0] != 1:
-                if any(below is not None and _scalar(below) for below, _ in node.next_functions):
+                if any(op is not None and _stacks_losses(op) for op, _ in node.next_functions):
                     return False
                 _check_mean(True, shape, samples, name)
                 self._means.append(None)
                 return True
             return bool(samples == 1 and len(shape))
-        if name in _SHAPES | _SUMS | _SCALES:
+        if name in _SHAPE_OPS | _SUM_OPS | _SCALE_OPS:
             return False
-        if _keeps_numbers(node, name):
-            self.separate = False
+        if _keeps_size(node, name):
+            self.is_per_sample = False
             return False
         if name.startswith("CompiledFunction"):
-            raise _unknown(
+            raise _loss_error(
                 "torch.compile has compiled it. Compile the model's blocks, and not training_step"
             )
-        raise _unknown(f"{name} stands between the loss and its mean over samples")
+        raise _loss_error(f"{name} is between the loss and its mean over samples")
 
     def _check_scale(self, node: Any, path: str, samples: int) -> None:
-        """Raise an error unless a factor of all samples is a plain number, and constant."""
+        """Raise an error unless a factor that scales all samples is a constant number."""
         for attribute in ("_saved_other", "_saved_self"):
             factor = getattr(node, attribute, None)
             if not isinstance(factor, Tensor) or factor.numel() != 1:
                 continue
             if factor.dim() > 0 and samples == 1:
                 continue
-            plain = factor.dtype == torch.float64 or not factor.is_floating_point()
+            is_number = factor.dtype == torch.float64 or not factor.is_floating_point()
             reason = "it is scaled by a tensor that may depend on the batch"
-            _refuse_if(factor.dim() > 0 or not plain, reason)
+            _refuse_if(factor.dim() > 0 or not is_number, reason)
             self._check_constant(f"{path}{attribute}", float(factor))
 
     def _check_constant(self, path: str, value: float) -> None:
-        """Raise an error if the factor at a path of the graph differs from an earlier step's."""
+        """Raise an error if the factor at a path of the graph was different in an earlier step."""
         earlier = self._constants.setdefault(path, value)
         _refuse_if(
             earlier != value,
@@ -286,32 +292,32 @@ class LossCheck:
         )
 
 
-def under_ddp(loss: Tensor) -> Tensor | GradientEdge:
-    """Return a loss's place in the graph below the node that DistributedDataParallel adds.
+def skip_ddp_node(loss: Tensor) -> Tensor | GradientEdge:
+    """Return the loss, or the edge below the node that DistributedDataParallel puts on top of it.
 
     That node passes the gradient on, and starts the reducer at the first backward.
     """
     start: Tensor | GradientEdge = loss
-    node, number = loss.grad_fn, loss.output_nr
+    node, index = loss.grad_fn, loss.output_nr
     while node is not None and node.name() == "_DDPSinkBackward":
-        node, number = node.next_functions[number]
+        node, index = node.next_functions[index]
         if node is not None:
-            start = GradientEdge(node, number)
+            start = GradientEdge(node, index)
     return start
 
 
 def _signature(node: Any, name: str) -> str:
-    """Return an operation's name and the dimensions it works along."""
+    """Return an operation's name and the dimensions that it works along."""
     dimensions = (getattr(node, attribute, None) for attribute in _DIMENSIONS)
     return f"{name} {[dims for dims in dimensions if isinstance(dims, int | tuple)]}"
 
 
-def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
-    """Return the calls of layers that a loss of unknown form is computed from directly."""
+def find_top_calls(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
+    """Return the calls whose outputs enter the loss with no other layer between."""
     outputs = {call.edge.node: call for call in calls}
-    top: dict[int, Call] = {}
+    top_calls: dict[int, Call] = {}
     visited: set[Node] = set()
-    start = under_ddp(loss)
+    start = skip_ddp_node(loss)
     stack = [start.grad_fn if isinstance(start, Tensor) else start.node]
     while stack:
         node = stack.pop()
@@ -319,76 +325,75 @@ def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
             continue
         visited.add(node)
         if node in outputs:
-            top[id(node)] = outputs[node]
+            top_calls[id(node)] = outputs[node]
         else:
-            stack += [below for below, _ in node.next_functions]
-    return list(top.values())
+            stack += [child for child, _ in node.next_functions]
+    return list(top_calls.values())
 
 
 def check_isolation(
     loss: Tensor | GradientEdge,
-    top: Sequence[Call],
+    top_calls: Sequence[Call],
     calls: Sequence[Call],
     samples: int,
     *,
     separate: bool = False,
     restore: Callable[[], None] | None = None,
 ) -> None:
-    """Raise an error where one sample's gradient depends on another sample.
+    """Raise an error if one sample's gradient depends on another sample.
 
-    One sample's gradient is propagated alone, and must not reach the rows of other samples. The
-    sample is one with a finite gradient, since an infinite one turns other rows' zeros into NaN.
-    The check takes one more backward pass, without gradients of parameters, and does not change
-    ``p.grad``. Where backward is a collective (FSDP2) all processes must call this, with the same
-    ``separate``, and errors are raised after the last backward.
+    The gradient of one sample is propagated alone, and must not reach the rows of other samples. It
+    must be finite, because an infinite one turns the zeros of other rows into NaN. The check takes
+    one more backward pass, without gradients of parameters, and does not change ``p.grad``. If
+    backward is a collective (FSDP2), all processes must call this with the same ``separate``, and
+    errors are raised after the last backward.
 
     Args:
-        loss: the loss, a scalar whose graph is retained.
-        top: the calls whose outputs the loss is computed from directly.
-        calls: all calls of layers.
-        samples: the number B of samples; with one sample nothing can be mixed.
-        separate: whether the loss is known to keep samples separate, so that only the network is
-            checked.
-        restore: called after each backward; restores the model's state after the forward.
+        loss: The loss, a scalar whose graph is retained.
+        top_calls: The calls whose outputs enter the loss with no other layer between.
+        calls: All calls of layers.
+        samples: The number of samples B; with one sample nothing can be mixed.
+        separate: Whether the loss is known not to mix samples, so that only the network is checked.
+        restore: Called after each backward; restores the model's state after the forward.
 
     Raises:
-        DefenseError: samples are mixed, or that cannot be checked.
+        DefenseError: Samples are mixed, or that cannot be checked.
     """
     restore = restore or (lambda: None)
-    edges = [call.edge for call in top]
+    edges = [call.edge for call in top_calls]
     try:
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not separate)
     except RuntimeError as error:
-        raise _unknown(f"its gradient cannot be computed ({error})") from error
+        raise _loss_error(f"its gradient cannot be computed ({error})") from error
     restore()
     finite = [g.isfinite().reshape(samples, -1).all(1).nonzero().flatten() for g in gradients]
-    rows = sorted(functools.reduce(operator.and_, (set(layer.tolist()) for layer in finite)))
+    rows = sorted(functools.reduce(operator.and_, (set(indices.tolist()) for indices in finite)))
     sample = rows[len(rows) // 2] if rows else 0
-    mixed = None if separate else _mixing_error(gradients, top, sample, samples)
+    loss_error = None if separate else _find_mixing(gradients, top_calls, sample, samples)
     restore()
-    above = {edge.node for edge in edges}
-    below = [call for call in calls if call.trained and call.edge.node not in above]
-    masked = [_keep_sample(g.detach(), sample, samples) for g in gradients]
+    input_nodes = {edge.node for edge in edges}
+    lower_calls = [call for call in calls if call.trained and call.edge.node not in input_nodes]
+    sample_gradients = [_keep_sample(g.detach(), sample, samples) for g in gradients]
     del gradients
-    layers: Sequence[Tensor | None] = ()
-    if below:
-        layers = _layer_gradients(edges, below, masked)
+    lower_gradients: Sequence[Tensor | None] = ()
+    if lower_calls:
+        lower_gradients = _layer_gradients(edges, lower_calls, sample_gradients)
         restore()
-    if mixed is not None:
-        raise mixed
-    for call, gradient in zip(below, layers, strict=True):
-        if gradient is not None and _reaches_others(gradient, sample, samples):
+    if loss_error is not None:
+        raise loss_error
+    for call, gradient in zip(lower_calls, lower_gradients, strict=True):
+        if gradient is not None and _reaches_other_samples(gradient, sample, samples):
             raise DefenseError(
                 f"DPSGD: the gradient of sample {sample} reaches rows of '{call.name}' of other "
                 "samples: samples are mixed, or the first dimension of its input does not count "
-                "them (position ids may have shape (1, T)). Mend that, or freeze it."
+                "them (position ids may have shape (1, T)). Change that, or freeze the layer."
             )
 
 
 def _layer_gradients(
     edges: Sequence[GradientEdge], calls: Sequence[Call], gradients: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Return the gradients that reach calls of layers from edges above them."""
+    """Return the gradients of calls from ``gradients`` at ``edges`` above; None if unused."""
     try:
         return torch.autograd.grad(
             edges, [call.edge for call in calls], gradients, retain_graph=True, allow_unused=True
@@ -399,10 +404,10 @@ def _layer_gradients(
         raise
 
 
-def _mixing_error(
-    gradients: Sequence[Tensor], top: Sequence[Call], sample: int, samples: int
+def _find_mixing(
+    gradients: Sequence[Tensor], top_calls: Sequence[Call], sample: int, samples: int
 ) -> DefenseError | None:
-    """Return the error of a loss that mixes samples, None where it does not."""
+    """Return the error of a loss that mixes samples; None if it does not mix them."""
     generator = torch.Generator(device=gradients[0].device).manual_seed(0)
     total: Tensor | None = None
     for gradient in gradients:
@@ -415,36 +420,37 @@ def _mixing_error(
     if total is None:
         return None
     try:
-        edges = [call.edge for call in top]
-        second = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
+        edges = [call.edge for call in top_calls]
+        second_derivatives = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        raise _unknown(f"its second derivative cannot be computed ({error})") from error
-    for call, gradient in zip(top, second, strict=True):
-        if gradient is not None and _reaches_others(gradient, sample, samples):
-            return _unknown(
-                f"the loss of one sample depends on the output of '{call.name}' for the others, as "
-                "in contrastive learning"
+        raise _loss_error(f"its second derivative cannot be computed ({error})") from error
+    for call, gradient in zip(top_calls, second_derivatives, strict=True):
+        if gradient is not None and _reaches_other_samples(gradient, sample, samples):
+            return _loss_error(
+                f"the loss of one sample depends on the output of '{call.name}' for other samples, "
+                "as in contrastive learning"
             )
     return None
 
 
-def _keeps_apart(node: Any, name: str, samples: int) -> bool:
+def _is_per_sample(node: Any, name: str, samples: int) -> bool:
     """Return whether an operation is known to compute each sample's numbers separately.
 
-    Views keep the order of numbers, so that those of a sample are always one of B equal blocks.
+    Views keep the order of numbers, so that a sample's numbers are always one of B equal blocks.
+    Autograd saves negative dimensions modulo 2^64.
     """
-    inputs = sum(below is not None for below, _ in node.next_functions)
+    n_inputs = sum(child is not None for child, _ in node.next_functions)
     if name == "LogSoftmaxBackward0":
         shape = node._saved_result.shape
-        last = node._saved_dim % 2**64 in (len(shape) - 1, 2**64 - 1)
-        return bool(last and shape[:-1].numel() % samples == 0)
+        is_last_dim = node._saved_dim % 2**64 in (len(shape) - 1, 2**64 - 1)
+        return bool(is_last_dim and shape[:-1].numel() % samples == 0)
     if name in ("SumBackward1", "MeanBackward1"):
         return 0 not in node._saved_dim and -len(node._saved_self_sym_sizes) not in [
             dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim
         ]
-    operations = _SHAPES | _SUMS | _SCALES | _ELEMENTWISE | _ROWWISE | {"NllLossBackward0"}
-    single_input = operations - {"StackBackward0", "SelectBackward0"}
-    return inputs == 1 and name in single_input
+    operations = _SHAPE_OPS | _SUM_OPS | _SCALE_OPS | _ELEMENTWISE | _ROWWISE | {"NllLossBackward0"}
+    row_operations = operations - {"StackBackward0", "SelectBackward0"}
+    return n_inputs == 1 and name in row_operations
 
 
 def _keep_sample(gradient: Tensor, sample: int, samples: int) -> Tensor:
@@ -454,89 +460,88 @@ def _keep_sample(gradient: Tensor, sample: int, samples: int) -> Tensor:
     return masked
 
 
-def _reaches_others(gradient: Tensor, sample: int, samples: int) -> bool:
+def _reaches_other_samples(gradient: Tensor, sample: int, samples: int) -> bool:
     """Return whether a gradient (B * n, ...) has finite nonzero rows of other samples."""
-    rows = torch.linalg.vector_norm(gradient.detach().reshape(samples, -1), ord=math.inf, dim=1)
-    rows[sample] = 0
-    return bool((rows.isfinite() & (rows != 0)).any())
+    maxima = torch.linalg.vector_norm(gradient.detach().reshape(samples, -1), ord=math.inf, dim=1)
+    maxima[sample] = 0
+    return bool((maxima.isfinite() & (maxima != 0)).any())
 
 
-def _label_counts(node: Any, samples: int) -> Tensor:
+def _label_mask(node: Any, samples: int) -> Tensor:
     """Return (B, labels of a sample) booleans: which labels of a mean cross-entropy count."""
     _refuse_if(node._saved_reduction != _MEAN, "its cross-entropy is a sum over the batch")
     reason = "its cross-entropy divides by the class weights of the whole batch"
     _refuse_if(node._saved_weight is not None, reason)
     target = node._saved_target
-    reason = f"{target.numel()} labels cannot be shared by {samples} samples equally"
+    reason = f"{target.numel()} labels cannot be divided equally among {samples} samples"
     _refuse_if(target.numel() % samples != 0, reason)
-    ignored = node._saved_ignore_index
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-    counted: Tensor = (target != ignored).reshape(samples, -1)
-    return counted
+    ignore_index = node._saved_ignore_index  # modulo 2^64
+    ignore_index = ignore_index - 2**64 if ignore_index >= 2**63 else ignore_index
+    mask: Tensor = (target != ignore_index).reshape(samples, -1)
+    return mask
 
 
-def _weights(means: Sequence[Tensor | None], samples: int, *, ordered: bool) -> Tensor | None:
-    """Return the factors that make each sample's gradient that of its own mean; None for ones.
+def _weights(means: Sequence[Tensor | None], samples: int, *, is_ordered: bool) -> Tensor | None:
+    """Return factors (B,) that turn each sample's gradient into that of its own mean; None for 1.
 
-    In a mean over the N labels of a batch sample i has the weight ``n_i / N``, not ``1 / B``. Where
-    that mean is all of the loss, the gradient is wrong by this factor alone.
+    In a mean over the N labels of a batch, sample i with n_i labels has the weight ``n_i / N``, not
+    ``1 / B``. If that mean is the whole loss, the gradient is wrong only by this factor.
 
     Args:
-        means: for each mean that enters the loss, which labels count; None where it is no
-            cross-entropy.
-        samples: B.
-        ordered: whether a sample's labels are known to be adjacent, in the samples' order.
+        means: For each mean in the loss the label mask of its cross-entropy; None if it has none.
+        samples: The number of samples B.
+        is_ordered: Whether each sample's labels are known to be adjacent, in the samples' order.
     """
-    single = len(means) == 1
-    for counted in means:
-        if counted is None:
+    is_single = len(means) == 1
+    for mask in means:
+        if mask is None:
             continue
-        counts = counted.sum(1).double()
-        if single and ordered:
+        counts = mask.sum(1).double()
+        if is_single and is_ordered:
             return (counts.sum() / (samples * counts)).masked_fill(counts == 0, 1.0)
-        if (counted.shape[1] > 1 and not single) or bool((counts != counts[0]).any()):
-            reason = "in an unknown order" if single else "joined with another term"
-            raise _unknown(f"it is a mean over all labels of the batch, {reason}")
+        if (mask.shape[1] > 1 and not is_single) or bool((counts != counts[0]).any()):
+            reason = "in an unknown order" if is_single else "combined with another term"
+            raise _loss_error(f"it is a mean over all labels of the batch, {reason}")
     return None
 
 
-def _keeps_numbers(node: Any, name: str) -> bool:
-    """Return whether an unknown operation has one input and as many outputs as inputs.
+def _keeps_size(node: Any, name: str) -> bool:
+    """Return whether an unknown operation has one input, and as many outputs as input numbers.
 
     If it scales them, its second derivative shows that, unless its slope is piecewise constant.
     """
-    built_in = name.endswith(("Backward0", "Backward1")) and not name.startswith(_STEPS)
-    inputs = [below for below, _ in node.next_functions]
-    if not built_in or len(inputs) != 1 or inputs[0] is None:
+    is_builtin = name.endswith(("Backward0", "Backward1")) and not name.startswith(_PIECEWISE)
+    inputs = [child for child, _ in node.next_functions]
+    if not is_builtin or len(inputs) != 1 or inputs[0] is None:
         return False
-    [(below, index)] = node.next_functions
-    output, source = node._input_metadata[0].shape, below._input_metadata[index].shape
-    return bool(math.prod(output) == math.prod(source))
+    [(child, index)] = node.next_functions
+    output_shape, input_shape = node._input_metadata[0].shape, child._input_metadata[index].shape
+    return bool(math.prod(output_shape) == math.prod(input_shape))
 
 
 def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) -> None:
-    """Raise an error unless an operation is a mean whose first dimension holds the samples."""
+    """Raise an error unless an operation is a mean and its first dimension can hold the samples."""
     _refuse_if(not is_mean, f"{name} is a sum over the batch")
     reason = f"{name} is over a shape {tuple(shape)}, of a batch of {samples} samples"
     _refuse_if(not len(shape) or shape[0] % samples != 0, reason)
 
 
-def _scalar(node: Any) -> bool:
+def _stacks_losses(node: Any) -> bool:
     """Return whether a node stacks scalars that are losses."""
     return bool(node.name() == "StackBackward0" and node._saved_dim == 0) and all(
-        below is None or below.name() in _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
-        for below, _ in node.next_functions
+        child is None or child.name() in _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
+        for child, _ in node.next_functions
     )
 
 
 def _refuse_if(condition: bool, reason: str) -> None:
     if condition:
-        raise _unknown(reason)
+        raise _loss_error(reason)
 
 
-def _unknown(reason: str) -> DefenseError:
+def _loss_error(reason: str) -> DefenseError:
     return DefenseError(
-        f"DPSGD: the loss is not known to be a mean of per-sample means: {reason}. {MEND}"
+        f"DPSGD: the loss is not known to be a mean of per-sample means: {reason}. {REMEDY}"
     )
 
 
@@ -549,10 +554,10 @@ def mean_of_sample_means(
 ) -> Tensor:
     """Return the cross-entropy averaged over each sample's labels, then over samples.
 
-    It is the loss that DPSGD clips sample by sample. The mean over all tokens of a batch, which
-    Hugging Face models return, scales each sample's gradient by how many labels the *others* have.
-    DPSGD corrects that where such a mean is all of the loss. A sample without labels has a loss of
-    zero.
+    DPSGD needs such a mean of per-sample losses. Hugging Face models return the mean over all
+    tokens of a batch, in which the scale of a sample's gradient depends on the number of labels of
+    the *other* samples. DPSGD corrects that if such a mean is the whole loss. A sample without
+    labels has a loss of zero.
 
     Examples:
         >>> import torch
@@ -562,18 +567,18 @@ def mean_of_sample_means(
         tensor(2.3026)
 
     Args:
-        logits: (B, T, V) or, of a classifier, (B, V).
-        labels: (B, T) or (B,) integers, beside the inputs they belong to; -100 does not count.
-        causal: whether position t predicts label t + 1, as in Hugging Face's causal models.
-        label_smoothing: in [0, 1], as in torch's cross-entropy.
+        logits: (B, T, V), or (B, V) of a classifier: B samples, T positions, V classes.
+        labels: (B, T) or (B,) integers, at the positions of their inputs; -100 does not count.
+        causal: Whether position t predicts label t + 1, as in Hugging Face's causal models.
+        label_smoothing: A number in [0, 1], as in torch's cross-entropy.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: The shapes do not match.
     """
     if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"mean_of_sample_means: labels of shape {tuple(labels.shape)} do not fit logits of "
-            f"shape {tuple(logits.shape)}; they must have all its dimensions but the last"
+            f"mean_of_sample_means: labels of shape {tuple(labels.shape)} do not match logits "
+            f"of shape {tuple(logits.shape)}; labels need all dimensions of logits but the last"
         )
     if causal:
         if logits.dim() != 3:
@@ -581,9 +586,9 @@ def mean_of_sample_means(
         # Labels are shifted, not logits, which would be copied with their gradients.
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     samples = len(labels)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = torch.nn.functional.cross_entropy(
-        wide.flatten(0, -2),
+        logits.flatten(0, -2),
         labels.flatten(),
         reduction="none",
         ignore_index=IGNORE_INDEX,

@@ -1,8 +1,8 @@
 """Poisson sampling of batches, as the accounting of DP-SGD assumes it.
 
-Every example of a client's shard is in a batch with chance ``rate``, independently of every other
-example and of every other batch. Batches vary in size and may be empty; an empty one is a release
-like every other and must not be skipped.
+Every example of a client's shard is in a batch with probability ``rate``, independently of every
+other example and of every other batch. Batches vary in size and may be empty. An empty batch also
+has a release (of noise only) and must not be skipped.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 
-DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; another gives other masks
-MAX_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
+# Prefix of the hash that gives the sampling key. Another prefix would draw other examples.
+DOMAIN = b"lightning-fedleak poisson sampling 1\0"
+# The number of drawn batches whose sizes are stored until they are trained on. Workers of a loader
+# fetch far fewer batches ahead of training.
+MAX_WAITING = 1 << 12
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What a client's Poisson samples follow from, beside its shard and rate.
+    """What determines a client's Poisson samples, besides its shard and rate.
 
     Attributes:
-        entropy: secret bytes of the operating system, at least 16, new in every fit
+        entropy: Secret random bytes of the operating system, at least 16, new in every fit
             (``DefenseContext.entropy``).
-        client: index of the client.
-        first_step: number of the first batch, where a resumed run goes on.
+        client: The index of the client.
+        first_step: The index of the first batch; above 0 if sampling continues.
     """
 
     entropy: bytes = field(repr=False)
@@ -42,26 +45,27 @@ class Draws:
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
-    """Batches of indices, each a function of (entropy, client, shard, step).
+    """Batches of indices, each of which is a function of (entropy, client, shard, step).
 
-    The masks come from SHAKE-256 keyed with the secret ``entropy``, a cryptographic generator.
-    (The *noise* of these defences is not from one.) An example is in a batch where a uniform 64-bit
-    number is below ``rate * 2 ** 64``: the chance is exact to 6e-20, never above ``rate``.
+    The masks (which examples are in a batch) come from SHAKE-256, a cryptographic generator, keyed
+    with the secret ``entropy``. (The *noise* of these defences does not come from a cryptographic
+    generator.) An example is in a batch if a uniform 64-bit number is below ``rate * 2 ** 64``: the
+    probability is exact to 6e-20, and never above ``rate``.
 
-    No sampler draws a step twice: the counter goes on over epochs, also over one that ended early.
-    A resumed fit has new entropy and so new masks, whatever the counter is.
+    No sampler draws a step twice: the counter continues over epochs, also after an epoch that ended
+    early. A resumed fit has new entropy and so new masks, whatever the counter is.
 
     Args:
-        shard: the indices of this client's examples.
-        rate: chance of each of them to be in a batch, in (0, 1].
-        steps: batches in an epoch.
-        draws: entropy and client.
+        shard: The indices of this client's examples.
+        rate: The probability of each of them to be in a batch, in (0, 1].
+        steps: The number of batches in an epoch.
+        draws: The secret entropy, the client and the index of the first batch.
 
     Attributes:
-        step: number of the next batch. Workers fetch ahead of training.
-        drawn: sizes of the batches that no release has claimed; None before the first is drawn.
-        passed_over: how many batches the next epoch begins with that its reader discards, because
-            it goes on in the middle of one: they are empty, and none of them is drawn.
+        step: The index of the next batch to draw. Workers fetch batches ahead of training.
+        drawn: The sizes of the drawn batches that have not been trained on; None before the first.
+        passed_over: The number of batches to skip at the start of the next epoch, if training
+            resumes in the middle of it. The trainer discards as many; they are empty and not drawn.
     """
 
     passed_over = 0
@@ -72,8 +76,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.steps = steps
         self.step = draws.first_step
         self.drawn: deque[int] | None = None
-        place = (draws.client, shard.start, shard.step)
-        fields = b"".join(value.to_bytes(8, "big") for value in place)
+        ids = (draws.client, shard.start, shard.step)
+        fields = b"".join(value.to_bytes(8, "big") for value in ids)
         self._key = hashlib.sha256(DOMAIN + fields + draws.entropy).digest()
 
     def __len__(self) -> int:
@@ -81,7 +85,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the next ``steps`` batches, with empty ones."""
+        """Yield the indices of the next ``steps`` batches, some of which may be empty."""
         passed_over, self.passed_over = self.passed_over, 0
         yield from ([] for _ in range(passed_over))
         for _ in range(self.steps - passed_over):
@@ -93,32 +97,33 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield batch
 
     def rows(self, step: int) -> list[int]:
-        """Return the places in the dataset of batch number ``step``."""
+        """Return the indices in the dataset of the rows in batch ``step``."""
         return self.draw(step)
 
     def draw(self, step: int) -> list[int]:
-        """Return the indices in batch number ``step``."""
+        """Return the members of the shard (examples or users) that are in batch ``step``."""
         if self.rate == 1:
             return [*self.shard]
         key = self._key + step.to_bytes(8, "big")
         numbers = np.frombuffer(hashlib.shake_256(key).digest(8 * len(self.shard)), dtype="<u8")
-        inside = numbers < np.uint64(int(self.rate * 2**64))
-        return [self.shard[place] for place in np.flatnonzero(inside).tolist()]
+        mask = numbers < np.uint64(int(self.rate * 2**64))
+        return [self.shard[i] for i in np.flatnonzero(mask).tolist()]
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: masks do not depend on the epoch."""
 
 
 class UserBatchSampler(PoissonBatchSampler):
-    """Poisson samples of users, with the rows of each user.
+    """Poisson samples of users: a batch holds the rows of the users that were drawn.
 
     Args:
-        users: the rows of every user.
-        shard: numbers of this process's users.
-        rows_per_user: most rows of one user in a batch, drawn at random among theirs; None for all.
-        rate: chance of each user to be in a batch.
-        steps: batches in an epoch.
-        draws: entropy and client.
+        users: The row indices of every user.
+        shard: The indices of this process's users.
+        rows_per_user: The largest number of rows of one user in a batch, drawn at random among the
+            user's rows; None for all rows.
+        rate: The probability of each user to be in a batch.
+        steps: The number of batches in an epoch.
+        draws: The secret entropy, the client and the index of the first batch.
     """
 
     def __init__(
@@ -137,14 +142,14 @@ class UserBatchSampler(PoissonBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the rows of the next ``steps`` batches, user by user."""
-        self._counts.clear()  # those of an epoch that ended early never come
+        self._counts.clear()  # batches that were drawn for an epoch that ended early never come
         yield from super().__iter__()
 
     def rows(self, step: int) -> list[int]:
-        """Return the rows of the users in batch number ``step``, one user after the other.
+        """Return the rows of the users in batch ``step``, one user after the other.
 
-        Users with most rows come first, because those with more than are run at once have pieces of
-        their own.
+        Users with the most rows come first: a batch is run in pieces of whole users, and small
+        users then fill the pieces.
         """
         users = [self.user_rows(user, step) for user in self.draw(step)]
         users.sort(key=len, reverse=True)
@@ -152,51 +157,51 @@ class UserBatchSampler(PoissonBatchSampler):
         return [row for rows in users for row in rows]
 
     def claim(self, samples: int) -> list[int]:
-        """Claim the next batch, and return how many rows each of its users has.
+        """Return the number of rows of each user in the next drawn batch, and forget that batch.
 
         Args:
-            samples: of the batch that is about to be run.
+            samples: The number of rows of the batch that is about to be run.
 
         Raises:
-            DefenseError: it is not the next.
+            DefenseError: The next drawn batch has another number of rows.
         """
         if not self._counts or sum(self._counts[0]) != samples:
             raise DefenseError(
-                f"DPSGD: training_step gets {samples} rows, and the next batch that was drawn has "
-                "another number. Let batches come in the order in which the loader makes them "
-                "(in_order=True), each once."
+                f"DPSGD: training_step got {samples} rows, but the next batch that was drawn has "
+                "another number of rows. Train on every batch once, in the order in which the "
+                "loader makes them (in_order=True)."
             )
         return self._counts.popleft()
 
     def user_rows(self, user: int, step: int) -> list[int]:
-        """Return the rows of one user in batch number ``step``, if the user is in it."""
+        """Return the rows that ``user`` has in batch ``step`` if the user is drawn."""
         rows, limit = self.users[user], self.rows_per_user
         if limit is None or len(rows) <= limit:
             return [*rows]
-        place = b"".join(value.to_bytes(8, "big") for value in (step, user))
-        seed = hashlib.shake_256(b"rows" + self._key + place).digest(32)
+        ids = b"".join(value.to_bytes(8, "big") for value in (step, user))
+        seed = hashlib.shake_256(b"rows" + self._key + ids).digest(32)
         sample = np.random.default_rng(list(seed)).choice(len(rows), limit, replace=False)
         return [rows[i] for i in sorted(sample.tolist())]
 
 
 class EmptyCollate:
-    """A collate function that also returns an empty batch, of the same form, for no examples.
+    """A collate function that also makes an empty batch, of the same form, from no examples.
 
-    It refuses a batch whose ``input_ids``, or where there are none all tensors, have not one row
-    for each example, because rows are clipped and privacy is accounted for examples.
+    Rows are clipped, but privacy is accounted for examples. So it refuses a batch whose number of
+    rows does not fit the number of examples. Rows are counted in ``input_ids``, or without these in
+    all tensors, if they agree.
 
-    For no examples it collates one example once and twice. What grew with the number of examples is
-    cut to length 0: tensors in the dimension that grew, and sequences. What did not grow belongs to
-    the batch and stays.
+    For an empty batch it collates one example once and twice. What is longer for two examples is
+    cut to length 0: tensors in the first such dimension, and sequences. Everything else is kept.
 
     Args:
         collate: The collate function of the loader. It may have an attribute ``rows_per_example``,
-            of a trainer whose examples are pairs; 1 without.
+            which a trainer sets if an example is a pair of texts. Default: 1.
         dataset: The dataset of the example.
-        index: The index of the example; no number of it is in an empty batch.
+        index: The index of the example. An empty batch contains none of its numbers.
 
     Raises:
-        DefenseError: in a call, another number of rows than of examples.
+        DefenseError: In a call: the number of rows does not fit the number of examples.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
@@ -206,7 +211,7 @@ class EmptyCollate:
         self.index = index
 
     def placeholder(self) -> Any:
-        """Return the batch of one example, for a process that must run the model and drew none."""
+        """Return a batch of one example, for a process that drew none but must run the model."""
         return self([self.dataset[self.index]])
 
     def __call__(self, examples: list[Any]) -> Any:
@@ -217,26 +222,26 @@ class EmptyCollate:
             return _emptied(once, twice)
         batch = self.collate(examples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        # Beside packed ids are documents' lengths.
-        alone = isinstance(ids, Tensor) and ids.dim() > 1
-        sizes = {t.shape[0] for t in tensors_of(ids if alone else batch) if t.dim()}
+        # With packed texts other tensors hold lengths of documents, so only input_ids count.
+        has_ids = isinstance(ids, Tensor) and ids.dim() > 1
+        sizes = {t.shape[0] for t in tensors_of(ids if has_ids else batch) if t.dim()}
         if len(sizes) == 1 and sizes != {self.rows * len(examples)}:
             raise DefenseError(
                 f"the collate function made {sizes.pop()} rows of {len(examples)} examples: let it "
-                f"give {self.rows} for each, and split or pack texts in the dataset."
+                f"make {self.rows} for each, and split or pack texts in the dataset."
             )
         return batch
 
 
 def _emptied(once: Any, twice: Any) -> Any:
-    """Return ``once`` with what is longer in ``twice`` cut to length 0."""
+    """Return the batch ``once``, with everything that is longer in ``twice`` cut to length 0."""
     if isinstance(once, Tensor):
         sizes = zip(once.shape, twice.shape, strict=True)
-        longer = [dim for dim, (one_size, two_size) in enumerate(sizes) if one_size != two_size]
-        if not longer:
+        dims = [dim for dim, (size, doubled_size) in enumerate(sizes) if size != doubled_size]
+        if not dims:
             return once
         shape = list(once.shape)
-        shape[longer[0]] = 0
+        shape[dims[0]] = 0
         return once.new_empty(shape)
     if isinstance(once, np.ndarray):
         return _emptied(torch.from_numpy(once), torch.from_numpy(twice)).numpy()
@@ -252,7 +257,7 @@ def _emptied(once: Any, twice: Any) -> Any:
 
 
 def rebuilt(like: Any, fields: dict[Any, Any] | list[Any]) -> Any:
-    """Return fields in the same type of mapping (HF's BatchEncoding, say), list or tuple."""
+    """Return fields as the type of ``like``: a mapping (e.g. HF's BatchEncoding), list or tuple."""
     if type(like) is dict:
         return fields
     if hasattr(like, "_fields"):
@@ -262,14 +267,14 @@ def rebuilt(like: Any, fields: dict[Any, Any] | list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A loader for DP-SGD.
+    """A loader for DP-SGD, with the numbers that accounting and the update need.
 
     Attributes:
-        loader: yields the batches.
-        rate: chance of each example to be in a batch, as it is to be accounted.
-        expected: number of examples by which a clipped sum is divided.
-        examples: The number of examples of all clients; where users are drawn, the number of users.
-        users: the rows of each user by key; None where examples are drawn.
+        loader: The loader of Poisson-sampled batches.
+        rate: The probability of each example (user) to be in a batch, for accounting.
+        expected: The expected batch size, by which a clipped sum is divided.
+        examples: The number of examples of all clients; if users are drawn, the number of users.
+        users: The rows of each user by key; None if examples are drawn.
     """
 
     loader: DataLoader[Any]
@@ -280,7 +285,7 @@ class Sampling:
 
     @property
     def users_digest(self) -> int:
-        """Return a digest, of 48 bits, of the rows of every user; 0 where examples are drawn."""
+        """Return a digest, of 48 bits, of the rows of every user; 0 if examples are drawn."""
         if self.users is None:
             return 0
         text = ";".join(",".join(map(str, rows)) for rows in self.users.values())

@@ -1,7 +1,9 @@
-"""The Poisson-sampled loader that DP-SGD trains with, and the sample rate to account.
+"""The Poisson-sampled loader that DP-SGD trains with, and the sample rate for the accounting.
 
-For users as the unit of privacy, this module also groups rows by user, and checks that a batch
-keeps the order of its rows.
+If the unit of privacy is a user, this module also groups rows by user, and checks that a batch
+keeps the order of its rows. A *shard* is the part of the data that one process draws from. A
+dataset that leaves examples out by a secret random choice has a ``public_length``: its length with
+them, which leaks nothing about the choice.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Users
 from lightning_fedleak.model.batches import BatchError, read_batch
 from lightning_fedleak.model.model_state import preserve_process
 
-# The number of examples that are collated to test their order. A smaller one would miss collate
+# The number of examples that are collated to test their order. A smaller number would miss collate
 # functions that reorder few examples; a larger one costs time at setup.
 PROBES = 8
 # The number of examples from which the probes are chosen, so that their lengths differ if any do.
@@ -135,23 +137,24 @@ def check_order(loader: DataLoader[Any]) -> None:
         count = len(indices)
         # Sorting, reversing and rotating do not undo this order.
         order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
-        first, second, permuted = (
+        tensors, repeats, permutations = (
             _collated_tensors(loader, batch_indices)
             for batch_indices in (indices, indices, [indices[i] for i in order])
         )
-        conclusive = False
-        for tensor, repeated, reordered in zip(first, second, permuted, strict=False):
+        has_evidence = False
+        for tensor, repeat, permutation in zip(tensors, repeats, permutations, strict=False):
             if len(tensor) != count:
                 continue
-            if _are_equal(tensor, repeated):
+            if _are_equal(tensor, repeat):
                 # A tensor that does not depend on the examples, such as row numbers, is accepted.
-                keeps_order = _are_equal(tensor[order], reordered) or any(
+                keeps_order = _are_equal(tensor[order], permutation) or any(
                     _are_equal(tensor, constant)
                     for constant in _collated_tensors(loader, indices[:1] * count)
                 )
-                conclusive = conclusive or not _are_equal(tensor, tensor[:1].expand_as(tensor))
+                # Equal rows do not show their order.
+                has_evidence = has_evidence or not _are_equal(tensor, tensor[:1].expand_as(tensor))
             else:
-                keeps_order = not _is_shuffled(tensor, repeated)
+                keeps_order = not _is_shuffled(tensor, repeat)
             if not keeps_order:
                 raise DefenseError(
                     f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
@@ -159,7 +162,7 @@ def check_order(loader: DataLoader[Any]) -> None:
                     "examples: rows of one user would be clipped as another's. Let row i of every "
                     "tensor be of example i (pack_padded_sequence takes enforce_sorted=False)."
                 )
-    if count > 1 and not conclusive:
+    if count > 1 and not has_evidence:
         warnings.warn(
             "DPSGD: with unit=Users() the position of a row in the batch determines its user. "
             f"Whether the collate function ({_collate_name(loader)}) keeps the order of examples "
@@ -172,8 +175,8 @@ def check_order(loader: DataLoader[Any]) -> None:
 def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
     """Warn if rows of the data contain several documents.
 
-    Rows of a few examples are read. Documents that a batch does not mark, by position ids for
-    example, are not seen.
+    A few examples are collated. Documents are found only if the batch marks them, for example by
+    position ids.
 
     Args:
         loader: The Poisson-sampled loader.
@@ -195,9 +198,9 @@ def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
     if packed:
         warnings.warn(
             "DPSGD: rows of the data hold several documents, and a row is one example: it is "
-            "clipped as a whole, and epsilon is for a packed row, not for a document. Without one "
-            "document the rest would be packed differently. For a guarantee for documents, give "
-            "each document a row of its own.",
+            "clipped as a whole, and epsilon is for a packed row, not for a document. Removing one "
+            "document would also change how the others are packed. For a guarantee for documents, "
+            "give each document a row of its own.",
             stacklevel=4,
         )
 
@@ -284,7 +287,7 @@ def sampling_of(
     Args:
         dataloader: The training loader, as Lightning has prepared it.
         context: The client and the process.
-        draws: The secret entropy, and the number of the first step.
+        draws: The secret entropy, the client and the index of the first batch.
         trust: The trust in the server.
         users: The setting of users as the unit of privacy; None to draw examples.
 
@@ -294,11 +297,11 @@ def sampling_of(
     """
     check_torch_loader(dataloader)
     if context.clients > 1 and not is_sharded(dataloader):
-        central = " trust='central' also needs the same batch_size and noise on all of them."
+        central = " trust='central' also needs the same batch_size and noise for all clients."
         warnings.warn(
             f"DPSGD: {context.clients} clients, and no DistributedSampler splits the training data "
-            "among them: an example that several clients hold spends epsilon for each. Leave "
-            "use_distributed_sampler=True, or let each process load data of its own."
+            "among them: an example that several clients hold spends epsilon at each of them. Keep "
+            "use_distributed_sampler=True, or let each process load different data."
             + (central if trust == "central" else ""),
             stacklevel=3,
         )
@@ -306,7 +309,7 @@ def sampling_of(
         _check_shares(dataloader, context)
     dataset, batch_size = dataloader.dataset, dataloader.batch_size
     by_key = None if users is None else rows_by_user(dataset, users.group_by)
-    population, absent = _population(dataset, by_key)
+    population, n_absent = _population(dataset, by_key)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     share = max(1, population // replicas)
     rate = min(1.0, batch_size / share)
@@ -326,14 +329,14 @@ def sampling_of(
         expected = float(batch_size)
     elif context.processes == 1:
         # Examples that the dataset leaves out are shared out evenly, as the sampler would do.
-        expected = rate * (len(loader.batch_sampler.shard) + absent // replicas)
+        expected = rate * (len(loader.batch_sampler.shard) + n_absent // replicas)
     else:
         expected = rate * population
     return poisson.Sampling(loader, rate, expected, population, by_key)
 
 
 def _population(dataset: Any, by_key: Mapping[Any, Sequence[int]] | None) -> tuple[int, int]:
-    """Return the number of examples (users) to draw from, and the number that the dataset lacks.
+    """Return the public number of examples (users), and how many of these the dataset lacks.
 
     The sample rate depends on these numbers, so they must not depend on the content of the data. A
     dataset that leaves examples out by chance has a ``public_length`` that includes them.
@@ -351,17 +354,18 @@ def _population(dataset: Any, by_key: Mapping[Any, Sequence[int]] | None) -> tup
 def public_length(dataset: Any) -> int:
     """Return the ``public_length`` of a dataset, or its length if it has none.
 
-    The parts of a ConcatDataset are added.
+    The lengths of the datasets in a ConcatDataset are added.
 
     Raises:
-        DefenseError: The dataset, or a part of it, is a Subset of data with a ``public_length``.
+        DefenseError: The dataset, or one that it concatenates, is a Subset of data with a
+            ``public_length``.
     """
     if isinstance(dataset, data.ConcatDataset):
         return sum(map(public_length, dataset.datasets))
     if isinstance(dataset, data.Subset) and _has_public_length(dataset.dataset):
         raise DefenseError(
             "DPSGD: the training data are a Subset of a dataset that leaves examples out, so that "
-            "the number of its rows reveals them. Take the Subset first, and leave out of it."
+            "the number of its rows reveals them. Take the Subset first, then leave examples out."
         )
     return int(getattr(dataset, "public_length", len(dataset)))
 
@@ -387,7 +391,7 @@ def _check_shares(dataloader: Any, context: DefenseContext) -> None:
     if not is_sharded(dataloader) or shard != (context.processes, context.process):
         raise DefenseError(
             "DPSGD: with client='world' no DistributedSampler splits the data among the "
-            f"{context.processes} processes, so that an example may be twice in the sum. Leave "
+            f"{context.processes} processes, so that an example may be twice in the sum. Keep "
             "use_distributed_sampler=True."
         )
 
@@ -413,7 +417,7 @@ def poisson_loader(
         loader: A loader with a map-style dataset and one of torch's own samplers.
         rate: The probability of each example to be in a batch, in (0, 1]: the mean batch size over
             the size of the shard.
-        draws: The secret entropy, the client and the number of the first step.
+        draws: The secret entropy, the client and the index of the first batch.
         users: The rows of every user, to draw users; the rate is then a user's, and users are split
             among processes. None to draw examples.
         rows_per_user: The largest number of rows of one user in a batch; None for all rows.
@@ -475,7 +479,7 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
             type(batches) is not data.BatchSampler or loader.batch_size is None
         ),
     }
-    refuse("DP-SGD draws each example independently, for which it must know the loader; ", refusals)
+    refuse("DP-SGD must replace the loader's sampling to draw examples independently; ", refusals)
 
 
 def _check_empty_fetch(loader: data.DataLoader[Any]) -> None:
@@ -535,7 +539,7 @@ def _origins(dataset: Any) -> tuple[Any, Any]:
     Subset and ConcatDataset are resolved.
     """
     if isinstance(dataset, data.ConcatDataset):
-        origins = [_origins(part) for part in dataset.datasets]
+        origins = [_origins(inner) for inner in dataset.datasets]
         return np.concatenate([o[0] for o in origins]), np.concatenate([o[1] for o in origins])
     if isinstance(dataset, data.Subset):
         indices = np.asarray(dataset.indices)

@@ -1,4 +1,8 @@
-"""Settings of DP-SGD: the rare ones in groups, their checks, and what they guarantee."""
+"""Settings of DP-SGD: groups of rarely used arguments, checks of arguments, and the guarantee.
+
+A *release* is one noised update. A *gate* is a rule that acts during training if measured leakage
+is too high; with ``action="harden"`` it doubles the noise.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from lightning_fedleak.defenses.checks import check_choice, check_integer, check
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 
+# How the user of a row is found: by the name of a column, a function of an example, or a sequence
+# with a key for each row.
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
 
@@ -27,7 +33,7 @@ class ClipSettings:
             depend on one sample each, ``"checked"`` to let DPSGD check it.
 
     Raises:
-        DefenseError: a value out of range.
+        DefenseError: A value is out of range.
     """
 
     form: Clipping = "auto"
@@ -42,18 +48,18 @@ class ClipSettings:
 
 @dataclass(frozen=True)
 class ReleaseSettings:
-    """Whom releases are hidden from, and when they end.
+    """The trust in the server, and what happens when the budget is spent.
 
     Attributes:
-        trust: ``"local"`` where the server sees each client's update, ``"central"`` where it sees
-            their sum alone (secure aggregation): each client then adds a share of the noise.
-        on_budget: whether a spent ``target_epsilon`` ends the fit (``"stop"``) or raises
-            :class:`BudgetSpent` (``"raise"``). Nothing is released beyond it.
-        max_hardenings: how often a gate may double the noise, with ``accountant="filter"``; None
-            for no limit.
+        trust: ``"local"`` if the server sees the update of each client, ``"central"`` if it sees
+            only their sum (secure aggregation), so that each client adds a share of the noise.
+        on_budget: Whether the fit ends (``"stop"``) or :class:`BudgetSpent` is raised (``"raise"``)
+            when ``target_epsilon`` is spent. Nothing more is released.
+        max_hardenings: The number of times that a gate may double the noise, which needs
+            ``accountant="filter"``; None for no limit.
 
     Raises:
-        DefenseError: a value out of range.
+        DefenseError: A value is out of range.
     """
 
     trust: Trust = "local"
@@ -68,7 +74,7 @@ class ReleaseSettings:
 
 @dataclass(frozen=True)
 class Users:
-    """Users as the unit of privacy: all rows of one are drawn, clipped and accounted together.
+    """Users as the unit of privacy: all rows of a user are drawn, clipped and accounted together.
 
     Examples:
         >>> from lightning_fedleak import DPSGD, Users
@@ -77,12 +83,13 @@ class Users:
         'dpsgd'
 
     Attributes:
-        group_by: the user of a row: the name of a column, a function of an example, or one key for
-            each row.
-        rows_per_user: most rows of one user in a batch, drawn at random; None for all.
+        group_by: What gives the user of a row: the name of a column, a function of an example, or
+            a sequence with a key for each row.
+        rows_per_user: The largest number of rows of one user in a batch, drawn at random; None for
+            all rows.
 
     Raises:
-        DefenseError: a value out of range.
+        DefenseError: A value is out of range.
     """
 
     group_by: GroupBy
@@ -94,7 +101,7 @@ class Users:
 
 
 Unit = Literal["example"] | Users
-"""What is added or removed."""
+"""The unit of privacy: what is added or removed between neighbouring datasets."""
 
 
 def check_budget(
@@ -104,28 +111,29 @@ def check_budget(
     seed: int | None,
     accountant: str,
 ) -> None:
-    """Raise an error for numbers out of range, or that contradict each other.
+    """Raise an error for arguments of the budget that are out of range or contradict each other.
 
-    With ``accountant="filter"`` the noise may be given beside the epsilon, which must be given.
+    ``accountant="filter"`` needs ``target_epsilon``; ``noise_multiplier`` may be passed with it.
+    Other accountants need exactly one of them.
 
     Raises:
-        DefenseError: says which.
+        DefenseError: Names the arguments.
     """
     check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
-    filtered, targeted = accountant == "filter", target_epsilon is not None
+    is_filter, has_target = accountant == "filter", target_epsilon is not None
     count = "neither" if noise_multiplier is None else "both"
     check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
     check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
     neither_or_both = (noise_multiplier is None) == (target_epsilon is None)
     refusals: dict[str, object] = {
-        "accountant='filter' needs target_epsilon and target_delta": filtered and not targeted,
+        "accountant='filter' needs target_epsilon and target_delta": is_filter and not has_target,
         f"{count} of noise_multiplier and target_epsilon given: give one": (
-            not filtered and neither_or_both
+            not is_filter and neither_or_both
         ),
         "target_epsilon needs target_delta, below one over the number of examples": (
-            targeted and target_delta is None
+            has_target and target_delta is None
         ),
-        "with a seed no epsilon holds: leave out seed or target_epsilon": targeted
+        "with a seed no epsilon holds: leave out seed or target_epsilon": has_target
         and seed is not None,
     }
     refuse("DPSGD: ", refusals)
@@ -135,44 +143,46 @@ def check_budget(
 def check_combination(
     max_grad_norm: MaxGradNorm, unit: Unit, max_physical_batch_size: int | None
 ) -> None:
-    """Raise an error for a clip norm or a number of rows out of range, and what contradicts.
+    """Raise an error for a clip norm, unit or piece size that is invalid or contradicts another.
 
     Raises:
-        DefenseError: says which.
+        DefenseError: Names the argument.
     """
     if max_grad_norm != "auto" and not isinstance(max_grad_norm, QuantileClip):
         hint = "or 'auto', or a QuantileClip"
         check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint=hint)
-    max_rows, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
-    hint = "rows that are run at once"
+    max_rows, user_rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
+    hint = "the number of rows per forward pass"
     check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True, hint=hint)
     if isinstance(unit, Users):
-        rows = unit.rows_per_user
+        user_rows = unit.rows_per_user
     else:
         check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     refusals = {
-        f"max_physical_batch_size={max_rows} runs whole users: pass "
+        f"max_physical_batch_size={max_rows} must hold all rows of a user: pass "
         f"Users(..., rows_per_user={max_rows}) or fewer": (
-            by_user and max_rows is not None and (rows is None or rows > max_rows)
+            by_user and max_rows is not None and (user_rows is None or user_rows > max_rows)
         )
     }
     refuse("DPSGD: ", refusals)
 
 
-def check_referee(
+def check_audit(
     check: bool | int, unit: Unit, noise_multiplier: float | None, max_grad_norm: MaxGradNorm
 ) -> None:
-    """Raise an error for a training in which no planted gradient could be tested.
+    """Raise an error for settings under which ``DPSGD(check=...)`` cannot audit the training.
+
+    That audit plants a gradient in a batch now and then, and tests whether the release shows it.
 
     Raises:
-        DefenseError: says why.
+        DefenseError: Names the contradicting arguments.
     """
-    every = int(check) if isinstance(check, bool) else check
-    check_integer("DPSGD: check", every, at_least=0, hint="True, or steps between looks")
+    interval = int(check) if isinstance(check, bool) else check
+    check_integer("DPSGD: check", interval, at_least=0, hint="True, or steps between probes")
     refusals = {
-        "check plants a gradient in each row, and Users clips several rows together: leave one of "
+        "check plants a gradient in one row, but Users clips several rows together: leave one of "
         "them out": check and isinstance(unit, Users),
-        "check compares releases with one clip norm, and QuantileClip changes it: leave one of "
+        "check compares releases with one clip norm, but QuantileClip changes it: leave one of "
         "them out": check and isinstance(max_grad_norm, QuantileClip),
         "check compares noise with noise_multiplier, which is 0: leave check out": (
             check and noise_multiplier == 0
@@ -182,18 +192,18 @@ def check_referee(
 
 
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:
-    """Raise an error for a checkpoint whose releases do not add up with those of this run.
+    """Raise an error for a checkpoint whose releases cannot be accounted together with this run.
 
     Raises:
-        DefenseError: they were made under ``trust="central"`` and this run is under ``"local"``, or
-            for another unit of privacy.
+        DefenseError: They were made under ``trust="central"`` and this run is under ``"local"``, or
+            they were made for another unit of privacy.
     """
     earlier_trust, earlier_unit = state.get("trust", trust), state.get("unit", "example")
     refusals = {
-        "under trust='central', in which each client adds a share of the noise. Go on with that, "
+        "under trust='central', with only a share of the noise at each client. Continue with that, "
         "or begin a new run.": earlier_trust == "central" and trust == "local",
-        f"with unit={earlier_unit!r}, and this run has unit={unit!r}. Go on with that, or begin a "
-        "new run from a model that this data did not train.": earlier_unit != unit,
+        f"with unit={earlier_unit!r}, but this run has unit={unit!r}. Continue with that, or begin "
+        "a new run from a model that this data did not train.": earlier_unit != unit,
     }
     refuse(f"DPSGD: the checkpoint's {releases} releases were made ", refusals)
 
@@ -202,10 +212,10 @@ def guarantee_of(trust: Trust, seed: int | None, unit: str, *, fixed_budget: boo
     """Return what DP-SGD with these settings guarantees, and against whom.
 
     Args:
-        trust: in the server.
-        seed: The seed of noise that can be guessed; None: none can.
-        unit: The unit of privacy.
-        fixed_budget: whether the account is a filter's.
+        trust: The trust in the server.
+        seed: The seed of the noise, which can be guessed; None for secret noise.
+        unit: The unit of privacy, ``"example"`` or ``"user"``.
+        fixed_budget: Whether the accountant is a filter, with a budget fixed before the run.
     """
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"

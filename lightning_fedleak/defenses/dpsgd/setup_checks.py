@@ -18,7 +18,9 @@ from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, check_experts, r
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
 
-COMPARED = 5  # examples by which the datasets of processes are compared. Not tuned
+# The number of examples by which the datasets of two processes are compared. More take more time at
+# setup. Not tuned.
+COMPARED = 5
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 """Lightning's names of the precisions without a gradient scaler."""
 
@@ -30,8 +32,8 @@ def check_trainer(context: DefenseContext) -> None:
         DefenseError: Names the setting.
     """
     refusals = {
-        f": precision={context.precision!r} is not supported: a gradient scaler unscales the "
-        "summed gradient, not each sample's. Use 'bf16-mixed' or '32-true'.": (
+        f": precision={context.precision!r} is not supported: its gradient scaler does not unscale "
+        "each sample's gradient. Use 'bf16-mixed' or '32-true'.": (
             context.precision not in PRECISIONS
         ),
         " adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
@@ -59,7 +61,7 @@ def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
 
 
 def check_shards(root: nn.Module, processes: int) -> None:
-    """Refuse a trained parameter that not all processes of the client share (FSDP2).
+    """Refuse a trained parameter that is not sharded over exactly the client's processes (FSDP2).
 
     Raises:
         DefenseError: Names the parameter.
@@ -68,11 +70,11 @@ def check_shards(root: nn.Module, processes: int) -> None:
         if not (parameter.requires_grad and isinstance(parameter, DTensor)):
             continue
         size, placements = parameter.device_mesh.size(), parameter.placements
-        plain = all(type(placement) in (Shard, Replicate) for placement in placements)
-        if size != processes or not plain:
+        is_plain = all(type(placement) in (Shard, Replicate) for placement in placements)
+        if size != processes or not is_plain:
             raise DefenseError(
                 f"DPSGD: '{name}' is placed as {placements} over {size} of the client's "
-                f"{processes} processes. Give fully_shard alone a mesh of all of them, without "
+                f"{processes} processes. Use only fully_shard, with a mesh of all of them, and no "
                 "tensor parallelism."
             )
 
@@ -83,18 +85,19 @@ def check_model(root: nn.Module, clipping: str) -> None:
     Raises:
         DefenseError: Names the layer and the remedy.
     """
-    trained = any(p.requires_grad for p in root.parameters())
-    refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or leave DPSGD out": not trained})
+    trainable = any(p.requires_grad for p in root.parameters())
+    refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or omit DPSGD": not trainable})
     check_experts(root)
+    # Some PEFT layers are run again as a whole; the modules inside them need no rule.
     adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
         layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "
-        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        is_instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
         refusals: dict[str, object] = {
-            "normalises each sample by the others of its batch. Use GroupNorm or LayerNorm "
+            "normalises each sample by statistics of its batch. Use GroupNorm or LayerNorm "
             "(opacus.validators.ModuleValidator.fix does it), or freeze it in eval mode.": (
-                batch_norm and module.training
+                is_batch_norm and module.training
             ),
             "changes ranks by gradients outside of the optimizer (PEFT's update_and_allocate), and "
             "no noise covers that; AdaLoRA also adds an orthogonal regularization of weights to "
@@ -102,18 +105,18 @@ def check_model(root: nn.Module, clipping: str) -> None:
                 hasattr(module, "update_and_allocate")
             ),
             "keeps statistics of the data. Build it with track_running_stats=False.": (
-                instance_norm and module.training and module.track_running_stats
+                is_instance_norm and module.training and module.track_running_stats
             ),
         }
         if module in adapted or (module not in inner and trains(module)):
             rule = rerun if module in adapted else rule_of(name, module)
             weights = module.parameters(recurse=module in adapted)
-            matrices = any(p.dim() > 1 for p in weights if p.requires_grad)
+            has_matrix = any(p.dim() > 1 for p in weights if p.requires_grad)
             refusals |= {
                 "is in eval mode and trained, as after `from_pretrained`. Call `model.train()` "
                 "where you build it, or freeze it.": not module.training,
                 "has no rule for clip=ClipSettings(form='ghost'). Use form='auto'.": (
-                    clipping == "ghost" and rule not in GHOST_RULES and matrices
+                    clipping == "ghost" and rule not in GHOST_RULES and has_matrix
                 ),
             }
         refuse(layer, refusals)
@@ -133,14 +136,14 @@ def planned_steps(context: DefenseContext, per_epoch: int) -> int:
     host = context.host
     if host.finds_learning_rate:
         raise DefenseError(
-            "DPSGD: target_epsilon: the noise would be fitted to the steps of the learning rate "
-            "finder. Find the rate on public data, or give noise_multiplier."
+            "DPSGD: target_epsilon: the noise would be computed for the steps of the learning rate "
+            "finder. Find the learning rate on public data, or pass noise_multiplier."
         )
     steps = host.count_steps(per_epoch)
     if steps is None or steps < 1:
         raise DefenseError(
-            f"DPSGD: target_epsilon needs to know how many steps the run takes. Give {host.name} "
-            f"{host.steps_by}, or give noise_multiplier."
+            f"DPSGD: target_epsilon needs the number of steps of the run. Give {host.name} "
+            f"{host.steps_by}, or pass noise_multiplier to DPSGD."
         )
     return steps
 
@@ -162,17 +165,17 @@ def check_same_data(loader: DataLoader[Any], team: Team) -> None:
     if team.size == 1:
         return
     with team.together():
-        digest, repeated = _digest(loader.dataset), _digest(loader.dataset)
-    changes, high, low = team.largest([digest != repeated, digest, -digest])
-    if high != -low and not changes:
+        digest, second_digest = _digest(loader.dataset), _digest(loader.dataset)
+    is_random, high, low = team.largest([digest != second_digest, digest, -digest])
+    if high != -low and not is_random:
         raise DefenseError(
-            "DPSGD: the processes of the client hold other examples at the same indices, so that "
+            "DPSGD: the processes of the client hold different examples at the same index, so that "
             "one may be twice in the sum. Shuffle and split the data by one seed in all processes."
         )
 
 
 def _digest(dataset: Any) -> int:
-    """Return a digest of a few examples, with 48 bits: float64 holds it exactly."""
+    """Return a digest of a few examples, of 48 bits, which float64 represents exactly."""
     last = len(dataset) - 1
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
     digest = hashlib.sha256("\0".join(_values_in(examples)).encode()).digest()
@@ -180,7 +183,7 @@ def _digest(dataset: Any) -> int:
 
 
 def _values_in(value: Any) -> Iterator[str]:
-    """Yield the numbers and words in an example, or in a part of it."""
+    """Yield the content of an example, or of a value in it, as texts."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield repr(key)

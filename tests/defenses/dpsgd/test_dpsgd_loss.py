@@ -73,7 +73,7 @@ def check(
         top = form.check_form(value, recorder.calls, samples)
         if samples > 1:
             with recorder.paused():
-                for known in {form.separate, trusted or not both}:
+                for known in {form.is_per_sample, trusted or not both}:
                     check_isolation(value, top, recorder.calls, samples, separate=known)
         assert all(p.grad is None for p in model.parameters())
         assert not recorder.parts
@@ -158,7 +158,7 @@ def test_usual_losses_are_seen_to_keep_samples_apart(loss: Loss) -> None:
     with recorder.step(B):
         value = loss(model)
     form.check_form(value, recorder.calls, B)
-    assert form.separate
+    assert form.is_per_sample
 
 
 def rows_joined(net: nn.Module) -> Tensor:
@@ -186,7 +186,7 @@ def products(net: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("loss", [rows_joined, columns, summed, pairs, products])
 def test_what_mixes_samples_after_the_last_layer_is_refused(loss: Loss) -> None:
-    with pytest.raises(DefenseError, match="depends on the output of 'above' for the others"):
+    with pytest.raises(DefenseError, match="depends on the output of 'above' for other samples"):
         check(Net(), loss, both=False)
 
 
@@ -248,19 +248,19 @@ def weighted(net: nn.Module) -> Tensor:
 
 
 BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
-    ("token mean and a term", tiny_gpt2, joined(RAGGED), "joined with another term"),
-    ("equal counts and a term", tiny_gpt2, joined(IDS), "joined with another term"),
+    ("token mean and a term", tiny_gpt2, joined(RAGGED), "combined with another term"),
+    ("equal counts and a term", tiny_gpt2, joined(IDS), "combined with another term"),
     ("time first, ragged", tiny_gpt2, time_first(RAGGED), "in an unknown order"),
-    ("a mean, squared", Net, lambda n: squared(n).pow(2), "for the others"),
-    ("a mean in exp", Net, lambda n: squared(n).exp(), "for the others"),
-    ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 stands between"),
-    ("a mean, if finite", Net, lambda n: squared(n).nan_to_num(), "NanToNumBackward0 stands"),
-    ("a mean by hand", Net, lambda n: Halved.apply(squared(n)), "HalvedBackward stands between"),
+    ("a mean, squared", Net, lambda n: squared(n).pow(2), "for other samples"),
+    ("a mean in exp", Net, lambda n: squared(n).exp(), "for other samples"),
+    ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 is between"),
+    ("a mean, if finite", Net, lambda n: squared(n).nan_to_num(), "NanToNumBackward0 is between"),
+    ("a mean by hand", Net, lambda n: Halved.apply(squared(n)), "HalvedBackward is between"),
     ("masked by hand", Net, masked_by_hand, "tensor that may depend on the batch"),
     ("rescaled by hand", Net, rescaled_by_hand, "tensor that may depend on the batch"),
     ("chosen tokens", tiny_gpt2, selected, "IndexBackward0 selects terms"),
     ("class weights", Net, weighted, "class weights"),
-    ("a sum", Net, lambda n: n(X).square().sum(), "SumBackward0 stands between"),
+    ("a sum", Net, lambda n: n(X).square().sum(), "SumBackward0 is between"),
     ("a sum of cross-entropies", Net, lambda n: F.mse_loss(n(X), X[:, :3], reduction="sum"), "sum"),
     ("weight penalty", Net, lambda n: squared(n) + n.below.weight.square().mean(), "weight_decay"),
     ("contrastive", Net, contrastive, "contrastive learning"),

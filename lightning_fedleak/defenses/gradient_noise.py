@@ -261,8 +261,8 @@ class GradientNoise(noise.HardenedNoise):
         )
         raise DefenseError(
             f"GradientNoise: the update holds NaN or infinity {location}; it was not released. "
-            "Lower the learning rate, check the loss, or train in 16-mixed on one device, where such "
-            "steps are skipped."
+            "Lower the learning rate, check the loss, or train in 16-mixed on one device, where "
+            "such steps are skipped."
         )
 
     def _key(

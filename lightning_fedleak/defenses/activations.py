@@ -261,9 +261,8 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         super().check_order(before, after)
         if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
             raise DefenseError(
-                f"ActivationNoise(relative=True) scales noise by all samples of a batch, but "
-                f"{', '.join(names)} needs samples that do not affect each other. Use "
-                "relative=False."
+                f"ActivationNoise(relative=True) scales noise by all samples of a batch together, "
+                f"and {', '.join(names)} treats each separately. Use relative=False."
             )
 
     def epsilon(self, delta: float, *, positions: int = 1) -> float:

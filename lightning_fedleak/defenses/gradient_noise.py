@@ -103,9 +103,8 @@ class GradientNoise(noise.HardenedNoise):
         self.seed = seed
         self._allow_hardening(max_hardenings)
         self.releases = 0
-        self._precision = (
-            0.0  # the sum of 1 / sigma^2 over the releases; infinite without a guarantee
-        )
+        # The sum of 1 / sigma^2 over the releases; infinite if one had no guarantee.
+        self._precision = 0.0
         if clip is None or sigma == 0 or seed is not None:
             self.guarantee = _no_guarantee(clip, sigma)
         self._seeded = seed is not None

@@ -202,7 +202,7 @@ def test_a_strategy_of_the_other_package_is_refused_in_one_sentence(package: str
             lightning(package).Trainer(strategy=defended, accelerator="cpu", logger=False)
         assert str(refusal.value) == (
             f"DefendedStrategy({type(inner).__name__}) is of `{OTHER[package]}` and this Trainer "
-            f"of `{package}`: import both from one of the two."
+            f"of `{package}`: import both from the same package."
         )
 
 

@@ -1,7 +1,7 @@
 """CanaryScorer: score each canary of a run, for a privacy audit from one run.
 
-Canaries are texts of which a random half is added to the training data. An audit bounds epsilon by
-how well the scores separate the included canaries from the held-out ones. So both are scored in the
+Each canary is a text that is added to the training data or held out at random. An audit bounds
+epsilon by how well the scores separate included from held-out canaries. So both are scored in the
 same way, and only from what the run releases: its weights.
 """
 

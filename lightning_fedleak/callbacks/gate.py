@@ -35,8 +35,8 @@ class RiskGate(core.Threshold, EitherCallback):
 
     **Attacks on the trained weights**, such as ``leakage/combined/auc``, query the same texts at
     every look. The gate acts if the lower end of the interval, which holds for all looks together,
-    is above ``at_most``. With few held-out texts the logged value ``shown`` of such an attack is
-    unknown, and a gate on it waits.
+    is above ``at_most``. Their metric ``shown``, a lower bound of the share of recognised texts, is
+    unknown with few held-out texts, and a gate on it waits.
 
     **The worst of a family**, such as ``"leakage/worst/words"``, is the highest value of a family
     of attacks, and can be watched like any other. If an attack is unknown, the highest value of the

@@ -1,8 +1,9 @@
 """Check the hash chains of a run's logs.
 
-Each line of a log holds the hash of the line before and a hash of itself. So a line cannot be
-changed, removed, added or moved without a contradiction. What the checks find is collected in a
-:class:`Verdict`.
+A run has two logs: ``run.jsonl``, the record, and ``leakage.jsonl``, the results of attacks. Each
+line holds the hash of the line before and a hash of itself. So a line cannot be changed, removed,
+added or moved without a contradiction, unless all later hashes are computed again. Each check adds
+its findings to a :class:`Verdict`.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import explain_errors
 
 HOLDS, OPEN, CONTRADICTED = 0, 2, 3
-"""Exit codes of ``fedleak verify``: everything holds; something is undecided; a contradiction."""
+"""Exit codes of ``fedleak verify``: no contradiction; an undecided question; a contradiction."""
 
 
 @dataclass
 class Verdict:
-    """Collect the findings of a verification, as sentences.
+    """The findings of a verification, as sentences.
 
     Attributes:
-        contradictions: findings that the logs of an honest run cannot have.
-        open: questions that the given files cannot decide.
-        notes: findings that are no fault, but that a reader should know.
-        lines: the number of lines by file.
-        heads: the hash of the last line by file. Kept elsewhere, it shows later whether lines were
-            changed or cut.
-        checked: what was checked, each in a few words.
-        not_checked: what was not checked, and what would check it.
+        contradictions: Findings that are impossible in the logs of an honest run.
+        open: Questions that the given files cannot decide.
+        notes: Findings that are not faults, but that a reader should know.
+        lines: The number of lines by file.
+        heads: The hash of the last line by file. A copy of it that is kept elsewhere reveals later
+            whether lines were changed or cut.
+        checked: The names of the checks that were done.
+        not_checked: The names of the checks that were not done, with the option that adds them.
     """
 
     contradictions: list[str] = field(default_factory=list)
@@ -80,7 +81,7 @@ class _ChainedFile:
 
 
 def read_chain(path: Path, verdict: Verdict) -> _ChainedFile:
-    """Return the lines of a log, and find where its chain breaks.
+    """Return the lines of a log, and report where its chain is broken.
 
     Args:
         path: The path of the file.
@@ -101,23 +102,24 @@ def read_chain(path: Path, verdict: Verdict) -> _ChainedFile:
         if content is None:
             continue  # the hash in the next line covers these bytes too
         if not records.holds_own_hash(line):
-            verdict.contradict(f"{path.name}, line {number}: it was changed, by its own hash")
+            verdict.contradict(f"{path.name}, line {number}: its hash does not fit: it was changed")
         if before != log_head:
             verdict.contradict(
-                f"{path.name}, line {number}: the line before is not the one that was there "
-                "when it was written: a line was changed, removed, added or moved"
+                f"{path.name}, line {number}: its hash of the line before does not fit: a line "
+                "was changed, removed, added or moved"
             )
-    torn = [number for number, content in enumerate(log.contents, 1) if content is None]
+    invalid = [number for number, content in enumerate(log.contents, 1) if content is None]
     if data and not data.endswith(b"\n"):
         verdict.leave_open(f"{path.name}, line {len(log.hashes)}: the last line is cut")
-    elif torn and torn[-1] == len(log.contents):
-        verdict.contradict(f"{path.name}, line {torn[-1]}: it is no line of a log")
-    elif torn:
-        verdict.note(f"{path.name}, lines {torn}: cut when a run was killed")
+    elif invalid and invalid[-1] == len(log.contents):
+        verdict.contradict(f"{path.name}, line {invalid[-1]}: it is not a line of a log")
+    elif invalid:
+        verdict.note(f"{path.name}, lines {invalid}: cut when a run was killed")
     return log
 
 
 def _object_of(line: bytes) -> records.JsonObject | None:
+    """Return the JSON object in a line; None if the line is not one."""
     try:
         content = records.parse_json(line.decode())
     except (ValueError, RecursionError):
@@ -126,15 +128,15 @@ def _object_of(line: bytes) -> records.JsonObject | None:
 
 
 def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict) -> None:
-    """Check that each run begins once, has a last line, and wrote nothing after it.
+    """Check that each run has one first line, a last line that closes it, and no line after it.
 
     Args:
         record: The lines of ``run.jsonl``.
         results: The lines of ``leakage.jsonl``.
         verdict: The verdict to which findings are added.
     """
-    begins: dict[str, str | None] = {}
-    ends: dict[str, int | None] = {}
+    begins: dict[str, str | None] = {}  # the run that each run resumed, or None
+    ends: dict[str, int | None] = {}  # the number of lines of results when each run ended
     time = ""
     for number, line in enumerate(record.contents, 1):
         if line is None:
@@ -160,10 +162,10 @@ def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict
     resumed_runs = set(begins.values())
     for run in begins.keys() - ends.keys():
         if run in resumed_runs:
-            verdict.note(f"run {run} was cut off, and another run goes on from its checkpoint")
+            verdict.note(f"run {run} was cut off, and another run continues from its checkpoint")
         else:
             verdict.leave_open(
-                f"run {run} is not closed: it goes on, was killed, or its end was cut"
+                f"run {run} is not closed: it is running, was killed, or its last line was cut"
             )
     _check_results(results, begins.keys(), ends, verdict)
 
@@ -171,7 +173,14 @@ def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict
 def _check_results(
     results: _ChainedFile, begins: Collection[str], ends: Mapping[str, int | None], verdict: Verdict
 ) -> None:
-    """Check that the run of each result had begun, and had not ended."""
+    """Check that the run of each line of results has begun, and had not ended before the line.
+
+    Args:
+        results: The lines of ``leakage.jsonl``.
+        begins: The runs that have a first line.
+        ends: The number of lines of results when each run ended, by run.
+        verdict: The verdict to which findings are added.
+    """
     for number, line in enumerate(results.contents, 1):
         if line is None:
             continue
@@ -186,7 +195,7 @@ def _check_results(
 
 
 def _count_of(line: records.JsonObject, key: str) -> int | None:
-    """Return a number of steps or lines; None if the line does not hold a valid one."""
+    """Return the number of steps or lines in a field of a line; None if it is not valid."""
     count = line.get(key)
     return count if type(count) is int and count >= 0 else None
 
@@ -194,10 +203,10 @@ def _count_of(line: records.JsonObject, key: str) -> int | None:
 def _check_closing(
     line: records.JsonObject, results: _ChainedFile, place: str, verdict: Verdict
 ) -> None:
-    """Compare ``leakage.jsonl`` with its length and last hash in the last line of a run."""
+    """Compare ``leakage.jsonl`` with its length and last hash as stated in a run's last line."""
     count, head = _count_of(line, "results"), line.get("results_head")
     if count is None:
-        verdict.leave_open(f"{place}: it does not say how far {records.RESULTS} goes")
+        verdict.leave_open(f"{place}: it does not state the length of {records.RESULTS}")
     elif count > len(results.hashes):
         verdict.contradict(
             f"{results.name} has {len(results.hashes)} lines, and had {count} at {place}: its end "
@@ -205,17 +214,17 @@ def _check_closing(
         )
     elif head != (results.hashes[count - 1] if count else records.hash_line(b"")):
         verdict.contradict(
-            f"{results.name}, line {count}: it is not the one that was the last at {place}"
+            f"{results.name}, line {count}: its hash is not the one that {place} states"
         )
 
 
 def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
-    """Check that each look was at the step for which an earlier line had planned it.
+    """Check that each look, a measurement of leakage, was at the step that an earlier line states.
 
-    The first line of a run states the step of its first look, and the line of each look that of the
-    next. If a look failed or was at another step, a line of kind ``plan`` says so. A resumed run
-    may have one for its first look, because it learns its step later. Looks that a run has planned
-    after its last line are not missing if it was cut off.
+    The first line of a run states the step of its first look, and the line of each look states the
+    step of the next. If a look failed or was at another step, a line of kind ``plan`` states that.
+    A resumed run may have such a line for its first look, because its step is known only later. If
+    a run was cut off, looks that were planned for later steps are not missing.
 
     Args:
         record: The lines of ``run.jsonl``.
@@ -248,7 +257,7 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
             if plan > latest:
                 verdict.contradict(
                     f"{place}: the look of run {run} after step {step} is planned at step {plan}, "
-                    f"and its settings ask for one at step {latest}"
+                    f"but its settings ask for one at step {latest}"
                 )
             planned[run], resumed = plan, resumed - {run}
         elif kind == "plan":
@@ -273,6 +282,6 @@ def _steps_between_looks(line: records.JsonObject) -> int | None:
 
 
 def runs_below(run: Path) -> str:
-    """Return a sentence that names folders of other runs in a run's folder; empty without any."""
-    places = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
-    return f"other runs lie in {', '.join(places)} of '{run}'" if places else ""
+    """Return words that name the folders of other runs in a run's folder; empty without any."""
+    folders = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
+    return f"other runs are in {', '.join(folders)} of '{run}'" if folders else ""

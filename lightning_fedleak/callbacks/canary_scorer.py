@@ -88,9 +88,7 @@ class CanaryScorer(EitherCallback):
                 f"{embedding.shape[0]} rows: train the model of new_token_canaries(model, ...)"
             )
         if any(isinstance(p, DTensor) for p in pl_module.parameters()):
-            raise ValueError(
-                "CanaryScorer cannot run a model sharded by FSDP2: audit without FSDP2"
-            )
+            raise ValueError("CanaryScorer needs unsharded weights: audit without FSDP2")
         self._anatomy = anatomy
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

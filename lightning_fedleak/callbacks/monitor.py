@@ -155,7 +155,7 @@ class LeakageMonitor(EitherCallback, Reported):
 
     @property
     def failures(self) -> int:
-        """The number of unknown results, without those of attacks that do not apply."""
+        """The number of unknown results, not counting attacks that do not apply."""
         return self.engine.results.failures
 
     @property
@@ -199,7 +199,8 @@ class LeakageMonitor(EitherCallback, Reported):
 
         Raises:
             TypeError: The class was passed instead of an object.
-            ValueError: Another monitor logs the same names, or it is unknown what is shared.
+            ValueError: Another monitor logs the same names, or it is not known which gradients the
+                strategy shares.
         """
         if pl_module is None:  # Lightning called setup on the class, so that self is the Trainer
             raise TypeError("LeakageMonitor is a class: write callbacks=[LeakageMonitor()]")

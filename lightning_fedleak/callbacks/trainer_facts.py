@@ -113,8 +113,8 @@ class TrainerRun(Run):
     def publish(self, values: Mapping[str, float]) -> None:
         """Add values to the Trainer's ``callback_metrics``."""
         # Like LearningRateMonitor, because self.log would take 0.25 ms for each name.
-        numbers = torch.tensor(list(values.values()), device=self.device)
-        self.trainer.callback_metrics.update(zip(values, numbers.unbind(), strict=True))
+        tensor = torch.tensor(list(values.values()), device=self.device)
+        self.trainer.callback_metrics.update(zip(values, tensor.unbind(), strict=True))
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -88,10 +88,10 @@ class _ActivationDefense(Defense):
     def before_setup(self, context: DefenseContext) -> None:
         """Find the layer, and register the hook on its block."""
         self.teardown()
-        _, place = self._place(context.root)
+        _, states_place = self._place(context.root)
         self._root, self._context = context.root, context
         reset_compiled(context.root)
-        self._handle = place.on_states(self._pass)
+        self._handle = states_place.on_states(self._pass)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext

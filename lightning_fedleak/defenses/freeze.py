@@ -140,7 +140,7 @@ class Freeze(Defense):
         self.active = self.active or bool(state.get("active", False))
 
     def before_release(self) -> None:
-        """Raise an error if the part is no longer frozen, because a callback unfroze it, say."""
+        """Raise an error if the part is no longer frozen, for example by a callback."""
         for name, parameter in self._part_parameters.items() if self.active else ():
             if parameter.requires_grad or parameter.grad is not None:
                 raise DefenseError(

@@ -92,9 +92,9 @@ def add_noise(
         target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=std)
         return
     # The same numbers, in blocks of reused memory, which is faster than allocating them all.
-    generator, numbers = _philox(key), torch.empty(_BLOCK, dtype=target.dtype)
+    generator, buffer = _philox(key), torch.empty(_BLOCK, dtype=target.dtype)
     for block in torch.split(target.view(-1), _BLOCK):
-        block_noise = numbers[: len(block)]
+        block_noise = buffer[: len(block)]
         _fill(block_noise, generator)
         block.add_(block_noise, alpha=std)
 

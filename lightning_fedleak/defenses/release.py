@@ -206,10 +206,10 @@ class UpdateRelease:
             batch = _check_returned(defense, "on_batch", defense.on_batch(batch, context))
 
         def step(rows: Any) -> Any:
-            inner = functools.partial(run, rows, *arguments)
+            call = functools.partial(run, rows, *arguments)
             for defense in self._step_defenses:
-                inner = functools.partial(defense.on_training_step, inner, rows, context)
-            return inner()
+                call = functools.partial(defense.on_training_step, call, rows, context)
+            return call()
 
         logical_step: Callable[[Any], Any] = step
         for defense in self._logical_batch_defenses:
@@ -270,9 +270,9 @@ class UpdateRelease:
                 f"the checkpoint was trained with the defences {missing}, which this run does not "
                 "have: updates from now on are sent without them. Add them to `defenses`."
             )
-        if new := [defense.name for defense in self.defenses if defense.name not in states]:
+        if new_names := [defense.name for defense in self.defenses if defense.name not in states]:
             rank_zero_warn(
-                f"the checkpoint was trained without the defences {new}: updates that were "
+                f"the checkpoint was trained without the defences {new_names}: updates that were "
                 "released before it are neither defended nor accounted by them."
             )
         for defense in self.defenses:

@@ -142,22 +142,22 @@ def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict
         if line is None:
             continue
         run, kind = str(line.get("run", "")), line.get("kind")
-        place = f"{record.name}, line {number}"
+        location = f"{record.name}, line {number}"
         if kind == "begin":
             if run in begins:
-                verdict.contradict(f"{place}: run {run} begins a second time")
+                verdict.contradict(f"{location}: run {run} begins a second time")
             resumed = line.get("resumed")
             begins[run] = str(resumed.get("run")) if isinstance(resumed, dict) else None
         elif run not in begins:
-            verdict.contradict(f"{place}: run {run} has not begun")
+            verdict.contradict(f"{location}: run {run} has not begun")
         if run in ends:
-            verdict.contradict(f"{place}: run {run} had ended before")
+            verdict.contradict(f"{location}: run {run} had ended before")
         if kind == "end":
             ends[run] = _count_of(line, "results")
-            _check_closing(line, results, place, verdict)
+            _check_closing(line, results, location, verdict)
         now = str(line.get("time", time))
         if now < time:
-            verdict.note(f"{place}: the clock was set back, from {time} to {now}")
+            verdict.note(f"{location}: the clock was set back, from {time} to {now}")
         time = now
     resumed_runs = set(begins.values())
     for run in begins.keys() - ends.keys():
@@ -184,14 +184,14 @@ def _check_results(
     for number, line in enumerate(results.contents, 1):
         if line is None:
             continue
-        run, place = str(line.get("run", "")), f"{results.name}, line {number}"
+        run, location = str(line.get("run", "")), f"{results.name}, line {number}"
         n_lines = ends.get(run)  # number of lines of results when the run ended
         if run in begins and n_lines is not None and number > n_lines:
-            verdict.contradict(f"{place}: run {run} had ended before")
+            verdict.contradict(f"{location}: run {run} had ended before")
         elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):
-            verdict.note(f"{place}: run {run} was refused before it began")
+            verdict.note(f"{location}: run {run} was refused before it began")
         elif run not in begins:
-            verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
+            verdict.contradict(f"{location}: run {run} is not in {records.RECORD}")
 
 
 def _count_of(line: records.JsonObject, key: str) -> int | None:
@@ -201,20 +201,20 @@ def _count_of(line: records.JsonObject, key: str) -> int | None:
 
 
 def _check_closing(
-    line: records.JsonObject, results: _ChainedFile, place: str, verdict: Verdict
+    line: records.JsonObject, results: _ChainedFile, location: str, verdict: Verdict
 ) -> None:
     """Compare ``leakage.jsonl`` with its length and last hash as stated in a run's last line."""
     count, head = _count_of(line, "results"), line.get("results_head")
     if count is None:
-        verdict.leave_open(f"{place}: it does not state the length of {records.RESULTS}")
+        verdict.leave_open(f"{location}: it does not state the length of {records.RESULTS}")
     elif count > len(results.hashes):
         verdict.contradict(
-            f"{results.name} has {len(results.hashes)} lines, and had {count} at {place}: its end "
-            "was cut"
+            f"{results.name} has {len(results.hashes)} lines, and had {count} at {location}: "
+            "its end was cut"
         )
     elif head != (results.hashes[count - 1] if count else records.hash_line(b"")):
         verdict.contradict(
-            f"{results.name}, line {count}: its hash is not the one that {place} states"
+            f"{results.name}, line {count}: its hash is not the one that {location} states"
         )
 
 
@@ -240,7 +240,7 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
         if line is None:
             continue
         run, kind, plan = str(line.get("run", "")), line.get("kind"), _count_of(line, "next_look")
-        place, step = f"{record.name}, line {number}", _count_of(line, "step") or 0
+        location, step = f"{record.name}, line {number}", _count_of(line, "step") or 0
         if kind == "begin" and plan is not None:
             planned[run], intervals[run] = plan, _steps_between_looks(line)
             resumed |= {run} if line.get("resumed") else set()
@@ -250,24 +250,24 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
         if kind == "look" and plan is not None:
             if step > due:
                 verdict.contradict(
-                    f"{place}: the look of run {run} that was planned at step {due} is missing; "
+                    f"{location}: the look of run {run} that was planned at step {due} is missing; "
                     f"the next one is at step {step}"
                 )
             latest = (step // n + 1) * n if (n := intervals[run]) else plan
             if plan > latest:
                 verdict.contradict(
-                    f"{place}: the look of run {run} after step {step} is planned at step {plan}, "
-                    f"but its settings ask for one at step {latest}"
+                    f"{location}: the look of run {run} after step {step} is planned at step "
+                    f"{plan}, but its settings ask for one at step {latest}"
                 )
             planned[run], resumed = plan, resumed - {run}
         elif kind == "plan":
             if run not in resumed:
                 instead = "was not made" if plan is None else f"was at step {plan}"
-                verdict.note(f"{place}: the look of run {run} planned at step {due} {instead}")
+                verdict.note(f"{location}: the look of run {run} planned at step {due} {instead}")
             planned[run] = plan
         elif kind == "end" and due < step:
             verdict.contradict(
-                f"{place}: the look of run {run} that was planned at step {due} is missing; the "
+                f"{location}: the look of run {run} that was planned at step {due} is missing; the "
                 f"run ended at step {step}"
             )
     return bool(planned)
@@ -277,8 +277,8 @@ def _steps_between_looks(line: records.JsonObject) -> int | None:
     """Return n of the setting ``every_n_steps=n``; None if looks are planned by their cost."""
     monitor = line.get("monitor")
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
-    name, _, number = looks.partition("=")
-    return int(number) if name == "every_n_steps" and number.isdecimal() else None
+    name, _, interval = looks.partition("=")
+    return int(interval) if name == "every_n_steps" and interval.isdecimal() else None
 
 
 def runs_below(run: Path) -> str:

@@ -65,7 +65,7 @@ def verify_run(
     """
     verdict = Verdict()
     checked, not_checked = verdict.checked, verdict.not_checked
-    checked += ["order and completeness of the logs", "gates on attacks on what is shared"]
+    checked += ["order and completeness of the logs", "gates on attacks on shared updates"]
     not_checked.append("gates on trained weights and of rounds, or that had to act on an unknown")
     logs = {name: read_chain(run / name, verdict) for name in (records.RECORD, records.RESULTS)}
     verdict.lines |= {name: len(log.hashes) for name, log in logs.items()}
@@ -103,12 +103,12 @@ def verify_run(
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    elif (last := _last_fit(fits)) is None or verify_run(repetition).contradictions:
+    elif (last_fit := _last_fit(fits)) is None or verify_run(repetition).contradictions:
         verdict.leave_open(
             f"'{repetition}' was not compared: its logs or the run's contradict themselves"
         )
     else:
-        checked += _check_repetition(last, repetition, verdict)
+        checked += _check_repetition(last_fit, repetition, verdict)
     return verdict
 
 
@@ -184,8 +184,8 @@ def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
             values[line.step] = line.value(name)
         elif family is not None and f"{prefix}/worst/{family.name}" == metric:
             headlines = [line.value(family.headline), values.get(line.step)]
-            if numbers := [value for value in headlines if value is not None]:
-                values[line.step] = max(numbers)
+            if known_values := [value for value in headlines if value is not None]:
+                values[line.step] = max(known_values)
     return values
 
 
@@ -245,27 +245,27 @@ def _check_weights(fits: Sequence[FitLog], source: Path, verdict: Verdict) -> No
     """Check that saved weights are those of a logged checkpoint, or the last run's final ones."""
     saved = hash_weights(_saved_tensors(source))
     checkpoints, is_unclear = _checkpoints_of(fits, saved)
-    last = _last_fit(fits)
-    trained = dict((last.end.weights if last is not None and last.end is not None else None) or {})
+    fit = _last_fit(fits)
+    trained = dict((fit.end.weights if fit is not None and fit.end is not None else None) or {})
     if checkpoints and not (trained and trained.items() <= saved.items()):
         verdict.note(f"'{source}' holds the trained tensors of {checkpoints[0]}")
         return
-    if last is None or not trained:
+    if fit is None or not trained:
         verdict.leave_open("the last run logged no weights: sharded, or not finished")
         return
     shared = trained.keys() & saved.keys()
     types = {n for n in shared if trained[n].split()[0] != saved[n].split()[0]}
     different = sorted(n for n in shared - types if trained[n] != saved[n])
-    is_unclear |= bool(types) and any(fit.checkpoints for fit in fits)
+    is_unclear |= bool(types) and any(run.checkpoints for run in fits)
     if different and is_unclear:
         verdict.leave_open(
-            f"'{source}' does not hold the final weights of run {last.run}. It may hold those of a "
+            f"'{source}' does not hold the final weights of run {fit.run}. It may hold those of a "
             "checkpoint whose tensors were not hashed, are not all there, or are saved in another "
             "type"
         )
     elif different:
         verdict.contradict(
-            f"'{source}' does not hold the weights of run {last.run} or of a logged checkpoint: "
+            f"'{source}' does not hold the weights of run {fit.run} or of a logged checkpoint: "
             f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
         )
     elif unknown := len(trained) - len(shared) + len(types):

@@ -164,8 +164,8 @@ def _initial(d: int, h: int, generator: torch.Generator, reference: Tensor) -> l
     """Return W1 (h, d), b1 (h,), W2 (1, h) and b2 (1,), drawn like those of ``nn.Linear``."""
 
     def uniform(*shape: int, fan_in: int) -> Tensor:
-        numbers = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
-        return numbers.mul_(fan_in**-0.5).to(reference).requires_grad_()
+        weights = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
+        return weights.mul_(fan_in**-0.5).to(reference).requires_grad_()
 
     shapes = (((h, d), d), ((h,), d), ((1, h), h), ((1,), h))
     return [uniform(*shape, fan_in=fan_in) for shape, fan_in in shapes]

@@ -169,10 +169,10 @@ class TokenLDP(Defense):
             of Vu et al. 2024, with **no guarantee**, because it reveals which words occur.
         special_ids: The ids that are not words, or a tokenizer that has them. Its unknown token
             counts as a word, unless it is also another special token. None for the ids in the
-            model's config, which only that of a causal or encoder-decoder model names.
+            config of a causal or encoder-decoder model; other models need this argument.
         bits: d of ``dbitflip``, the number of reported bits; None for all.
         memoize: Whether a row has the same replacement in the whole fit. None means True, except
-            with ``domain="batch"``, where it is impossible.
+            with ``domain="batch"``, which does not support it.
         decode: The rule by which a reported vector becomes a token: ``"uniform"``, ``"first"`` or
             ``"argmax"``; None for ``"argmax"`` with ``the``, and ``"uniform"`` otherwise.
         keep_special: Whether special tokens and padding stay. False randomises them like words, as
@@ -387,7 +387,7 @@ class TokenLDP(Defense):
     def _guarantee(self) -> str:
         """Return the text of ``guarantee``; it begins with "none" if nothing is guaranteed."""
         if self._in_batch:
-            return "none: tokens are randomised among those of their own batch, which this reveals"
+            return "none: tokens are replaced by tokens of the same batch, which reveals its words"
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can undo the replacement (for tests)"
         unit, releases = "row of a batch", "again in every epoch: epsilons add up"

@@ -216,17 +216,17 @@ class _TrueText:
             tokens: The batch from which the text was read.
             replacements: (n,) the replacement of each word, row after row.
         """
-        new = self.ids.masked_fill(self.hidden, _HIDDEN_ID)
-        new[self.words] = replacements
+        new_ids = self.ids.masked_fill(self.hidden, _HIDDEN_ID)
+        new_ids[self.words] = replacements
         width = tokens.input_ids.shape[1]
-        inputs, labels = new[:, :width], tokens.labels
+        inputs, labels = new_ids[:, :width], tokens.labels
         if self.kind == "masked":
-            old = tokens.input_ids.to("cpu", torch.int64)
-            inputs = torch.where(torch.isin(old, self.special), old, inputs)
+            true_inputs = tokens.input_ids.to("cpu", torch.int64)
+            inputs = torch.where(torch.isin(true_inputs, self.special), true_inputs, inputs)
         if self.kind == "classifier":
             labels = None
         if labels is not None:
-            text = new[:, width:] if self.kind == "seq2seq" else new
+            text = new_ids[:, width:] if self.kind == "seq2seq" else new_ids
             has_label = labels.cpu() != batches.IGNORE_INDEX
             labels = torch.where(has_label, text, batches.IGNORE_INDEX).to(labels)
         return replace(tokens, input_ids=inputs.to(tokens.input_ids), labels=labels)

@@ -335,14 +335,14 @@ class TokenLDP(Defense):
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._merge_counts(context)
         self._max_cost = max(self._max_cost, self.epsilon_per_sequence)
-        randomised = text.written(tokens, replacements)
+        randomised = text.replace_words(tokens, replacements)
         try:
             return write_batch(batch, randomised)
         except BatchError as error:
             raise words.unreadable(error) from error
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the counts of batches and releases, and the longest row, over all processes.
+        """Return the number of batches, and bounds of releases and lengths over all processes.
 
         After the first release, the state also holds the largest epsilon of a release of a row.
         """

@@ -1,8 +1,8 @@
 """Find the words of a batch: which token ids may be replaced, and by which ids.
 
 A word is a token id that is not special (such as padding or a separator). :func:`words_of` finds
-the words of a model, :func:`text_of` the words of a batch, and ``written`` of the result returns
-the batch with the replacements. The draws themselves are in
+the words of a model, :func:`text_of` the words of a batch, and ``replace_words`` of the result
+returns the batch with the replacements. The draws themselves are in
 :mod:`~lightning_fedleak.defenses.token_ldp.mechanisms`.
 """
 
@@ -209,7 +209,7 @@ class _TrueText:
     kind: Kind
     special: Tensor
 
-    def written(self, tokens: TokenBatch, replacements: Tensor) -> TokenBatch:
+    def replace_words(self, tokens: TokenBatch, replacements: Tensor) -> TokenBatch:
         """Return the batch with the replacements of its words, in the inputs and the labels.
 
         Args:

@@ -34,7 +34,7 @@ from lightning_fedleak.validate import check_integer
 
 _TWIN_DISTANCE = 1e-2  # public samples nearer to the target (relative, in L1) are skipped
 _CHECK_EVERY = 5  # training steps between checks of the margin; not tuned
-_CACHE_BYTES = 1 << 28  # stored networks; more memory saves repeated training
+_CACHE_BYTES = 1 << 28  # 256 MiB of trained networks; more would save repeated trainings
 _MIN_SAMPLES = 8  # minimum number of public samples for training; not tuned
 _LEARNING_RATE = 1e-3  # Adam's learning rate; not tuned
 _MARGIN = 3.0  # training stops if every output is this far on its side of 0; not tuned
@@ -48,7 +48,7 @@ _LOWER_RUNGS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
-class _Neuron:
+class _Network:
     """A trained network. Its weights include the scaling of its inputs.
 
     Attributes:
@@ -89,7 +89,7 @@ def train_neuron(
     learning_rate: float = _LEARNING_RATE,
     margin: float = _MARGIN,
     batch: int = _BATCH,
-) -> _Neuron:
+) -> _Network:
     """Train a network to output above ``margin`` on the target, and below minus it elsewhere.
 
     Args:
@@ -135,7 +135,7 @@ def train_neuron(
         folded = [weight / spread, bias - weight @ (mean / spread), second, offset]
         on_target = network_outputs(folded, target[None])[0]
         on_public = network_outputs(folded, distinct).max() if len(distinct) else on_target - 1
-        return _Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
+        return _Network(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
 
 
 def mean_and_spread(public: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,7 +254,9 @@ class TrainedMembership(MembershipAttack):
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: Tensor | None = None
-        self._neurons: dict[bytes, _Neuron] = {}  # by hash of the target, least recently used first
+        self._neurons: dict[
+            bytes, _Network
+        ] = {}  # by hash of the target, least recently used first
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Compute the hidden states of the public text (A_init of the paper).
@@ -316,7 +318,7 @@ class TrainedMembership(MembershipAttack):
         """The index of the rung that gives the decision b'."""
         return self._rung_positions.index(0.0)
 
-    def neuron(self, target: Tensor) -> _Neuron:
+    def neuron(self, target: Tensor) -> _Network:
         """Return the network of one target (D,), from the cache or newly trained by the seed.
 
         Raises:
@@ -341,7 +343,7 @@ class TrainedMembership(MembershipAttack):
             del self._neurons[next(iter(self._neurons))]
         return neuron
 
-    def biases(self, neuron: _Neuron) -> Tensor:
+    def biases(self, neuron: _Network) -> Tensor:
         """Return (K,), the output bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))

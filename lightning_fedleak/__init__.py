@@ -1,6 +1,6 @@
-"""See, while a language model is being fine-tuned, what a federated client would leak.
+"""Measure how much a federated client would leak while a language model is fine-tuned.
 
-The modules of the names below are imported when a name is first used.
+The module of each public name is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.trainers import Watch as Watch
     from lightning_fedleak.trainers import defended as defended
 
-_ACCELERATE = {"LeakageCallback", "defended"}  # these need accelerate, an extra
+_ACCELERATE = {"LeakageCallback", "defended"}  # not in __all__, because they need an extra
 __all__ = ["__version__", *sorted({*homes_of(__name__)} - _ACCELERATE)]
 
 __getattr__ = lazy(__name__)

@@ -1,4 +1,4 @@
-"""Errors for missing optional packages, with the command that installs the extra they are in.
+"""Errors for missing optional packages, with the command that installs them as an extra.
 
 This module imports the standard library only.
 """
@@ -19,9 +19,12 @@ def require_package(extra: str, what: str, error: type[Exception] = ImportError)
     """Raise an error with an install command if an import in the block fails.
 
     Args:
-        extra: the name of the extra in ``pyproject.toml`` that has the package.
-        what: what needs the package, for the message.
-        error: class of the error.
+        extra: The name of the extra in ``pyproject.toml`` that has the package.
+        what: The feature that needs the package, for the message.
+        error: The class of the error.
+
+    Raises:
+        ImportError: An import failed. It is of the class ``error``.
     """
     try:
         yield
@@ -32,11 +35,11 @@ def require_package(extra: str, what: str, error: type[Exception] = ImportError)
 def install(extra: str) -> str:
     """Return the pip command that installs an extra.
 
-    If the package was installed from a folder, an archive or a repository, pip recorded this origin
-    (PEP 610), and the command names it.
+    If the package was installed from a folder, an archive or a repository, pip has recorded this
+    origin (PEP 610), and the command names it.
 
     Args:
-        extra: the name of the extra in ``pyproject.toml``.
+        extra: The name of the extra in ``pyproject.toml``.
     """
     try:
         package = distribution(NAME)

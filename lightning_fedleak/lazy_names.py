@@ -1,4 +1,8 @@
-"""Lazy imports: names of a package whose modules are imported at their first use (PEP 562)."""
+"""Lazy imports: a package imports the module of a name when the name is first used (PEP 562).
+
+The package lists its names as imports under ``if TYPE_CHECKING:``, which run only in type checkers,
+and sets ``__getattr__ = lazy(__name__)``.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,10 @@ from collections.abc import Callable, Mapping
 def homes_of(package: str) -> Mapping[str, str]:
     """Return the module of each name that a package imports under ``if TYPE_CHECKING:``.
 
-    The package's source is parsed, so that each name is listed once, in the imports that type
-    checkers read too.
+    The imports are found in the package's source, so that no second list of names is needed.
 
     Args:
-        package: the name of the package, which is in ``sys.modules``.
+        package: The name of the package, which must be in ``sys.modules``.
     """
     module = sys.modules[package]
     tree = ast.parse("".join(linecache.getlines(str(module.__file__), vars(module))))
@@ -31,7 +34,7 @@ def lazy(package: str) -> Callable[[str], object]:
     """Return a ``__getattr__`` for a package, which imports the module of a requested name.
 
     Args:
-        package: the name of the package, in which the names are imported under ``TYPE_CHECKING``.
+        package: The name of the package, which imports its names under ``if TYPE_CHECKING:``.
     """
     homes = homes_of(package)
 

@@ -1,9 +1,9 @@
 """Support for both packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``.
 
 The two packages define the same classes twice. ``lightning`` installs both, and a program may use
-either: a run uses that of its Trainer. Both are imported here, which takes a tenth of a second more
-than one, so that our classes do not depend on which one the program imported first. The import of
-each package changes global loggers and warnings; the changes by the second one are undone.
+either; a run uses the package of its Trainer. Both are imported here, so that our classes do not
+depend on which one the program imported first; this takes 0.1 s more than importing one. The import
+of each package changes global loggers and warnings. The changes by the second one are undone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def both(*names: str) -> tuple[Any, ...]:
     """Return attributes of both packages, such as classes for ``isinstance``.
 
     Args:
-        names: names in the packages, such as ``"strategies.DDPStrategy"``.
+        names: Names in the packages, such as ``"strategies.DDPStrategy"``.
     """
     return tuple(_attribute(package, name) for name in names for package in PACKAGES)
 
@@ -43,10 +43,10 @@ def package_of(thing: object) -> str:
     """Return the package that an object of Lightning, or a class, comes from.
 
     Args:
-        thing: a Trainer, a strategy, an accelerator, or a class of them.
+        thing: A Trainer, a strategy, an accelerator, or a class of them.
 
     Raises:
-        TypeError: it comes from neither package.
+        TypeError: It comes from neither package.
     """
     for cls in (thing if isinstance(thing, type) else type(thing)).__mro__:
         if (package := _package_of_class(cls)) is not None:
@@ -58,8 +58,8 @@ def twin(name: str, thing: object) -> Any:
     """Return an attribute of the package that an object comes from.
 
     Args:
-        name: a name in the package, such as ``"strategies.DDPStrategy"``.
-        thing: an object that :func:`package_of` takes.
+        name: A name in the package, such as ``"strategies.DDPStrategy"``.
+        thing: An object that :func:`package_of` takes.
     """
     return _attribute(package_of(thing), name)
 
@@ -68,20 +68,21 @@ def mixed(name: str, thing: object, counterpart: object) -> str | None:
     """Return a sentence for a message if two objects come from different packages, else None.
 
     Args:
-        name: the name of the first object, for the sentence.
-        thing: the first object.
-        counterpart: the Trainer, or an object that the Trainer chose.
+        name: The name of the first object, for the sentence.
+        thing: The first object.
+        counterpart: The Trainer, or an object that the Trainer created, such as its accelerator.
     """
     package, trainer_package = package_of(thing), package_of(counterpart)
     if package == trainer_package:
         return None
     return (
-        f"{name} is of `{package}` and this Trainer of `{trainer_package}`: import both from one "
-        "of the two."
+        f"{name} is of `{package}` and this Trainer of `{trainer_package}`: import both from the "
+        "same package."
     )
 
 
 def _attribute(package: str, name: str) -> Any:
+    """Return an attribute of a package, such as that of ``"strategies.DDPStrategy"``."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(f"{package}.{module}"), attribute)
 
@@ -109,7 +110,7 @@ def _unchanged() -> Iterator[None]:
 
 
 def _import_both() -> None:
-    """Import both packages, without side effects of the one that the program does not use."""
+    """Import both packages, and undo the side effects of the one that the program does not use."""
     preferred = next((package for package in PACKAGES if package in sys.modules), PACKAGES[0])
     importlib.import_module(preferred)
     with _unchanged():
@@ -127,13 +128,13 @@ def _package_of_class(cls: type) -> str | None:
 
 
 def _refuse_trainer(callback: object, trainer: str) -> NoReturn:
-    """Raise an error for a trainer of another library that a callback was given to."""
+    """Raise an error for a callback that was passed to another library's trainer."""
     name = type(callback).__name__
     raise TypeError(
-        f"{name} is a callback of Lightning's Trainer and does not work in {trainer}: train the "
-        f"model in Trainer(callbacks=[{name}(...)]) of lightning.pytorch, a causal language model "
-        "by lightning_fedleak.cli.finetuning.CausalLMFineTuning(model). lightning_fedleak.trainers "
-        "has LeakageCallback for transformers' Trainer, and Watch for other loops."
+        f"{name} is a callback of Lightning's Trainer and does not work in {trainer}. Use "
+        f"Trainer(callbacks=[{name}(...)]) of lightning.pytorch, which trains a causal language "
+        "model as lightning_fedleak.cli.finetuning.CausalLMFineTuning(model). For transformers' "
+        "Trainer use LeakageCallback of lightning_fedleak.trainers, for other loops its Watch."
     )
 
 
@@ -141,9 +142,10 @@ def _refuse_trainer(callback: object, trainer: str) -> NoReturn:
 
 
 class _OnePackageFirst(ABCMeta):
-    """A metaclass by which the methods of one package precede those of the other.
+    """A metaclass that puts the classes of one Lightning package before those of the other.
 
-    The preferred package is that of the first base class from Lightning.
+    So a class that derives from both uses the methods of one of them: the package of its first base
+    class from Lightning.
     """
 
     def mro(cls) -> list[type]:

@@ -1,4 +1,4 @@
-"""Messages that only the first process (rank 0) shows, by the logger of Lightning.
+"""Messages that only the first process (rank 0) shows, as Lightning's log messages and warnings.
 
 Lightning stores the rank of the process when it is imported. Without Lightning, the rank is read
 from the environment at each message; no global state is changed.
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from lightning_utilities.core import rank_zero
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Environment variables of a process's rank, in the order in which Lightning reads them."""
+"""Environment variables with the rank of a process, in the order in which Lightning reads them."""
 
 
 def is_first_process() -> bool:
-    """Return whether this process shows messages."""
+    """Return whether this process has rank 0, so that it shows messages."""
     rank = getattr(rank_zero.rank_zero_only, "rank", None)
     if rank is None:
         rank = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
@@ -39,12 +39,12 @@ def without_messages() -> Iterator[None]:
 
 
 def rank_zero_info(text: str) -> None:
-    """Log a text at level INFO in the first process."""
+    """Log a text at level INFO with Lightning's logger, in the first process."""
     if is_first_process():
         rank_zero.log.info(text, stacklevel=2)
 
 
 def rank_zero_warn(text: str) -> None:
-    """Show a warning in the first process, with the line of the caller."""
+    """Show a warning in the first process, as a warning of the calling line."""
     if is_first_process():
         warnings.warn(text, stacklevel=2)

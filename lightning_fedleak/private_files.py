@@ -1,7 +1,7 @@
 """Files that only their owner may read (mode 0600), and hashes of tensors.
 
-Tensors and states are written as safetensors, secrets and lines as JSON: each of these files is
-written whole or not at all. :class:`RevealFiles` appends recovered text to files.
+Tensors and states are written as safetensors, secrets and lines as JSON. Each of these files is
+written completely or not at all. :class:`RevealFiles` appends recovered text to files.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def check_private(path: Path) -> None:
     Owner and mode are checked on POSIX only.
 
     Raises:
-        ValueError: the file is a link or no regular file, belongs to another user, or gives
-            permissions to other users.
-        OSError: its mode cannot be read.
+        ValueError: The file is not a regular file (but a link, say), belongs to another user, or
+            gives permissions to other users.
+        OSError: Its mode cannot be read.
     """
     status = os.lstat(path)
     problem = None
     if not stat.S_ISREG(status.st_mode):
-        problem = "it is a link, or no file"
+        problem = "it is a link, or not a file"
     elif os.name == "posix" and status.st_uid != os.geteuid():
         problem = "it belongs to another user"
     elif os.name == "posix" and status.st_mode & 0o077:
-        problem = f"others may use it (mode {stat.S_IMODE(status.st_mode):04o}, not 0600)"
+        problem = f"other users may access it (mode {stat.S_IMODE(status.st_mode):04o}, not 0600)"
     if problem:
         raise ValueError(problem)
 
@@ -58,7 +58,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 WRAPPERS = frozenset(
     ("base_model", "model", "module", "default", "modules_to_save", "_orig_mod", "_forward_module")
 )
-"""Parts of a parameter's name that depend on the model's wrappers or on the file format."""
+"""Parts of a parameter's name that a model's wrapper or a file format may add."""
 
 
 def plain_name(name: str) -> str:
@@ -70,7 +70,7 @@ def hash_weights(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the type and SHA-256 of each tensor by its name without :data:`WRAPPERS`.
 
     The same weights have the same hashes in a training loop, in a checkpoint of Lightning, and in
-    the files of ``save_pretrained``, adapters too.
+    the files of ``save_pretrained``, also those of adapters. Tensors with equal names are skipped.
     """
     names = {name: plain_name(name) for name in tensors}
     counts, hashes = Counter(names.values()), {}
@@ -82,22 +82,22 @@ def hash_weights(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def digest_weights(hashes: Mapping[str, str]) -> str:
-    """Return one hash of the hashes from :func:`hash_weights`, sorted by name."""
+    """Return one hash of all hashes from :func:`hash_weights`."""
     return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
 
 
 def save_private(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write or overwrite a safetensors file of mode 0600, whole or not at all.
+    """Write or overwrite a safetensors file of mode 0600, completely or not at all.
 
     Args:
-        path: the path of the file.
-        tensors: the tensors by name.
-        metadata: texts by name for the header of the file.
+        path: The path of the file.
+        tensors: The tensors by name.
+        metadata: Texts by name for the header of the file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     _write(path, save(dict(tensors), metadata), os.replace)
 
@@ -106,8 +106,8 @@ def load_private(path: Path) -> dict[str, Tensor]:
     """Return the tensors that :func:`save_private` wrote.
 
     Raises:
-        ValueError: other users may access the file, or it holds no tensors.
-        OSError: it cannot be read.
+        ValueError: Other users may access the file, or it holds no tensors.
+        OSError: It cannot be read.
     """
     check_private(path)
     try:
@@ -117,11 +117,11 @@ def load_private(path: Path) -> dict[str, Tensor]:
 
 
 def save_state(path: Path, state: object) -> None:
-    """Write a state to a safetensors file of mode 0600, whole or not at all.
+    """Write a state to a safetensors file of mode 0600, completely or not at all.
 
     Args:
-        path: the path of the file.
-        state: tensors and plain values, in nested mappings, lists and tuples.
+        path: The path of the file.
+        state: Tensors and plain values, in nested mappings, lists and tuples.
     """
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_pack(state, tensors))
@@ -129,7 +129,7 @@ def save_state(path: Path, state: object) -> None:
 
 
 def load_state(path: Path) -> Any:
-    """Return the state that :func:`save_state` wrote to a file; tuples come back as lists."""
+    """Return the state that :func:`save_state` wrote to a file, with lists for tuples."""
     with safe_open(path, "pt") as file:
 
         def unpack(value: Any) -> Any:
@@ -143,9 +143,9 @@ def load_state(path: Path) -> Any:
 
 
 def _pack(value: object, tensors: dict[str, Tensor]) -> object:
-    """Return a state as JSON types, with references to its tensors, which go to ``tensors``.
+    """Return a state as JSON types with references to its tensors, which are added to ``tensors``.
 
-    A mapping becomes ``{"items": [[key, value], ...]}``, since its keys may be other than strings.
+    A mapping becomes ``{"items": [[key, value], ...]}``, because its keys need not be strings.
     A tensor becomes ``{"tensor": name}``.
     """
     if isinstance(value, Tensor):
@@ -159,66 +159,67 @@ def _pack(value: object, tensors: dict[str, Tensor]) -> object:
 
 
 def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = False) -> None:
-    """Write plain values as JSON to a file of mode 0600, whole or not at all.
+    """Write plain values as JSON to a file of mode 0600, completely or not at all.
 
     Args:
-        path: the path of the file.
-        content: the values by name.
-        replace: whether to overwrite an earlier file.
+        path: The path of the file.
+        content: The values by name.
+        replace: Whether to overwrite an earlier file.
 
     Raises:
-        FileExistsError: the file exists, and ``replace`` is False.
-        OSError: it cannot be written.
+        FileExistsError: The file exists, and ``replace`` is False.
+        OSError: It cannot be written.
     """
     _write(path, json.dumps(content, indent=1).encode(), os.replace if replace else os.link)
 
 
 def write_lines(path: Path, lines: Iterable[object]) -> None:
-    """Write or overwrite a file of mode 0600 with lines of JSON, whole or not at all.
+    """Write or overwrite a file of mode 0600 with lines of JSON, completely or not at all.
 
     Args:
-        path: the path of the file.
-        lines: the plain values, one for each line.
+        path: The path of the file.
+        lines: The plain values of each line.
 
     Raises:
-        OSError: it cannot be written.
-        TypeError: a line cannot be written as JSON.
+        OSError: The file cannot be written.
+        TypeError: A line cannot be written as JSON.
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     _write(path, text.encode(), os.replace)
 
 
 def _write(path: Path, content: bytes, publish: Callable[[Path, Path], object]) -> None:
-    """Write a draft in the same folder, then give it its name.
+    """Write a temporary file in the same folder, then give it its final name.
 
     Args:
-        path: the path of the file, whose folder is created if it is missing.
-        content: the content.
-        publish: gives a draft its name: ``os.replace`` overwrites a file, ``os.link`` does not.
+        path: The path of the file, whose folder is created if it is missing.
+        content: The content.
+        publish: The function that gives the file its name: ``os.replace`` overwrites an earlier
+            file, ``os.link`` raises an error if there is one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(content)
-        publish(draft, path)
+        publish(temporary, path)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_secret(path: Path, name: str) -> Any:
     """Return the values that :func:`write_secret` wrote.
 
     Args:
-        path: the path of the file.
-        name: the name of the secret, for the message.
+        path: The path of the file.
+        name: The name of the secret, for the message.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        PermissionError: other users may read it.
-        ValueError: it is no JSON.
+        FileNotFoundError: There is no such file.
+        PermissionError: Other users may access it.
+        ValueError: It is not JSON.
     """
     with open(path, encoding="utf-8") as file:
         mode = os.fstat(file.fileno()).st_mode & 0o777
@@ -230,16 +231,16 @@ def read_secret(path: Path, name: str) -> Any:
 
 
 GAP = "[?]"
-"""The text in place of a token that was not guessed."""
+"""The text that stands for a token that an attack did not recover."""
 
 
 class RevealFiles:
     """Writes recovered text to local files of mode 0600, which are never logged or uploaded.
 
     Args:
-        folder: the folder of the files.
-        rank: the rank of this process, a part of the files' names.
-        tokenizer: the tokenizer that decodes token ids; None writes the ids.
+        folder: The folder of the files.
+        rank: The rank of this process, a part of the files' names.
+        tokenizer: The tokenizer that decodes token ids; None to write the ids.
     """
 
     def __init__(self, folder: Path, rank: int, tokenizer: Any | None) -> None:
@@ -257,13 +258,13 @@ class RevealFiles:
             file.writelines(f"{line}\n" for line in lines)
 
     def each(self, ids: Sequence[int]) -> str:
-        """Return the texts of tokens, each decoded alone; their ids without a tokenizer."""
+        """Return the texts of tokens, each decoded separately; their ids without a tokenizer."""
         if self._tokenizer is None:
             return " ".join(str(i) for i in ids)
         return " ".join(repr(self._tokenizer.decode([i])) for i in ids)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a token sequence; an id below 0 is a token that was not guessed."""
+        """Return the text of a token sequence; an id below 0 is a token that was not recovered."""
         if self._tokenizer is None:
             return " ".join(GAP if i < 0 else str(i) for i in ids)
         spans = [(is_gap, [*span]) for is_gap, span in groupby(ids, lambda i: i < 0)]

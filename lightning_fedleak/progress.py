@@ -27,7 +27,7 @@ def bars(show: bool) -> Iterator[None]:
     """Show a bar for each :func:`track` in the block, unless another live display is running.
 
     Args:
-        show: whether to show bars.
+        show: Whether to show bars.
     """
     progress = Progress(
         TextColumn("{task.description}"),
@@ -54,11 +54,11 @@ def bars(show: bool) -> Iterator[None]:
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the duration of work: CPU seconds divided by the number of threads, or GPU seconds.
 
-    Load by other programs changes it on a GPU, but not on a CPU.
+    On a GPU the load by other programs changes it, but not on a CPU.
 
     Args:
-        work: the function to measure, which is called once.
-        device: the device that it runs on.
+        work: The function to measure, which is called once.
+        device: The device that it runs on.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -77,11 +77,12 @@ def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
 def peak_bytes(device: torch.device, *, begin: bool = False) -> float:
     """Return the peak memory in bytes since the last call with ``begin``; NaN if unknown.
 
-    On a CPU it is the memory of the process (Linux only), on a GPU that allocated by PyTorch.
+    On a CPU it is the memory of the process (Linux only), on a GPU the memory that PyTorch has
+    allocated.
 
     Args:
-        device: the device.
-        begin: whether to reset the peak first, so that the memory in use now is returned.
+        device: The device.
+        begin: Whether to reset the peak first, so that the memory in use now is returned.
     """
     if device.type == "cuda":
         if begin:
@@ -101,7 +102,7 @@ def operations_per_second(device: torch.device) -> float:
     """Return the floating-point operations per second of a float32 matrix product, measured once.
 
     Args:
-        device: the device of the product.
+        device: The device of the product.
     """
     matrix = torch.ones(512, 512, dtype=torch.float32, device=device)
     float((matrix @ matrix)[0, 0])  # the first product, which includes set-up, is not timed
@@ -116,9 +117,9 @@ def track(
     """Yield the items, with a progress bar if :func:`bars` shows them.
 
     Args:
-        items: items of a known number.
-        task_name: name of the work, shown before the bar.
-        describe: returns a few words on the current item.
+        items: The items.
+        task_name: The name of the work, shown before the bar.
+        describe: A function that returns a few words on the current item.
     """
     progress = _display.get()
     if progress is None:

@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """A capability of an adversary; its value is the phrase in messages.
+    """A capability of an adversary. Its value is the phrase for messages.
 
     Examples:
         >>> from lightning_fedleak import Capability
@@ -35,14 +35,14 @@ class Capability(Enum):
 
 
 HONEST_BUT_CURIOUS = frozenset({Capability.KNOWS_MODEL, Capability.KNOWS_PUBLIC_TEXT})
-"""A server that follows the protocol. Further capabilities name what it receives."""
+"""A server that follows the protocol. An attack adds capabilities for the data it receives."""
 
 DISHONEST_SERVER = HONEST_BUT_CURIOUS | {
     Capability.CHOOSES_WEIGHTS,
     Capability.CHOOSES_ARCHITECTURE,
     Capability.KNOWS_TARGET_TEXT,
 }
-"""A server that adds layers to the model to test for candidate texts."""
+"""A server that adds layers to the model to test whether a client trains on candidate texts."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class ThreatModel:
         'a curious server'
 
     Attributes:
-        needs: the capabilities without which the attack cannot run.
-        summary: a sentence on the adversary, for reports.
+        needs: The capabilities that the attack needs.
+        summary: A description of the adversary, for reports.
     """
 
     needs: frozenset[Capability]
@@ -72,19 +72,24 @@ def missing(
     threat_model: ThreatModel, capabilities: Iterable[Capability]
 ) -> tuple[Capability, ...]:
     """Return the needs of a threat model that are not in ``capabilities``, in enum order."""
-    lacking = threat_model.needs - frozenset(capabilities)
-    return tuple(c for c in Capability if c in lacking)
+    absent = threat_model.needs - frozenset(capabilities)
+    return tuple(c for c in Capability if c in absent)
 
 
 def require(attack: str, threat_model: ThreatModel, capabilities: Iterable[Capability]) -> None:
-    """Raise an error unless the adversary has all capabilities that it needs.
+    """Raise an error unless the adversary has all capabilities that an attack needs.
+
+    Args:
+        attack: The name of the attack.
+        threat_model: The attack's threat model.
+        capabilities: The capabilities of the adversary in the user's run.
 
     Raises:
-        ValueError: names the attack and every capability that is missing.
+        ValueError: A capability is missing. The message names the attack and all missing ones.
     """
-    lacking = missing(threat_model, capabilities)
-    if lacking:
+    absent = missing(threat_model, capabilities)
+    if absent:
         raise ValueError(
             f"attack '{attack}' cannot run in this setting. Its adversary "
-            f"({threat_model.summary}) must be one that: {'; '.join(c.value for c in lacking)}."
+            f"({threat_model.summary}) must be one that: {'; '.join(c.value for c in absent)}."
         )

@@ -1,4 +1,4 @@
-"""Checks of arguments. The message of each names the argument, its allowed range and its value.
+"""Checks of arguments, whose messages name the argument, its allowed values and its value.
 
 :func:`explain_errors` and :func:`explain_arguments` replace the messages of other errors.
 """
@@ -31,19 +31,19 @@ def check_integer(
 ) -> Value:
     """Return the value, or raise an error unless it is an integer within its bounds.
 
-    True and False are no integers here.
+    True and False do not count as integers.
 
     Args:
-        name: the argument's name, which begins the message.
-        value: what the user passed.
-        at_least: smallest value that is allowed.
-        at_most: largest value that is allowed; None sets no limit.
-        optional: whether None is allowed.
-        hint: ends the message: what the value means, or what to do.
-        error: class of the error.
+        name: The name of the argument, which begins the message.
+        value: The value that the user passed.
+        at_least: The smallest allowed value.
+        at_most: The largest allowed value; None for no limit.
+        optional: Whether None is allowed.
+        hint: The end of the message: the meaning of the value, or what to do.
+        error: The class of the error.
 
     Raises:
-        ValueError: or ``error``: the value is not such an integer.
+        ValueError: The value is not such an integer. The error is of the class ``error``.
     """
     if value is None and optional:
         return value
@@ -69,21 +69,21 @@ def check_number(
 ) -> Value:
     """Return the value, or raise an error unless it is a finite number within its bounds.
 
-    True and False are no numbers here, and neither are NaN and infinities.
+    True, False, NaN and infinities do not count as numbers.
 
     Args:
-        name: the argument's name, which begins the message.
-        value: what the user passed.
-        above: the value must be larger.
-        at_least: smallest value that is allowed.
-        below: the value must be smaller.
-        at_most: largest value that is allowed.
-        optional: whether None is allowed.
-        hint: ends the message: what the value means, or what to do.
-        error: class of the error.
+        name: The name of the argument, which begins the message.
+        value: The value that the user passed.
+        above: The value must be larger than this.
+        at_least: The smallest allowed value.
+        below: The value must be smaller than this.
+        at_most: The largest allowed value.
+        optional: Whether None is allowed.
+        hint: The end of the message: the meaning of the value, or what to do.
+        error: The class of the error.
 
     Raises:
-        ValueError: or ``error``: the value is not such a number.
+        ValueError: The value is not such a number. The error is of the class ``error``.
     """
     if value is None and optional:
         return value
@@ -116,15 +116,15 @@ def check_choice(
     """Return the value, or raise an error unless it is one of the choices.
 
     Args:
-        name: the argument's name, which begins the message.
-        value: what the user passed.
-        choices: the values that are allowed.
-        optional: whether None is allowed.
-        hint: ends the message: what the value means, or what to do.
-        error: class of the error.
+        name: The name of the argument, which begins the message.
+        value: The value that the user passed.
+        choices: The allowed values.
+        optional: Whether None is allowed.
+        hint: The end of the message: the meaning of the value, or what to do.
+        error: The class of the error.
 
     Raises:
-        ValueError: or ``error``: the value is none of them.
+        ValueError: The value is none of the choices. The error is of the class ``error``.
     """
     if (value is None and optional) or any(
         isinstance(value, bool) == isinstance(choice, bool) and value == choice
@@ -141,10 +141,11 @@ def explain_errors(
     """Replace errors in the block by an error with an explanation.
 
     Args:
-        message: what failed. The text of the replaced error, and the file that it names, follow.
-        caught: classes of errors that are replaced.
-        error: class of the new error.
-        hint: ends the message: what to do.
+        message: The beginning of the new message: what failed. The text of the replaced error and
+            the file that it names follow.
+        caught: The classes of errors that are replaced.
+        error: The class of the new error.
+        hint: The end of the message: what to do.
     """
     try:
         yield
@@ -154,16 +155,16 @@ def explain_errors(
             words = f"{type(cause).__name__} {words}".rstrip()
         if (file := getattr(cause, "filename", None)) and str(file) not in message:
             words += f" ({file})"
-        # Not chained: an error of the JSON parser holds the whole text, which may be private.
+        # Without the cause: an error of the JSON parser holds the whole text, which may be private.
         raise error(f"{message}: {words}{hint and f'. {hint}'}") from None
 
 
 def explain_arguments(example: str = "", *, settings: type | None = None) -> Callable[[Init], Init]:
-    """Decorate an ``__init__`` so that the error of a wrong call says what to write.
+    """Return a decorator for ``__init__`` that adds the correct call to the error of a wrong one.
 
     Args:
-        example: a correct call; ``{}`` stands for the name of the class.
-        settings: a data class that the class takes as ``settings=``. If one of its fields is passed
+        example: A correct call; ``{}`` is replaced by the name of the class.
+        settings: A data class that the class takes as ``settings=``. If one of its fields is passed
             directly, the error says where it belongs.
 
     Returns:
@@ -176,6 +177,7 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
         signature = inspect.signature(init)
 
         def hint(named: Sequence[str]) -> str:
+            """Return the end of the message for a call with these keyword arguments."""
             unknown = [name for name in named if name not in signature.parameters]
             for name in unknown:
                 if settings is not None and name in setting_names:
@@ -184,13 +186,14 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
                     return f". Did you mean {close[0]}=?"
             return f". For example: {example}" if example else ""
 
-        def check_settings(watcher: str, value: Any) -> None:
+        def check_settings(class_name: str, value: Any) -> None:
+            """Raise an error if the argument ``settings`` is not an instance of its class."""
             if settings is None or value is None or isinstance(value, settings):
                 return
             call = "..." if not isinstance(value, dict) else ", ".join(f"{n}=..." for n in value)
-            name, kind = settings.__name__, type(value).__name__
-            what = f"{watcher} takes {name}, and settings is a {kind}"
-            raise TypeError(f"{what}: write settings={name}({call})")
+            name, type_name = settings.__name__, type(value).__name__
+            problem = f"{class_name} takes {name}, and settings is a {type_name}"
+            raise TypeError(f"{problem}: write settings={name}({call})")
 
         @functools.wraps(init)
         def checked(self: Any, *arguments: Any, **named: Any) -> None:
@@ -208,6 +211,6 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
 
 
 def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:
-    """Return the message on a value that is not allowed."""
+    """Return the message for a value that is not allowed."""
     end = f": {hint}" if hint else ""
     return f"{name} must be {allowed}{', or None' if optional else ''}, got {value!r}{end}"

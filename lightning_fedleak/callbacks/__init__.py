@@ -1,4 +1,7 @@
-"""The callbacks of a Lightning Trainer: LeakageMonitor measures leakage, RiskGate acts on it."""
+"""Callbacks of a Lightning Trainer: LeakageMonitor measures leakage, RiskGate acts on it.
+
+CanaryScorer scores inserted texts for a privacy audit.
+"""
 
 from lightning_fedleak.callbacks.canary_scorer import CanaryScorer as CanaryScorer
 from lightning_fedleak.callbacks.gate import RiskGate as RiskGate

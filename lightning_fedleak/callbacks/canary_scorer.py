@@ -1,7 +1,8 @@
 """CanaryScorer: score each canary of a run, for a privacy audit from one run.
 
-A score may depend only on what the run released: its weights. Included and held-out canaries are
-scored in the same way.
+Each canary is a text that is added to the training data or held out at random. An audit bounds
+epsilon by how well the scores separate included from held-out canaries. So both are scored in the
+same way, and only from what the run releases: its weights.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class CanaryScorer(EitherCallback):
         print(audit_canaries(train.canaries, scorer.scores(), delta=1e-5))
 
     It is for an auditor who can query the model before and after training. The model must be
-    causal. Losses are of all tokens of a canary, in eval mode.
+    causal. The loss of a canary is the mean over all of its tokens, in eval mode.
 
-    Training is not disturbed. A checkpoint holds the scores, which reveal the included canaries as
-    much as the weights do: protect it like the record.
+    Training does not change. A checkpoint holds the scores, which reveal the included canaries as
+    much as the weights do: protect it like the record of which canaries are included.
 
     Examples:
         >>> import torch
@@ -47,11 +48,11 @@ class CanaryScorer(EitherCallback):
         1
 
     Args:
-        canaries: the canaries of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`.
+        canaries: The canaries, from :func:`~lightning_fedleak.evaluation.canaries.with_canaries`.
 
     Raises:
-        ValueError: when the fit begins, the model is not causal or has no such tokens, or FSDP2
-            has sharded weights.
+        ValueError: At the start of the fit: the model is not causal, its embedding lacks a token of
+            the canaries, or its weights are sharded by FSDP2.
     """
 
     def __init__(self, canaries: CanarySet) -> None:
@@ -60,62 +61,65 @@ class CanaryScorer(EitherCallback):
         self._clear_scores()
 
     def _clear_scores(self) -> None:
+        """Set all scores to 0, and forget that any step was scored."""
         self._total = torch.zeros(len(self.canaries), dtype=torch.float64)
         self._step = self._counted_step = 0
         self._scored = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Clear the scores of an earlier run. Lightning loads those of a checkpoint after this."""
+        """Clear the scores of an earlier fit. Lightning loads those of a checkpoint later."""
         if stage == "fit":
             self._clear_scores()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse a model with which the canaries cannot be scored.
+        """Check that the canaries can be scored with this model.
 
         Raises:
-            ValueError: it is not causal, its embedding has too few rows, or FSDP2 shards it.
+            ValueError: It is not causal, its embedding has too few rows, or FSDP2 shards it.
         """
         anatomy = find_anatomy(pl_module)
         if anatomy.kind != "causal":
             raise ValueError(f"CanaryScorer scores a causal model's texts, not a {anatomy.kind}'s")
-        largest = max(int(row.max()) for row in self.canaries.token_ids)
-        rows = anatomy.parameter(EMBEDDING_WEIGHT)
-        if rows is not None and largest >= rows.shape[0]:
+        max_id = max(int(row.max()) for row in self.canaries.token_ids)
+        embedding = anatomy.parameter(EMBEDDING_WEIGHT)
+        if embedding is not None and max_id >= embedding.shape[0]:
             raise ValueError(
-                f"a canary holds token {largest}, and the model's embedding has {rows.shape[0]} "
-                "rows: train the model that new_token_canaries(model, ...) was given"
+                f"a canary holds token {max_id}, and the model's embedding has "
+                f"{embedding.shape[0]} rows: train the model of new_token_canaries(model, ...)"
             )
         if any(isinstance(p, DTensor) for p in pl_module.parameters()):
-            raise ValueError("CanaryScorer compares whole weights: audit without FSDP2")
+            raise ValueError("CanaryScorer needs unsharded weights: audit without FSDP2")
         self._anatomy = anatomy
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the weights that training begins with, after a checkpoint is loaded."""
+        """Compute the losses before training, with the weights of a loaded checkpoint if any."""
         self._step = self._counted_step = trainer.global_step
         self._losses_before = self._losses()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the remaining steps."""
+        """Score the steps since the last checkpoint."""
         self._step = trainer.global_step
         if self._step > self._counted_step:
-            self._count()
+            self._add_decrease()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Release the model."""
+        """Drop the reference to the model."""
         self._anatomy = None
 
     def scores(self) -> Tensor:
-        """Return (m,) float64, higher is more likely in the data; in the order of the canaries.
+        """Return (m,) float64, the scores of the m canaries, in their order.
+
+        A higher score means that the canary is more likely to be in the training data.
 
         Raises:
-            RuntimeError: no step has been counted so far.
+            RuntimeError: No step has been scored so far.
         """
         if not self._scored:
             raise RuntimeError("no step was scored: call trainer.fit(...) with this callback first")
         return self._total.clone()
 
-    def _count(self) -> None:
-        """Add the decrease of each canary's loss since the last call to its score."""
+    def _add_decrease(self) -> None:
+        """Add to each canary's score the decrease of its loss since the last call."""
         losses = self._losses()
         self._total += self._losses_before - losses
         self._losses_before = losses
@@ -123,7 +127,7 @@ class CanaryScorer(EitherCallback):
 
     @torch.no_grad()
     def _losses(self) -> Tensor:
-        """Return (m,), the mean loss of each canary's tokens."""
+        """Return (m,), the mean loss of the tokens of each canary."""
         assert self._anatomy is not None
         query, losses = self.canaries.queries(), []
         texts = TokenBatch(query.input_ids, None, query.attention_mask, "causal")
@@ -140,9 +144,9 @@ class CanaryScorer(EitherCallback):
         return torch.cat(losses).double().cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scores so far, and the canaries."""
+        """Return the scores so far, and the state of the canaries."""
         if self._anatomy is not None and self._step > self._counted_step:
-            self._count()
+            self._add_decrease()
         return {
             "canaries": self.canaries.state_dict(),
             "scores": self._total.clone(),
@@ -153,7 +157,7 @@ class CanaryScorer(EitherCallback):
         """Load the scores of the run that is resumed.
 
         Raises:
-            ValueError: the scores are of other canaries.
+            ValueError: The scores are of different canaries.
         """
         self.canaries.load_state_dict(state_dict["canaries"])
         self._total, self._scored = state_dict["scores"].cpu().double(), bool(state_dict["seen"])

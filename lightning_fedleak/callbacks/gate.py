@@ -1,4 +1,7 @@
-"""RiskGate: act when measured leakage exceeds a threshold (stop, harden defences, raise, warn)."""
+"""RiskGate: act when measured leakage exceeds a threshold.
+
+The gate stops the run, strengthens its defences, raises an error, or warns.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,31 @@ if TYPE_CHECKING:
 class RiskGate(core.Threshold, EitherCallback):
     """Act when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
-    The gate checks the metric after every look of the monitor. With several processes the first one
-    decides; the others get the value only if the gate acts. Before it stops or raises, it saves a
-    checkpoint (not under ``fast_dev_run``). Other metrics and attacks do not affect it.
+    A look is a step at which the monitor measures leakage. The gate checks the metric after every
+    look. With several processes the first one decides, and the others get the value only if the
+    gate acts. Before it stops the run or raises, it saves a checkpoint (not under
+    ``fast_dev_run``). Other metrics and attacks do not affect it.
 
-    The newest logged value counts, which may be pooled over looks. A noisy metric exceeds any
-    threshold sooner or later: set ``patience``. The lower end of an interval cannot be watched: it
-    is also low if few texts were queried.
+    The gate uses the newest logged value, which may be pooled over looks. A noisy metric exceeds
+    any threshold sooner or later: set ``patience``. The lower end of an interval cannot be watched,
+    because it is also low if few texts were queried.
 
-    **The trained weights** (``leakage/combined/auc``, say) are queried with the same texts at every
-    look: the gate acts if the lower end of the interval, which holds for all looks together, is
-    above ``at_most``. Their ``shown`` is unknown with few held-out texts, and then the gate waits.
+    **Attacks on the trained weights**, such as ``leakage/combined/auc``, query the same texts at
+    every look. The gate acts if the lower end of the interval, which holds for all looks together,
+    is above ``at_most``. Their metric ``shown``, a lower bound of the share of recognised texts, is
+    unknown with few held-out texts, and a gate on it waits.
 
-    **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. If one
-    attack is unknown, the highest value of the others counts only if it is a breach. A run that can
-    never play an attack of the family is refused before it trains.
+    **The worst of a family**, such as ``"leakage/worst/words"``, is the highest value of a family
+    of attacks, and can be watched like any other. If an attack is unknown, the highest value of the
+    remaining ones counts only if it is a breach. If no attack of the family can ever run, the error
+    is raised before training.
 
-    **An attack on parameters that are not shared** has the value 0, which says nothing about those
-    that are. If no attack of the family reads any shared parameter, the value is unknown until one
-    does: layers may be frozen and unfrozen during the run.
+    **Parameters that are not shared**: an attack on them has the value 0, which says nothing about
+    the shared ones. If no attack of the family uses a shared parameter, the value is unknown until
+    one does, because layers may be frozen and unfrozen during the run.
 
     An *unknown* value counts as a breach, unless ``strict=False``. If a strict gate had no result
-    in the whole fit, it acts at the end, whatever ``patience``.
+    in the whole fit, it acts at the end, regardless of ``patience``.
 
     Examples:
         >>> import lightning as L
@@ -61,39 +67,41 @@ class RiskGate(core.Threshold, EitherCallback):
         1
 
     Args:
-        metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
-        at_most: the largest value that is allowed. Rates are shares, at most 1.
-        action: ``"stop"`` ends training in order, ``"raise"`` raises
-            :class:`LeakageLimitExceeded`, ``"warn"`` warns once and goes on; a callable gets the
-            :class:`GateEvent` each time the gate fires, on every process, and training goes on.
-            ``"harden"`` strengthens every defence of the run's DefendedStrategy by one notch, if
-            the defence can be strengthened (:meth:`~lightning_fedleak.defenses.Defense.harden`).
-            Training goes on, and the gate judges again from the next look. Once no defence can be
-            strengthened, it stops the run like ``"stop"``. The decision depends on private data: an
-            accounted epsilon covers neither it nor the leakage logs. A resumed run has the notches
-            of its checkpoint, without later ones; it looks again at its first step.
-        patience: the number of breaches in a row that are ignored before the gate fires.
-        strict: whether an unknown value counts as a breach. Otherwise it is ignored.
-        name: the name in the logs, ``gate/<name>``; by default the metric without ``leakage/``.
+        metric: A name in the logs, ``"leakage/<attack>/<metric>"``.
+        at_most: The largest value that is allowed. Rates are shares, at most 1.
+        action: ``"stop"`` ends training after the step, ``"raise"`` raises
+            :class:`LeakageLimitExceeded`, and ``"warn"`` warns once and continues. A callable is
+            called with the :class:`GateEvent` each time the gate fires, on every process, and
+            training continues. ``"harden"`` strengthens every defence of the run's DefendedStrategy
+            by one notch, if it supports that
+            (:meth:`~lightning_fedleak.defenses.Defense.harden`). Training continues, and the gate
+            judges again from the next look. If no defence can be strengthened further, it stops the
+            run like ``"stop"``. The decision depends on private data: an accounted epsilon covers
+            neither it nor the leakage logs. A resumed run has the notches of its checkpoint, and
+            looks again at its first step.
+        patience: The number of breaches in a row that are ignored before the gate fires.
+        strict: Whether an unknown value counts as a breach. Otherwise it is ignored.
+        name: The name in the logs, ``gate/<name>``; by default the metric without ``leakage/``.
 
     Attributes:
-        fired: the event of the first time that the gate fired in the newest fit; else None.
-        notches: the number of times that it has strengthened the defences.
+        fired: The event of the first time that the gate fired in the newest fit; None if it has
+            not.
+        notches: The number of times that it has strengthened the defences.
 
     Raises:
-        ValueError: an argument is out of range, or two arguments contradict each other.
+        ValueError: An argument is out of range, or two arguments contradict each other.
     """
 
     @property
     def state_key(self) -> str:
-        """Return the key that distinguishes several gates of one run in a checkpoint."""
+        """The key of this gate's state in a checkpoint, which may hold several gates."""
         return f"RiskGate[{self.name}]"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Start to watch the metric in a fit.
 
         Raises:
-            ValueError: no monitor logs the metric, or Lightning would ignore the stop. The message
+            ValueError: No monitor logs the metric, or Lightning would ignore the stop. The message
                 names the metrics that exist, or the argument to change.
         """
         if stage != "fit":
@@ -115,7 +123,7 @@ class RiskGate(core.Threshold, EitherCallback):
         """Return the engine of the monitor that logs the metric.
 
         Raises:
-            ValueError: no monitor logs it, or several do.
+            ValueError: No monitor logs it, or several do.
         """
         monitors = [c for c in _callbacks(trainer) if isinstance(c, LeakageMonitor)]
         logged_by = [m for m in monitors if self.metric in m.metric_names()]
@@ -129,7 +137,7 @@ class RiskGate(core.Threshold, EitherCallback):
             if len(monitors) > 1 and (logged_by or core.is_worst(self.metric)):
                 raise ValueError(
                     f"{start}, and this run has {len(monitors)} LeakageMonitors: give all attacks "
-                    "to one, LeakageMonitor([one, other])"
+                    "to one of them, LeakageMonitor([...])"
                 )
             names = [n for m in monitors for n in m.metric_names()]
             raise ValueError(
@@ -142,7 +150,7 @@ class RiskGate(core.Threshold, EitherCallback):
         """Check that the gate can act.
 
         Raises:
-            ValueError: another gate has the same name, or this one could not stop the run. The
+            ValueError: Another gate has the same name, or this one could not stop the run. The
                 message names the argument to change.
         """
         gates = [c for c in _callbacks(trainer) if isinstance(c, RiskGate) and c is not self]
@@ -155,7 +163,7 @@ class RiskGate(core.Threshold, EitherCallback):
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log ``leakage/choose``, to select checkpoints by, if the gate watches trained weights.
+        """Log ``leakage/choose`` for ModelCheckpoint to monitor, if the gate is on trained weights.
 
         It is the validation loss if the upper end of the interval at these weights is at most
         ``at_most``, and infinite otherwise, so that its minimum is the best allowed checkpoint.
@@ -173,6 +181,7 @@ class RiskGate(core.Threshold, EitherCallback):
 
 
 def _log(trainer: L.Trainer, values: dict[str, float], step: int) -> None:
+    """Log values at a step to all loggers of a Trainer."""
     for logger in trainer.loggers:
         logger.log_metrics(values, step=step)
 
@@ -187,4 +196,5 @@ def _save(trainer: L.Trainer, name: str) -> Path | None:
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    """Return the callbacks of a Trainer, which Lightning does not declare."""
     return list(trainer.callbacks)  # type: ignore[attr-defined]

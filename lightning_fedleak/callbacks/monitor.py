@@ -1,4 +1,8 @@
-"""LeakageMonitor: attacks during training, whose results are logged with the user's metrics."""
+"""LeakageMonitor: run attacks during training, and log their results with the user's metrics.
+
+The callback only connects Lightning's hooks to an
+:class:`~lightning_fedleak.engine.Engine`, which plans, runs and logs the attacks.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +34,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
-"""The id of each Trainer's current fit, shared by its monitors."""
+"""The id of each Trainer's current fit, which all its monitors log."""
 
 
 class LeakageMonitor(EitherCallback, Reported):
     """Attacks what a client would share, during training, and logs how much it leaks.
 
-    Training is not disturbed: parameters, optimizer state, logged losses and random numbers are
-    bit-identical to the run without the monitor. If an attack fails, it is counted in
-    ``monitor/failures`` and its metrics are NaN (*unknown*), never 0. If an attack does not apply
-    to what was shared, or to so many words, it is unknown too, but not counted as a failure.
+    A *look* is a step at which the attacks run. Training does not change: parameters, optimizer
+    state, logged losses and random numbers are bit-identical to the run without the monitor. If an
+    attack fails, it is counted in ``monitor/failures`` and its metrics are NaN (*unknown*), never
+    0. If an attack does not apply to the shared parameters, or to so many words, its metrics are
+    unknown too, but it is not counted as a failure.
 
     Examples:
         >>> import lightning as L
@@ -60,38 +65,41 @@ class LeakageMonitor(EitherCallback, Reported):
     to the next step. After 20 such steps in a row it counts as a failure. So does a look that is
     due but not finished when the fit ends.
 
-    Some attacks have no input *yet*: LoRA's A has no gradient before B has changed, for example
-    during a warm-up from rate 0. They are retried at each of the next 1000 steps until they have a
-    result, even if no look is due. If they get none, or the fit ends before, they are *unknown*. A
-    retry only checks whether their gradients are still zero.
+    Some attacks have no input *yet*: the matrix A of a LoRA has no gradient before B has changed,
+    for example during a warm-up that starts at a learning rate of 0. Such attacks are retried at
+    each of the next 1000 steps until they have a result, even if no look is due. If they get none,
+    or the fit ends before, they are *unknown*. Until their gradients are non-zero, a retry costs
+    only the check for that.
 
-    The first step of each fit is a look, in a resumed fit too. Only with ``max_overhead`` does the
-    first look wait until the run pays for it. If layers are frozen or unfrozen during training, the
-    next look takes that into account.
+    The first step of each fit is a look, also in a resumed fit. Only with ``max_overhead`` does the
+    first look wait until its cost is within that share. If layers are frozen or
+    unfrozen during training, the next look takes that into account.
 
     Under FSDP2 (``ModelParallelStrategy``) attacks get full gradients, gathered on every process.
     While they calibrate, refresh or invert texts, the full model is gathered too. Membership games
-    are refused there.
+    raise an error there.
 
-    For the questions of membership games, and the texts that count, see
-    :class:`~lightning_fedleak.engine.channels.MembershipChannel` and
-    :class:`~lightning_fedleak.engine.channels.TextsChannel`.
+    A membership game asks an attack whether a text is in the batch. For its candidate texts see
+    :class:`~lightning_fedleak.engine.channels.MembershipChannel`, and for the texts that attacks
+    recover :class:`~lightning_fedleak.engine.channels.TextsChannel`.
 
-    **Automatic attacks.** With ``attacks="auto"``, the default, every attack of the assumed
-    adversary runs that can read what this run shares. The plan is printed before the first step:
-    the attacks that run, those that do not and why, and what is shared but not tested. Attacks that
-    do not run log nothing. If an attack's layer is unfrozen later, it runs from then on.
+    **Automatic attacks.** With ``attacks="auto"``, the default, every attack runs that the assumed
+    adversary can run on the parameters that this run shares. The plan is printed before the first
+    step: the attacks that run, those that do not and the reason, and the shared parameters that no
+    attack tests. Attacks that do not run log nothing. If an attack's layer is unfrozen later, it
+    runs from then on.
 
-    ``leakage/worst/<family>`` is the highest headline of a family's attacks at a look (F1 of words,
-    AUC of membership, token accuracy of texts). It is unknown if one that applies is unknown.
+    ``leakage/worst/<family>`` is the highest value of a family's attacks at a look: the F1 of
+    recovered words, the AUC of membership, or the token accuracy of recovered texts. It is unknown
+    if an attack of the family that applies is unknown.
 
     Args:
         attacks: The attacks, with different names; or ``"auto"``. One monitor runs all attacks of
             a run, at all stages. A second one that logs the same names is refused.
         every_n_steps: The interval n: looks are at optimizer steps 0, n, 2n, ...
-        max_overhead: The largest share of the training time that looks may cost; not together with
-            ``every_n_steps``. Default: neither, but ten looks if they cost little, see
-            :class:`~lightning_fedleak.engine.scheduler.Cadence`.
+        max_overhead: The maximum share of the training time that looks may cost; not together with
+            ``every_n_steps``. By default neither is set, and there are ten looks if they cost
+            little, see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
         folder: The folder for ``leakage.jsonl``; by default the logger's folder.
         games: The settings of membership games: the number of candidate texts, the source of
             non-members, the looks over which rates are pooled, and the user's canaries; see
@@ -147,7 +155,7 @@ class LeakageMonitor(EitherCallback, Reported):
 
     @property
     def failures(self) -> int:
-        """The number of unknown results, without those of attacks that do not apply."""
+        """The number of unknown results, not counting attacks that do not apply."""
         return self.engine.results.failures
 
     @property
@@ -191,7 +199,8 @@ class LeakageMonitor(EitherCallback, Reported):
 
         Raises:
             TypeError: The class was passed instead of an object.
-            ValueError: Another monitor logs the same names, or it is unknown what is shared.
+            ValueError: Another monitor logs the same names, or it is not known which gradients the
+                strategy shares.
         """
         if pl_module is None:  # Lightning called setup on the class, so that self is the Trainer
             raise TypeError("LeakageMonitor is a class: write callbacks=[LeakageMonitor()]")
@@ -202,11 +211,11 @@ class LeakageMonitor(EitherCallback, Reported):
         self.client = trainer_facts.resolve_client(self._settings.client, trainer.strategy)
 
     def _check_names(self, trainer: L.Trainer) -> None:
-        """Refuse two monitors of one run that log under the same names."""
+        """Raise an error if two monitors of the run log under the same names."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for monitor in callbacks:
             if isinstance(monitor, LeakageMonitor) and monitor is not self:
-                # If both have attacks of a family, neither knows its worst value.
+                # If both monitors have attacks of a family, neither has all values for its worst.
                 for channel in monitor.engine.series.values():
                     self.engine.results.families.pop(channel.family, None)
                 names = {series.log_name for series in self.engine.series}
@@ -221,8 +230,8 @@ class LeakageMonitor(EitherCallback, Reported):
         """Find the model's parts, check and calibrate the attacks, and install the taps."""
         anatomy = find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
-        if why := explain_shards(anatomy.root, run.processes):
-            raise ValueError(f"{run.watcher} cannot take this model. {why}")
+        if reason := explain_shards(anatomy.root, run.processes):
+            raise ValueError(f"{run.watcher} cannot take this model. {reason}")
         boards = trainer_facts.boards_of(trainer)
         fit = _FITS.setdefault(trainer, uuid.uuid4().hex)
         folder = self.folder or trainer_facts.folder_of(trainer)
@@ -239,12 +248,12 @@ class LeakageMonitor(EitherCallback, Reported):
         self._report_begins()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the number of earlier looks and the first step of this fit."""
+        """Begin the looks of this fit, now that a checkpoint is loaded."""
         self.engine.training_begins()
         for optimizer in map(real_optimizer, trainer.optimizers):
             if optimizer not in trainer.optimizers:  # a DP optimizer wraps it, and may skip steps
-                steps = partial(self.engine.optimizer_steps, optimizer)
-                self._removers.append(before_real_step(optimizer, steps))
+                before_step = partial(self.engine.optimizer_steps, optimizer)
+                self._removers.append(before_real_step(optimizer, before_step))
 
     def _close(self) -> None:
         """Remove every tap."""
@@ -264,7 +273,7 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Read the step that begins; batches that only accumulate gradients have none."""
+        """Let the engine read the gradients of a step. Batches that only accumulate have none."""
         if real_optimizer(optimizer) is optimizer:
             self.engine.optimizer_steps(optimizer)
 
@@ -289,7 +298,7 @@ class LeakageMonitor(EitherCallback, Reported):
         self._earlier_metrics = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the metrics that a validation has computed, even if their values did not change."""
+        """Log the metrics that the validation computed, even if their values did not change."""
         earlier, metrics = self._earlier_metrics, trainer.callback_metrics
         if not trainer.sanity_checking:
             measured = [name for name in metrics if metrics[name] is not earlier.get(name)]
@@ -326,7 +335,7 @@ class LeakageMonitor(EitherCallback, Reported):
         has_begun = self.engine.fit is not None
         try:
             self._end(type(exception).__name__)
-        finally:  # a second Ctrl-C may end the report
+        finally:  # a second Ctrl-C may interrupt the report
             _FITS.pop(trainer, None)
             self._close()
         folders = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
@@ -337,6 +346,7 @@ class LeakageMonitor(EitherCallback, Reported):
             ) from exception
 
     def _end(self, ending: str) -> None:
+        """End the run's record, and write the report if the settings ask for it."""
         record = self.engine.end(ending)
         if record is not None and self._settings.report:
             self._write_report(record)
@@ -346,8 +356,8 @@ class LeakageMonitor(EitherCallback, Reported):
         _FITS.pop(trainer, None)
         self._close()
 
-    # Not state_dict: Lightning refuses two callbacks that have it and share a state_key, with an
-    # error of its own before `setup` can raise one.
+    # Not state_dict: with it, Lightning would raise an error for two monitors with one state_key
+    # before `setup` can raise a clearer one.
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -362,7 +372,7 @@ class LeakageMonitor(EitherCallback, Reported):
 
 
 def _is_closed(folder: str | Path | None) -> bool:
-    """Return whether a folder, or its first existing parent, cannot be written to."""
+    """Return whether a folder, or its nearest existing parent, cannot be written to."""
     path = Path(folder or ".").absolute()
     while not path.exists():
         path = path.parent

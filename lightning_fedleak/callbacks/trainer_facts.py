@@ -1,4 +1,8 @@
-"""A Lightning Trainer as a run of the engine: its clients, its loggers, and its settings."""
+"""What the engine needs to know of a Lightning Trainer: its clients, loggers and settings.
+
+:class:`TrainerRun` implements the engine's interface :class:`~lightning_fedleak.engine.Run` for one
+fit of a Trainer.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +47,12 @@ class TrainerRun(Run):
     """One fit of a Trainer whose strategy is set up.
 
     Attributes:
-        trainer: the Trainer of this fit.
+        trainer: The Trainer of this fit.
     """
 
     uncounted_step: ClassVar[str] = (
         "an optimizer stepped that Lightning does not wrap, so that no step was counted and "
-        "LeakageMonitor cannot tell when to look again. In training_step use "
+        "LeakageMonitor does not know when the next look is due. In training_step use "
         "self.optimizers() without use_pl_optimizer=False."
     )
 
@@ -58,7 +62,17 @@ class TrainerRun(Run):
     def of_trainer(
         cls, trainer: L.Trainer, anatomy: Anatomy, client: str, assumed: frozenset[Capability]
     ) -> TrainerRun:
-        """Return the run of a Trainer on a model, against an adversary with these capabilities."""
+        """Return the run of a Trainer.
+
+        Args:
+            trainer: The Trainer, whose strategy is set up.
+            anatomy: The parts of the model.
+            client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
+            assumed: The capabilities of the assumed adversary.
+
+        Raises:
+            ValueError: Both the strategy and an optimizer have defences.
+        """
         strategy = trainer.strategy
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
@@ -93,14 +107,14 @@ class TrainerRun(Run):
         )
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
-        """Return the Trainer's ``callback_metrics`` of these names; None for all."""
+        """Return the Trainer's ``callback_metrics`` of these names, or all for None."""
         return chosen_metrics(self.trainer.callback_metrics, names)
 
     def publish(self, values: Mapping[str, float]) -> None:
-        """Put values among the Trainer's ``callback_metrics``."""
-        # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
-        numbers = torch.tensor(list(values.values()), device=self.device)
-        self.trainer.callback_metrics.update(zip(values, numbers.unbind(), strict=True))
+        """Add values to the Trainer's ``callback_metrics``."""
+        # Like LearningRateMonitor, because self.log would take 0.25 ms for each name.
+        tensor = torch.tensor(list(values.values()), device=self.device)
+        self.trainer.callback_metrics.update(zip(values, tensor.unbind(), strict=True))
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -113,7 +127,7 @@ class TrainerRun(Run):
 
     @property
     def step(self) -> int:
-        """Return the optimizer steps so far, as the Trainer counts them."""
+        """Return the number of optimizer steps so far, as the Trainer counts them."""
         return int(self.trainer.global_step)
 
     @property
@@ -138,9 +152,9 @@ class TrainerRun(Run):
 
     @property
     def planned_steps(self) -> int | None:
-        """Return the steps of the fit; None without a limit, or if they cannot be predicted.
+        """Return the number of steps of the fit; None if it is unlimited or cannot be predicted.
 
-        They cannot with manual optimization, several optimizers or a schedule of accumulation.
+        The latter holds for manual optimization, several optimizers and an accumulation schedule.
         """
         trainer = self.trainer
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -165,7 +179,7 @@ class TrainerRun(Run):
         return received
 
     def summed(self, value: Tensor) -> Tensor:
-        """Return the sum over processes, by the strategy's reduction."""
+        """Return the sum of a tensor over all processes."""
         total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
         return total
 
@@ -176,10 +190,15 @@ class TrainerRun(Run):
     def fit_copy(self, model: nn.Module, rows: Any) -> None:
         """Train a copy of the module by a second Trainer; see :class:`Run`.
 
-        It has the same epochs, precision, accumulation and clipping, and no callback or logger.
+        The second Trainer has the same epochs, precision, accumulation and clipping, and no
+        callbacks or loggers.
+
+        Args:
+            model: The copy, which is trained in place.
+            rows: The data set to train on.
 
         Raises:
-            ValueError: the Trainer has neither ``max_epochs`` nor ``max_steps``, or its loader has
+            ValueError: The Trainer has neither ``max_epochs`` nor ``max_steps``, or its loader has
                 no fixed batch size.
         """
         trainer = self.trainer
@@ -190,7 +209,7 @@ class TrainerRun(Run):
                 "DataLoader with batch_size=: give them, or a reference"
             )
         share = len(rows) / len(loader.dataset)
-        copied = DataLoader(
+        row_loader = DataLoader(
             rows,
             loader.batch_size,
             shuffle=not isinstance(loader.sampler, SequentialSampler),
@@ -216,12 +235,12 @@ class TrainerRun(Run):
                 enable_model_summary=False,
                 default_root_dir=folder,
             )
-            second.fit(model, copied)  # type: ignore[arg-type]
+            second.fit(model, row_loader)  # type: ignore[arg-type]
 
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
-        """Call the functions as the DefendedStrategy reaches its stages; see :class:`Run`."""
+        """Call the functions when the DefendedStrategy reaches its stages; see :class:`Run`."""
         strategy = self.trainer.strategy
         if not isinstance(strategy, DefendedStrategy):
             return super().watch_release(stage_reached, before_defense)
@@ -235,7 +254,7 @@ def defenses_of(trainer: L.Trainer) -> tuple[Defense, ...]:
 
 
 def _clip_value(trainer: L.Trainer) -> float | None:
-    """Return the value to which a Trainer clips entries of gradients; None if it is not known."""
+    """Return the limit to which a Trainer clips gradient entries; None if there is none known."""
     value = float(trainer.gradient_clip_val or math.inf)
     defaults = [cls.configure_gradient_clipping for cls in both("core.LightningModule")]
     by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
@@ -244,23 +263,24 @@ def _clip_value(trainer: L.Trainer) -> float | None:
 
 
 def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
-    """Return who is a client: ``"rank"`` for each process, or ``"world"`` for all of them.
+    """Return ``"rank"`` if each process is a client, and ``"world"`` if all of them are one.
 
     The user or a DefendedStrategy decides. By default it is ``"world"`` under FSDP2, and ``"rank"``
     otherwise.
 
     Args:
-        client: the user's choice; None without one.
-        strategy: the Trainer's strategy.
+        client: The user's choice; None without one.
+        strategy: The Trainer's strategy.
 
     Raises:
-        ValueError: the two contradict each other, or it is not known what the strategy shares.
+        ValueError: The choice contradicts the strategy, or it is not known what the strategy
+            shares.
     """
     default = strategy.client if isinstance(strategy, DefendedStrategy) else None
     if default and client and default != client:
         raise ValueError(
             f"LeakageMonitor(client={client!r}) contradicts the strategy's client={default!r}: "
-            "leave the monitor's out"
+            "do not set the monitor's"
         )
     sharded = isinstance(strategy, both("strategies.ModelParallelStrategy"))
     client = client or default or ("world" if sharded else "rank")
@@ -281,9 +301,10 @@ def boards_of(trainer: L.Trainer) -> list[TensorBoardLogger]:
 
 
 def folder_of(trainer: L.Trainer) -> Path:
-    """Return a folder of only this run if its logger numbers runs, else the Trainer's folder.
+    """Return the logger's folder of this run, or the Trainer's folder if there is no logger.
 
-    W&B and MLflow have one folder for all runs of a project. The run's folder is in it, by its id.
+    W&B and MLflow have one folder for all runs of a project. For them the run's folder is the one
+    in it that has the run's id.
     """
     folder, logger = Path(trainer.log_dir or trainer.default_root_dir), trainer.logger
     if logger is None or logger.log_dir is not None or logger.version is None:
@@ -297,12 +318,12 @@ def settings_of(trainer: L.Trainer) -> dict[str, object]:
     for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
         if holder is not None and holder._log_hyperparams:
             settings |= holder.hparams_initial
-    settings.pop("_class_path", None)  # LightningCLI's own
+    settings.pop("_class_path", None)  # added by LightningCLI
     return settings
 
 
 def training_of(trainer: L.Trainer) -> dict[str, object]:
-    """Return how a Trainer trains, for the run's record."""
+    """Return a Trainer's settings that determine the training, for the run's record."""
     return {
         "optimizers": optimizers_of(trainer.optimizers),
         "strategy": type(trainer.strategy).__name__,

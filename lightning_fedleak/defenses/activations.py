@@ -1,4 +1,10 @@
-"""Defences that rewrite the hidden states at a split layer: noise, and fewer dimensions."""
+"""Defences of split learning: noise on the hidden states that a client sends, and fewer dimensions.
+
+In split learning the client runs the model up to one layer, the split layer, and sends the hidden
+states there to the server, which runs the rest. The defences of this file rewrite these states:
+:class:`ActivationNoise` adds Gaussian noise, :class:`ActivationCompression` projects them. Hidden
+states have the shape (B, L, d): B texts of L tokens, with d numbers for each token.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +29,24 @@ from lightning_fedleak.model.model_runs import is_observed, reset_compiled
 
 
 class _ActivationDefense(Defense):
-    """Rewrites the hidden states at one layer by a forward hook on the block.
+    """A base class that rewrites the hidden states at one layer, by a forward hook on a block.
 
-    It acts in every forward of the model, in training, in evaluation and where the
-    Trainer validates, tests or predicts without a fit; not where the model runs as the server's
-    copy would (:meth:`~lightning_fedleak.model.model_runs.undisturbed`). A training step in which
-    no hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the
-    hook; what was compiled before the fit is compiled again.
+    The hook acts in every forward pass of the model: in training, in evaluation, and when the
+    Trainer validates, tests or predicts without a fit. It does not act while an attack runs the
+    model in place of the server (:func:`~lightning_fedleak.model.model_runs.undisturbed`). A
+    training step whose forward pass did not reach the layer is an error. Under ``torch.compile``
+    the graph breaks at the hook, and a model that was compiled before the fit is compiled again.
 
     Args:
-        layer: 0 for the input of the first block, k for the output of block k; of an
-            encoder-decoder, of the encoder.
-        anatomy: arguments of :func:`~lightning_fedleak.model.anatomy.find_anatomy` that name parts
-            of the model which are not found, ``{"blocks": "path.to.blocks"}`` say.
+        layer: 0 for the input of the first block, k for the output of block k. In an
+            encoder-decoder the blocks are those of the encoder.
+        anatomy: Arguments of :func:`~lightning_fedleak.model.anatomy.find_anatomy` that name parts
+            of the model which it cannot find, such as ``{"blocks": "path.to.blocks"}``.
 
     Raises:
-        DefenseError: a layer that is no number of one; at setup, one that the model does not have;
-            in a forward, hidden states that are no (B, L, d) of numbers, or that do not pass there.
+        DefenseError: ``layer`` is not an integer from 0. At setup: the model has no such layer. In
+            a training step: the hidden states are not a (B, L, d) tensor of floats, or the forward
+            pass did not reach the layer.
     """
 
     acts_in_inference = True
@@ -56,35 +63,35 @@ class _ActivationDefense(Defense):
         self._in_step = False
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error where a per-sample defence comes later: it leaves out empty batches."""
+        """Raise an error if a per-sample defence follows: it skips steps of empty batches."""
         super().check_order(before, after)
-        if late := [defense.name for defense in after if defense.per_sample]:
+        if per_sample := [defense.name for defense in after if defense.per_sample]:
             raise DefenseError(
-                f"{', '.join(late)} leaves out training steps of empty batches, which "
-                f"{type(self).__name__} would refuse. Put '{self.name}' behind."
+                f"{', '.join(per_sample)} skips training steps of empty batches, which "
+                f"{type(self).__name__} would refuse. Put '{self.name}' after it."
             )
 
     @abstractmethod
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
-        """Return what leaves the client in place of ``states``, of the same shape and dtype.
+        """Return the states that leave the client instead, of the same shape and dtype.
 
         Args:
-            states: (B, L, d).
-            recomputed: a checkpoint runs a forward again in backward: the result must be that of
-                the first time.
-            training: within a training step, or its backward.
+            states: (B, L, d), the hidden states at the layer.
+            recomputed: Whether gradient checkpointing repeats an earlier forward pass during
+                backward. The result must then equal that of the earlier pass.
+            training: Whether the pass belongs to a training step, or to its backward.
 
         Raises:
-            DefenseError: nothing that could leave holds the guarantee.
+            DefenseError: No result keeps the guarantee.
         """
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Find the layer and hook its block."""
+        """Find the layer, and register the hook on its block."""
         self.teardown()
-        _, place = self._place(context.root)
+        _, states_place = self._place(context.root)
         self._root, self._context = context.root, context
         reset_compiled(context.root)
-        self._handle = place.on_states(self._pass)
+        self._handle = states_place.on_states(self._pass)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -101,7 +108,7 @@ class _ActivationDefense(Defense):
         return output
 
     def before_release(self) -> None:
-        """Check the same in manual optimization, where the update leaves within the step."""
+        """Check it before a release in manual optimization, where updates leave within the step."""
         if self._in_step:
             self._check_passed()
 
@@ -115,7 +122,7 @@ class _ActivationDefense(Defense):
         self._root = self._context = None
 
     def _place(self, root: nn.Module) -> tuple[Anatomy, Place]:
-        """Return the model's anatomy, and where the states of the layer pass."""
+        """Return the model's anatomy, and the input or output of a block that holds the states."""
         names: Mapping[str, Any] = self._anatomy_names
         try:
             anatomy = find_anatomy(root, **names)
@@ -126,6 +133,7 @@ class _ActivationDefense(Defense):
             ) from error
 
     def _check_passed(self) -> None:
+        """Raise an error if the hook was not called in this training step."""
         if self._passes == self._passes_before:
             raise DefenseError(
                 f"{type(self).__name__}: no hidden states passed layer {self.layer} in this "
@@ -134,7 +142,7 @@ class _ActivationDefense(Defense):
             )
 
     def _pass(self, states: Any) -> Tensor | None:
-        """Return what continues in place of ``states``; None for ``states`` themselves."""
+        """Be the hook: return the rewritten states, or None to leave ``states`` unchanged."""
         if self._handle is None:
             return None
         recomputed = torch._C._current_graph_task_id() != -1
@@ -157,33 +165,36 @@ class _ActivationDefense(Defense):
         return self.rewrite(states, recomputed=recomputed, training=training)
 
 
-_REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; older ones are refused
-_SAMPLES = 64  # entries that distinguish hidden states; not tuned
-_MAX_STATE = 1e28  # limit of a state's numbers, of which 10 billion add up in float32
+# A recomputed forward pass is matched to the latest so many passes of the step.
+_MAX_FORWARDS = 4096
+_N_SAMPLES = 64  # entries of hidden states in a sketch; not tuned
+_MAX_STATE = 1e28  # entries are clamped to it: a sum of 1e10 of them is still finite in float32
 
 
 class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
     """Adds independent Gaussian noise to every number of the hidden states (Zheng 2023, Sect. 4.4).
 
-    ``h + N(0, s^2)`` for the states h (B, L, d) that a client of split learning sends, padding
-    included, drawn again in every forward. The noise is a constant to the gradient, which passes
-    through. Noise is drawn and added in float32 (float64 for such states) and rounded with the sum.
+    For the states h (B, L, d), padding included, the client sends ``h + N(0, s^2)``, with new noise
+    in every forward pass. The gradient passes through unchanged, because the noise is a constant.
+    The noise is drawn and added in float32 (in float64 if the states are float64), and the sum is
+    rounded to the type of the states.
 
-    **Without a clip nothing is guaranteed**: nothing bounds a hidden state, so that noise
+    **Without a clip nothing is guaranteed**, because a hidden state may have any length, and noise
     does not hide a long one. With ``clip`` each token's state is first scaled to a 2-norm of at
-    most ``clip`` (its gradient goes through the scaling), and the states of one token in one
-    forward are a Gaussian mechanism: :meth:`epsilon`. A state that holds NaN or infinity, or whose
-    norm overflows, counts as zero, and so does its gradient: what is sent of it is noise alone.
-    Every forward is a release: a text that is trained on in ten epochs is sent ten times. The
-    gradients of the client's own layers are another matter, which no activation noise covers.
+    most ``clip``, and the gradient includes the scaling. The state of one token in one forward pass
+    is then a Gaussian mechanism, and :meth:`epsilon` returns its cost. A state that holds NaN or
+    infinity, or whose norm overflows, counts as zero, and so does its gradient: only noise is sent
+    for it. Every forward pass is a release, so a text that is trained on in ten epochs is sent ten
+    times. The noise does not protect the gradients of the client's own layers.
 
-    Noise of forward k on client c is a function of (secret base, c, k, layer), by the generators
-    of :mod:`~lightning_fedleak.defenses.noise`. The base is fresh entropy of the operating system
-    in every fit or evaluation and is never saved, so that no noise is used twice. Where gradient
-    checkpointing runs a forward again, the states are recognised and get the noise of the first
-    time, else the gradient would be wrong. On a CPU states that are not recognised are refused. The
-    kernels of other devices may not repeat themselves to the last bit: there the nearest states of
-    the step count, so that no text decides whether a run goes on.
+    The noise of forward pass k on client c is a function of (secret base, c, k, layer), drawn by
+    :mod:`~lightning_fedleak.defenses.noise`. The base is fresh entropy of the operating system in
+    every fit or evaluation and is never saved, so no noise is used twice. Gradient checkpointing
+    repeats a forward pass during backward, and the gradient would be wrong with different noise.
+    So the repeated states are matched to those of an earlier pass, and get its noise. On a CPU,
+    states without a match are an error. On other devices, whose kernels may not give the same bits
+    twice, the nearest states of the step count as the match, so that a text's content cannot stop
+    the run.
 
     Examples:
         >>> from lightning_fedleak import ActivationNoise, DefendedStrategy
@@ -193,22 +204,24 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         1.99
 
     Args:
-        layer: 0 for the input of the first block, k for the output of block k; of an
-            encoder-decoder, of the encoder.
-        sigma: standard deviation of the noise; with ``clip`` in units of it, with ``relative`` in
-            units of the states' own.
-        relative: the standard deviation of a dimension is ``sigma`` times that of the states in
-            this dimension over the tokens of the forward, padding included, taken as a constant in
-            the gradient. It depends on the data, and with it what the noise hides: no guarantee.
-        clip: largest 2-norm of one token's state, or None for no clipping.
-        anatomy: names of parts of the model that are not found, see
+        layer: 0 for the input of the first block, k for the output of block k. In an
+            encoder-decoder the blocks are those of the encoder.
+        sigma: The standard deviation of the noise, in units of ``clip`` if that is set, and in
+            units of the states' standard deviation with ``relative``.
+        relative: Whether the noise of each dimension has ``sigma`` times the standard deviation of
+            the states in this dimension, over the tokens of the forward pass, padding included. It
+            is a constant in the gradient. Nothing is guaranteed, because it depends on the data.
+        clip: The maximum 2-norm of one token's state; None for no clipping.
+        anatomy: The names of parts of the model that cannot be found automatically, see
             :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
-        max_hardenings: how often a gate may double the noise (:meth:`harden`); None for no limit.
-            Epsilon counts the first sigma: how much was added depended on the data.
+        max_hardenings: The number of times that a gate may double the noise (:meth:`harden`); None
+            for no limit. A gate is a rule that acts when a run leaks too much. Epsilon is that of
+            the first sigma, because the decision to add more depends on the data.
 
     Raises:
-        DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
-            per sample, or on fewer than two tokens; a layer that the model does not have.
+        DefenseError: A setting is out of range; ``relative`` is combined with ``clip`` or with a
+            defence that works per sample, or meets fewer than two tokens; or the model has no such
+            layer.
     """
 
     name = "activation_noise"
@@ -224,12 +237,12 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         max_hardenings: int | None = None,
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
-        hint = "None is for no clipping"
+        hint = "None means no clipping"
         check_number("ActivationNoise: sigma", sigma, at_least=0)
         check_number("ActivationNoise: clip", clip, above=0, optional=True, hint=hint)
         if relative and clip is not None:
             raise DefenseError(
-                "ActivationNoise: relative noise guarantees nothing, whatever the clip. Give "
+                "ActivationNoise: relative noise guarantees nothing, even with a clip. Pass "
                 "relative=False or clip=None."
             )
         self._allow_hardening(max_hardenings)
@@ -237,37 +250,38 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         self.relative = relative
         self.clip = clip
         self.guarantee = _guarantee(sigma, clip)
-        self._forwards = {"training": 0, "inference": 0}
-        self._remembered = _Remembered()
+        self._n_forwards = {"training": 0, "inference": 0}
+        self._history = _ForwardHistory()
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error for relative noise, one scale for all samples, beside per-sample
-        defences.
+        """Raise an error if a per-sample defence is used with relative noise.
+
+        The scale of relative noise depends on all samples of a batch together.
         """
         super().check_order(before, after)
         if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
             raise DefenseError(
-                f"ActivationNoise(relative=True) scales noise by all samples of a batch, which "
-                f"{', '.join(names)} must keep apart. Use relative=False."
+                f"ActivationNoise(relative=True) scales noise by all samples of a batch together, "
+                f"and {', '.join(names)} treats each separately. Use relative=False."
             )
 
     def epsilon(self, delta: float, *, positions: int = 1) -> float:
-        """Return epsilon of what one forward sends of a text, in the local model.
+        """Return the epsilon of local differential privacy of the states that one pass sends.
 
-        For any two texts of the client's, whatever else is in the batch. At layer 0 a token moves
-        only its own state, so that ``positions=1`` bounds what is sent of one token. Above, a
-        token moves all states after it (all at once in an encoder): for one token of a text of n,
-        or for the whole text, it is ``positions=n``.
+        It holds for replacing one text of the client by any other, whatever else is in the batch.
+        At layer 0 a token affects only its own state, so ``positions=1`` is the cost of one token.
+        At higher layers a token affects all states after it, and in an encoder all states of the
+        text. There the cost of one token, or of a whole text of n tokens, is ``positions=n``.
 
         Args:
-            delta: in (0, 1).
-            positions: how many states of the text differ, padding included.
+            delta: The delta, in (0, 1).
+            positions: The number of the text's states that may differ, padding included.
 
         Returns:
             Epsilon; infinite without a clip or without noise.
 
         Raises:
-            ValueError: an argument out of range.
+            ValueError: An argument is out of range.
         """
         check_integer("positions", positions, error=ValueError)
         if self.clip is None or self.sigma == 0:
@@ -277,63 +291,67 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Run the step; forwards of earlier steps are forgotten."""
-        self._remembered.clear()
+        """Forget the forward passes of the step before, and run the step."""
+        self._history.clear()
         return super().on_training_step(training_step, batch, context)
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
-        """Return the states with noise."""
-        number = self._number(states, recomputed, training)
+        """Return the states with noise, clipped first if there is a clip."""
+        index = self._forward_index(states, recomputed, training)
         values = states if states.dtype == torch.float64 else states.float()
         if self.clip is not None:
-            # Before the norm: zero times infinity is NaN, here and in the gradient.
-            counts = torch.linalg.vector_norm(values.detach(), dim=-1, keepdim=True).isfinite()
-            values = torch.where(counts, values, 0.0)
+            # Such states become zero before the norm is taken: zero times infinity would be NaN,
+            # in the values and in the gradient.
+            is_finite = torch.linalg.vector_norm(values.detach(), dim=-1, keepdim=True).isfinite()
+            values = torch.where(is_finite, values, 0.0)
             norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
             values = values * (self.clip / norm.clamp(min=self.clip))
         if self.sigma:
-            values = values + self._noise(values, number, "training" if training else "inference")
+            values = values + self._noise(values, index, "training" if training else "inference")
         return values.to(states.dtype)
 
     def teardown(self) -> None:
         """Remove the hook."""
         super().teardown()
-        self._remembered.clear()
+        self._history.clear()
 
-    def _number(self, states: Tensor, recomputed: bool, training: bool) -> int:
-        """Return the number of this forward among its kind; a recomputation has that of the
-        first.
+    def _forward_index(self, states: Tensor, recomputed: bool, training: bool) -> int:
+        """Return the index of this forward pass among those of training, or those of inference.
+
+        A recomputed pass has the index of the pass that it repeats.
         """
         if recomputed:
-            return self._remembered.find(states, self.layer, exact=states.device.type == "cpu")
-        kind = "training" if training else "inference"
-        number = self._forwards[kind]
-        self._forwards[kind] = number + 1
+            return self._history.find(states, self.layer, exact=states.device.type == "cpu")
+        mode = "training" if training else "inference"
+        index = self._n_forwards[mode]
+        self._n_forwards[mode] = index + 1
         if training:
-            self._remembered.add(number, states)
-        return number
+            self._history.add(index, states)
+        return index
 
-    def _noise(self, states: Tensor, number: int, kind: str) -> Tensor:
+    def _noise(self, states: Tensor, index: int, mode: str) -> Tensor:
+        """Return the noise of a forward pass, of the shape and dtype of ``states``."""
         context = self._context
         assert context is not None
-        place = self.layer + (context.process << SHARD_BITS)
-        names = {"name": self.name, "stream": f"activation {kind}"}
-        key = noise.noise_key(context.entropy, number, place, client=context.client, **names)
+        source = self.layer + (context.process << SHARD_BITS)  # differs between processes
+        names = {"name": self.name, "stream": f"activation {mode}"}
+        key = noise.noise_key(context.entropy, index, source, client=context.client, **names)
         standard = noise.standard_normal(key, states.shape, states.device, states.dtype)
         if not self.relative:
             return standard * (self._sigma_now * (self.clip or 1.0))
         if states.shape[0] * states.shape[1] < 2:
             raise DefenseError(
-                "ActivationNoise: one token alone has no standard deviation. Use relative=False."
+                "ActivationNoise: a single token has no standard deviation. Use relative=False."
             )
         return standard * (self._sigma_now * states.detach().std(dim=(0, 1), correction=0))
 
 
 def _guarantee(sigma: float, clip: float | None) -> str:
+    """Return the text of ``guarantee``; it begins with "none" without a clip or noise."""
     if sigma == 0:
         return "none: sigma is 0"
     if clip is None:
-        return "none: every number of the hidden states carries noise, but nothing bounds them"
+        return "none: every number of the hidden states carries noise, which may have any size"
     return (
         "against whoever sees the hidden states that are sent: local differential privacy with the "
         "epsilon that `epsilon(delta, positions=...)` gives, for one forward; many forwards add "
@@ -343,45 +361,56 @@ def _guarantee(sigma: float, clip: float | None) -> str:
 
 @dataclass
 class _Forward:
-    """What is remembered of one forward."""
+    """One forward pass of a training step.
 
-    number: int
+    Attributes:
+        index: The index of the pass among those of training, by which its noise is drawn.
+        shape: The shape of its hidden states.
+        dtype: The type of its hidden states.
+        sketch: The numbers by which its hidden states are found, see :func:`_sketch`.
+        used_in: The ids of the backward passes in which it was recomputed.
+    """
+
+    index: int
     shape: torch.Size
     dtype: torch.dtype
-    marks: Tensor
+    sketch: Tensor
     used_in: set[int] = field(default_factory=set)
 
 
-class _Remembered:
-    """The forwards of this training step, to be recognised by their hidden states."""
+class _ForwardHistory:
+    """The forward passes of this training step, which are found by their hidden states."""
 
     def __init__(self) -> None:
-        self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
+        self._forwards: deque[_Forward] = deque(maxlen=_MAX_FORWARDS)
 
     def clear(self) -> None:
+        """Forget all passes."""
         self._forwards.clear()
 
-    def add(self, number: int, states: Tensor) -> None:
-        self._forwards.append(_Forward(number, states.shape, states.dtype, _marks(states)))
+    def add(self, index: int, states: Tensor) -> None:
+        """Add a forward pass with its hidden states (B, L, d)."""
+        self._forwards.append(_Forward(index, states.shape, states.dtype, _sketch(states)))
 
     def find(self, states: Tensor, layer: int, *, exact: bool) -> int:
-        """Return the number of the forward that had these states; of several, of the latest.
+        """Return the index of the pass that had these states.
 
-        That is the order in which backward comes to them.
+        If several had, it is the latest that this backward has not yet recomputed, because backward
+        goes through the passes from the last to the first.
 
         Args:
-            states: The states of the recomputation.
-            layer: where they pass, for the message.
-            exact: whether kernels repeat themselves, so that other states are a mistake. Otherwise
-                the nearest states count, whatever they hold.
+            states: (B, L, d), the states of the recomputation.
+            layer: The layer, for the message.
+            exact: Whether the device gives the same numbers twice, so that states without a match
+                are an error. Otherwise the nearest states count as the match.
 
         Raises:
-            DefenseError: no forward had states of this shape or, with ``exact``, these states.
+            DefenseError: No pass had states of this shape or, with ``exact``, these states.
         """
-        marks, task = _marks(states), torch._C._current_graph_task_id()
+        sketch, task = _sketch(states), torch._C._current_graph_task_id()
         forwards = [f for f in self._forwards if (f.shape, f.dtype) == (states.shape, states.dtype)]
         if exact:
-            forwards = [f for f in forwards if torch.allclose(f.marks, marks, 1e-3, 1e-6)]
+            forwards = [f for f in forwards if torch.allclose(f.sketch, sketch, 1e-3, 1e-6)]
         if not forwards:
             raise DefenseError(
                 f"ActivationNoise: backward runs the model again, and its hidden states at layer "
@@ -389,35 +418,36 @@ class _Remembered:
                 "step, or switch gradient checkpointing off below the layer."
             )
         unused = [f for f in forwards if task not in f.used_in] or forwards
-        nearest = min(reversed(unused), key=lambda f: float((f.marks - marks).abs().sum()))
+        nearest = min(reversed(unused), key=lambda f: float((f.sketch - sketch).abs().sum()))
         nearest.used_in.add(task)
-        return nearest.number
+        return nearest.index
 
 
 @torch.no_grad()
-def _marks(states: Tensor) -> Tensor:
-    """Return a few numbers that distinguish hidden states (B, L, d): sums, and some entries."""
-    # Bounded, so that no sum of them overflows: infinity less infinity would be near nothing.
+def _sketch(states: Tensor) -> Tensor:
+    """Return two weighted means and some entries of hidden states (B, L, d), to compare them by."""
+    # Entries are clamped so that the means are finite: the difference of infinities is NaN, and
+    # no pass would be the nearest.
     flat = states.detach().reshape(-1).float().clamp(-_MAX_STATE, _MAX_STATE).nan_to_num()
     if not flat.numel():
         return flat
     rows = flat.view(states.shape[0] * states.shape[1], -1).mean(1)
     order = torch.linspace(1, 2, len(rows), device=flat.device)
-    entries = flat[:: max(1, len(flat) // _SAMPLES)]
+    entries = flat[:: max(1, len(flat) // _N_SAMPLES)]
     return torch.cat([torch.stack([rows.mean(), (rows * order).mean()]), entries])
 
 
 class ActivationCompression(_ActivationDefense):
-    """Shrinks what a client of split learning sends of each text (Zheng 2023, Sect. 6.1).
+    """Reduces the dimensions of the hidden states that a client sends (Zheng 2023, Sect. 6.1).
 
-    The paper names hidden embeddings that get smaller from layer to layer as a way in which a new
-    backbone could leak less, and does not try it. Here it is done at one layer of a backbone as it
-    is, which may then be trained with it: of each state h (d numbers) leave ``V^T h``, k numbers,
-    for an orthonormal V (d, k) that is drawn at random, fixed and known to the server, which
-    continues with ``V V^T h``.
+    The paper suggests, without an experiment, that a new model whose hidden size shrinks from layer
+    to layer may leak less. Here the size is reduced at one layer of an existing model, which may
+    then be trained with it. V (d, k) is an orthonormal basis of a random subspace, which is fixed
+    and known to the server. For each state h of d numbers the client sends the k numbers ``V^T h``,
+    and the server continues with ``V V^T h``.
 
-    It is linear, and the gradient goes back through the projection. Numbers are computed in float32
-    (float64 for such states), whatever autocast says.
+    The projection is linear, and the gradient passes through it. It is computed in float32 (in
+    float64 if the states are float64), also under autocast.
 
     Examples:
         >>> from lightning_fedleak import ActivationCompression, DefendedStrategy
@@ -427,16 +457,15 @@ class ActivationCompression(_ActivationDefense):
         (2,)
 
     Args:
-        layer: 0 for the input of the first block, k for the output of block k; of an
-            encoder-decoder, of the encoder.
-        keep_dims: dimensions that are kept.
-        seed: of the basis; client and server must have the same.
-        anatomy: names of parts of the model that are not found, see
+        layer: 0 for the input of the first block, n for the output of block n. In an
+            encoder-decoder the blocks are those of the encoder.
+        keep_dims: k, the number of dimensions that are sent.
+        seed: The seed of the basis, which client and server must share.
+        anatomy: The names of parts of the model that cannot be found automatically, see
             :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
 
     Raises:
-        DefenseError: a setting out of range; at setup, a layer that the model does not have; in a
-            forward, states of no more than ``keep_dims`` dimensions.
+        DefenseError: A setting is out of range. At setup: the model has no such layer.
     """
 
     name = "activation_compression"
@@ -452,42 +481,46 @@ class ActivationCompression(_ActivationDefense):
         name = "ActivationCompression: keep_dims"
         self.keep_dims = check_integer(name, keep_dims)
         self.seed = seed
-        self._span: Tensor | None = None
+        self._basis: Tensor | None = None
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error where noise at the same layer comes later and fills what was left out."""
+        """Raise an error if noise at the same layer follows: some of it could be removed again."""
         super().check_order(before, after)
         for defense in after:
             if isinstance(defense, ActivationNoise) and defense.layer == self.layer:
                 raise DefenseError(
-                    f"'{defense.name}' after '{self.name}' at layer {self.layer} puts noise in "
-                    "what was left out, which the server can remove again. Put "
+                    f"'{defense.name}' after '{self.name}' at layer {self.layer} adds noise to "
+                    "dimensions that are not sent, which the server can remove again. Put "
                     f"'{defense.name}' before '{self.name}'."
                 )
 
     def load_state_dict(self, state: State) -> None:
-        """Refuse a checkpoint that was trained with principal components."""
+        """Raise an error for a checkpoint of an old version, which chose the basis from the data.
+
+        Raises:
+            DefenseError: The checkpoint holds such a basis.
+        """
         if "span" in state:
             raise DefenseError(
-                "ActivationCompression: the checkpoint's basis is gone. Begin a new run."
+                "ActivationCompression: the checkpoint has an outdated basis. Begin a new run."
             )
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
-        """Return the states that the server computes from the numbers that are sent."""
+        """Return ``V V^T h`` for each state h, as the server computes it from the sent numbers."""
         values = states if states.dtype == torch.float64 else states.float()
-        span = self._basis_for(values)
+        basis = self._basis_for(values)
         with torch.autocast(values.device.type, enabled=False):
-            return ((values @ span) @ span.T).to(states.dtype)
+            return ((values @ basis) @ basis.T).to(states.dtype)
 
     def _basis_for(self, states: Tensor) -> Tensor:
-        """Return V (d, k), of the dtype and device of ``states`` (B, L, d)."""
-        # A validation runs in inference mode, whose tensors no gradient can come through later.
+        """Return V (d, k), drawn at the first call, of the type and device of states (B, L, d)."""
+        # Validation runs in inference mode. A basis created there could not be used in training.
         with torch.inference_mode(False):
-            if self._span is None:
+            if self._basis is None:
                 generator = torch.Generator().manual_seed(self.seed)
                 shape = states.shape[-1], self.keep_dims
                 matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
-                self._span = torch.linalg.qr(matrix)[0]
-            if (self._span.dtype, self._span.device) != (states.dtype, states.device):
-                self._span = self._span.to(states.device, states.dtype)
-            return self._span
+                self._basis = torch.linalg.qr(matrix)[0]
+            if (self._basis.dtype, self._basis.device) != (states.dtype, states.device):
+                self._basis = self._basis.to(states.device, states.dtype)
+            return self._basis

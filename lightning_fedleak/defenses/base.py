@@ -1,6 +1,6 @@
-"""The base class of defences: hooks that are called where data leaves the client.
+"""The base class of defences: hooks that are called before data leaves the client.
 
-Your own defence needs a name, a plain sentence about what it guarantees, and one hook::
+To write a defence, give it a name, a plain sentence about what it guarantees, and one hook::
 
     class TopK(Defense):
         name = "top_k"
@@ -33,7 +33,7 @@ from lightning_fedleak.model.compression import Compression
 
 State = Mapping[str, Tensor | int | float | str]
 Curve = Sequence[tuple[float, float]]
-"""Pairs (epsilon, delta) that all hold for one mechanism; empty if nothing is guaranteed."""
+"""Pairs (epsilon, delta), each of which holds for one mechanism; empty without a guarantee."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,20 @@ class Privacy:
 
 @dataclass(frozen=True)
 class CanaryGradient:
-    """The gradient of simulated crafted layers, after the defences that have acted so far.
+    """The gradient of layers that a dishonest server could add to the model (a "canary").
 
-    G games run at once. Each has its own crafted layers with K trainable parameters; the layers of
-    the other games do not exist in it.
+    The layers are only simulated: a monitor passes this gradient through the defences to measure
+    how much of it they would release. G games, which are simulated membership tests, run at once.
+    Each game has K trainable parameters in its added layers, and the layers of the other games do
+    not exist in it.
 
     Attributes:
         samples: (B, G, K), the contribution of each of the client's B samples to the gradient of
-            the K crafted parameters of each game. The sum over samples leaves the client.
+            the K added parameters of each game, after the defences that have acted so far. The sum
+            over samples leaves the client.
         noise: (G, K), the noise that defences have added to that sum; None if there is none.
-        noise_std: The standard deviation of each element of ``noise``; if games differ, the square
-            root of their mean variance.
+        noise_std: The standard deviation of each element of ``noise``; if it differs between games,
+            the square root of their mean variance.
     """
 
     samples: Tensor
@@ -86,7 +89,7 @@ class CanaryGradient:
         return total if self.noise is None else total + self.noise
 
     def scaled(self, factors: Tensor) -> CanaryGradient:
-        """Return each game's gradient times its factor (G,); 0 also turns infinity into 0."""
+        """Return each game's gradient times its factor (G,); 0 times anything is 0."""
         columns = factors.to(self.samples.dtype)[:, None]
         return CanaryGradient(
             (self.samples * columns).masked_fill(columns == 0, 0.0),
@@ -117,7 +120,7 @@ def refuse(owner: str, refusals: Mapping[str, object]) -> None:
     """Raise an error with the first message whose condition holds.
 
     Args:
-        owner: The name of what the settings belong to; it is put before the message.
+        owner: The text before the message: the name of the object that has the settings.
         refusals: A mapping from message to condition.
 
     Raises:
@@ -129,7 +132,7 @@ def refuse(owner: str, refusals: Mapping[str, object]) -> None:
 
 
 def parameter_name(parameter: nn.Parameter, root: nn.Module) -> str:
-    """Return a parameter's name in the root, or its shape if the root does not contain it."""
+    """Return a parameter's name in the root, or a text with its shape if the root has none such."""
     for name, candidate in root.named_parameters():
         if candidate is parameter:
             return name
@@ -149,13 +152,14 @@ class DefenseContext:
         precision: Lightning's name of the precision (``"32-true"``, ``"bf16-mixed"``, ...).
         step: The index of the next optimizer step, from 0; 0 in ``before_setup``.
         entropy: 32 secret random bytes of the operating system, drawn again for every fit, equal
-            on the processes of one client, independent between clients, never saved. Noise derived
-            from it is not replayed after a resume.
+            on the processes of one client, independent between clients, never saved. So noise that
+            is derived from it differs after a resume.
         process: The index of the share of the client's data that this process holds, from 0;
             always 0 if each process is a client. Noise on data must depend on it; noise on
             gradients must not.
-        processes: The number of processes that together are this client; 1 if each is one.
-        host: The trainer or loop.
+        processes: The number of processes that together are this client; 1 if each process is a
+            client.
+        host: The trainer or training loop.
     """
 
     root: nn.Module
@@ -195,10 +199,10 @@ class Defense(ABC):
             forward hooks that it registers in ``before_setup``; 0 for the input of the first block,
             k for the output of block k.
         acts_in_inference: Whether it also acts if the Trainer validates, tests or predicts without
-            fitting. Then ``before_setup`` and ``teardown`` are called there too, with fresh
+            fitting. If so, ``before_setup`` and ``teardown`` are called there too, with fresh
             entropy.
         takes_shards: Whether ``on_gradients`` supports a ``p.grad`` that is a DTensor and holds
-            this process's shard (FSDP2). A defence without it is refused there.
+            this process's shard (FSDP2). If not, using the defence under FSDP2 is an error.
         per_sample: Whether it recomputes the update from the samples without reading ``p.grad``.
             Changes that an earlier defence made to gradients would then be lost, and its guarantee
             needs samples that do not influence each other.
@@ -210,11 +214,11 @@ class Defense(ABC):
     acts_in_inference: bool = False
     takes_shards: bool = False
     per_sample: bool = False
-    _changing: tuple[str, ...] = ()  # public attributes that change in a run, so are no settings
+    _changing: tuple[str, ...] = ()  # public attributes that change in a run, unlike settings
 
     @property
     def state_key(self) -> NoReturn:
-        """Raise an error: Lightning's Trainer, which takes no defence as callback, reads it."""
+        """Raise an error, because Lightning's Trainer reads it from its callbacks only."""
         name = type(self).__name__
         raise TypeError(
             f"{name} is a defence, not a callback: pass "
@@ -228,7 +232,7 @@ class Defense(ABC):
 
     @property
     def defers(self) -> bool:
-        """Return whether parts of an update that it holds back are released in later updates.
+        """Return whether the defence withholds parts of an update and releases them later.
 
         If so, a monitor attacks the input of this defence instead of its output.
         """
@@ -248,8 +252,8 @@ class Defense(ABC):
     def acts_on_canaries(self) -> bool:
         """Return whether ``on_canary`` simulates this class's ``on_gradients`` on a canary.
 
-        False if the class rewrites gradients and ``on_canary`` was written for another
-        ``on_gradients``, or not at all: the result of a canary is then unknown.
+        It is False if the class rewrites gradients but does not override ``on_canary``, or inherits
+        it from a class with another ``on_gradients``. The result of a canary is then unknown.
         """
         for cls in type(self).__mro__:
             if "on_canary" in vars(cls):
@@ -264,11 +268,11 @@ class Defense(ABC):
         return type(self).harden is not Defense.harden
 
     def settings(self) -> dict[str, bool | int | float | str]:
-        """Return the public plain attributes it was built with, for the record of a run.
+        """Return the public attributes that are plain values, for the record of a run.
 
-        Begin the names of attributes that change during a run with an underscore.
+        In a subclass, begin the names of attributes that change during a run with an underscore.
         """
-        # Whoever knows a seed can subtract the noise.
+        # The record must not hold a seed: whoever knows it can subtract the noise.
         excluded = ("name", "guarantee", "seed", *self._changing)
         settings = {
             name: value
@@ -296,9 +300,9 @@ class Defense(ABC):
         rewriting = [d.name for d in before if type(d).on_gradients is not Defense.on_gradients]
         if self.per_sample and rewriting:
             raise DefenseError(
-                f"{type(self).__name__} computes the update again from the samples, without what "
-                f"{', '.join(rewriting)} did. Put '{self.name}' first among the defenses that act "
-                "on gradients."
+                f"{type(self).__name__} computes the update again from the samples, so that the "
+                f"changes by {', '.join(rewriting)} would be lost. Put '{self.name}' first among "
+                "the defenses that act on gradients."
             )
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
@@ -329,9 +333,9 @@ class Defense(ABC):
         return dataloader
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
-        """Return what ``training_step`` gets in place of ``batch``, for every micro-batch.
+        """Return the batch that ``training_step`` gets instead, for every micro-batch.
 
-        Do not change ``batch`` in place: callbacks read the ground truth from it.
+        Do not change ``batch`` in place: callbacks read the true text from it.
 
         Raises:
             DefenseError: No batch can satisfy the guarantee. Training stops.
@@ -350,7 +354,7 @@ class Defense(ABC):
             context: The run and the current step.
 
         Returns:
-            What Lightning gets as the output of ``training_step``. A defence that runs pieces also
+            The output of ``training_step`` for Lightning. A defence that runs pieces also
             runs their backward, and returns a loss whose ``backward`` leaves their sum in
             ``p.grad``.
 
@@ -437,11 +441,11 @@ class Defense(ABC):
 
     @property
     def privacy(self) -> Privacy | None:
-        """Return what the releases so far have cost; None if nothing is accounted."""
+        """Return the privacy cost of the releases so far; None if it is not accounted."""
         return None
 
     def curve(self) -> Curve:
-        """Return pairs (epsilon, delta) that hold for one example, added or removed, so far.
+        """Return pairs (epsilon, delta) of the releases so far, for adding or removing one example.
 
         Raises:
             DefenseError: The accounting is for another unit of privacy or another neighbouring
@@ -452,23 +456,22 @@ class Defense(ABC):
     def harden(self) -> str | None:
         """Make the defence stronger by one notch, for every step that follows.
 
-        A gate calls it in the middle of a run, between two optimizer steps, on every rank. The
-        decision depends on private data, so no accounted epsilon covers it.
+        A gate, a rule that acts when a run leaks too much, calls it between two optimizer steps, on
+        every rank. Its decision depends on private data, so no accounted epsilon covers it.
 
         Returns:
-            What changed, in words for a log; None if the defence cannot get stronger.
+            A description of the change for a log; None if the defence cannot get stronger.
         """
         return None
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return plain numbers and tensors for the checkpoint: no secret, alike on every rank."""
+        """Return numbers and tensors for the checkpoint: no secrets, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: State) -> None:  # noqa: B027
         """Restore what ``state_dict`` returned, before ``before_setup`` (under FSDP2 after it).
 
-        ``state`` is empty if the run resumes from a checkpoint that holds none for this
-        defence.
+        ``state`` is empty if the run resumes from a checkpoint that has no state of this defence.
         """
 
     def teardown(self) -> None:  # noqa: B027

@@ -1,4 +1,8 @@
-"""Keeps the head or the embeddings out of training, and so out of the update."""
+"""The defence :class:`Freeze`: the output head or the word embeddings are not trained.
+
+Parameters that are not trained have no gradient, so the update that a client sends does not hold
+one. Attacks that read words from the gradient of the head or of the embeddings have no input then.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,12 @@ Part = Literal["head", "embeddings", "head+embeddings"]
 class Freeze(Defense):
     """Freezes the output head (with its bias), the input word embeddings, or both.
 
-    Word recovery from the head's or the embeddings' gradient then has nothing to read. The
-    gradients of all other parameters leave the client as before. Adapters that sit inside a
-    frozen part (LoRA on the head, say) are frozen with it. Parameters that are trainable when
-    the fit ends get back what they were when it began. FSDP2 keeps whole copies of parameters that
-    do not follow: build a sharded module again for the next fit.
+    Attacks that recover words from the gradient of the head or of the embeddings then have no
+    input. The gradients of all other parameters leave the client as before. Adapters inside a
+    frozen part, such as LoRA on the head, are frozen with it. At the end of the fit, the parameters
+    that this defence froze are made trainable again. Under FSDP2 each module also holds unsharded
+    copies of its parameters, and these stay frozen: build the sharded module again for the next
+    fit.
 
     Examples:
         >>> from lightning_fedleak import DefendedStrategy, Freeze
@@ -30,15 +35,17 @@ class Freeze(Defense):
         >>> strategy = DefendedStrategy("auto", defenses=[freeze])
 
     Args:
-        part: what to freeze.
-        when: ``"always"``, or ``"hardened"``: trained like the rest until a gate hardens the run
-            (:meth:`harden`), and frozen from then on. Then DDP does not reduce inside backward, as
-            with every defence that acts on gradients.
+        part: ``"head"``, ``"embeddings"`` or ``"head+embeddings"``.
+        when: ``"always"`` freezes the part for the whole fit. With ``"hardened"`` it is trained
+            until a gate, which watches how much a run leaks, calls :meth:`harden`, and is frozen
+            from then on. The gradients are then averaged over the clients after backward instead of
+            by DDP inside backward, as for every defence that acts on gradients.
 
     Raises:
-        DefenseError: an unknown part; at setup, a model without that part, a tied matrix of which
-            only one role was named, or a model with nothing left to train; in a step, a part that
-            something else has unfrozen meanwhile.
+        DefenseError: ``part`` or ``when`` is unknown. At setup: the model has no such part, head
+            and embeddings share one matrix and only one of them is to be frozen, or ``"hardened"``
+            is combined with DDP or FSDP2 whose processes are one client. In an optimizer step: the
+            part is no longer frozen.
     """
 
     name = "freeze"
@@ -53,43 +60,45 @@ class Freeze(Defense):
         self.when = check_choice("Freeze: when", when, ("always", "hardened"))
         self._call = f"Freeze({part!r})"
         self.active = when == "always"
-        self._chosen: dict[str, nn.Parameter] = {}
+        self._part_parameters: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error where a per-sample defence would prepare the model before it is frozen."""
+        """Raise an error if a per-sample defence would prepare the model before it is frozen."""
         super().check_order(before, after)
-        if early := [defense.name for defense in before if defense.per_sample]:
+        if per_sample := [defense.name for defense in before if defense.per_sample]:
             raise DefenseError(
-                f"{self._call}: {', '.join(early)} would prepare the model before it is frozen. "
-                f"Put '{self.name}' before it."
+                f"{self._call}: {', '.join(per_sample)} would prepare the model before it is "
+                f"frozen. Put '{self.name}' before it."
             )
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Freeze before optimizer and DDP see the parameters."""
+        """Freeze the part before the optimizer is built and DDP wraps the model."""
         try:
-            frozen = self._find_part(find_anatomy(context.root))
+            part = self._find_part(find_anatomy(context.root))
         except AnatomyError as error:
             raise DefenseError(f"{self._call}: {error}") from error
-        self._chosen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
+        self._part_parameters = {n: p for n, p in context.root.named_parameters() if id(p) in part}
         if self.when == "hardened" and rank_and_world_size()[1] > context.clients:
             raise DefenseError(
-                f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot follow. "
+                f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot handle. "
                 "Use client='rank', or when='always'."
             )
         if self.when == "always":
             self._freeze()
 
     def on_train_start(self, context: DefenseContext) -> None:
-        """Freeze what a gate froze before the run was interrupted.
+        """Freeze the part again if a gate had frozen it before the checkpoint was saved.
 
-        Not before: the optimizer whose state is restored was made when it was trained.
+        This waits for the restored optimizer state. The state includes the part, so the optimizer
+        must have been built while the part was trainable.
         """
         if self.active:
             self._freeze()
 
     def _freeze(self) -> None:
-        for parameter in self._chosen.values():
+        """Freeze the part, and remember which of its parameters were trainable."""
+        for parameter in self._part_parameters.values():
             parameter.grad = None
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
@@ -97,21 +106,25 @@ class Freeze(Defense):
 
     @property
     def acts_on_gradients(self) -> bool:
-        """Return True where it may freeze during a run, which DDP's reducer could not follow."""
+        """Return whether it may freeze during a run.
+
+        It rewrites no gradient. But DDP's reducer does not support a parameter that is frozen after
+        the model was wrapped, and it is not used with defences that act on gradients.
+        """
         return self.when == "hardened"
 
     @property
     def acts_on_canaries(self) -> bool:
-        """Return True: frozen parameters change nothing for layers that a server has added."""
+        """Return True: freezing does not change the gradient of layers that a server has added."""
         return True
 
     @property
     def can_harden(self) -> bool:
-        """Return whether it waits for a gate."""
+        """Return whether it freezes the part only when a gate hardens the run."""
         return self.when == "hardened"
 
     def harden(self) -> str | None:
-        """Freeze from the next step on."""
+        """Freeze the part from the next step on; return a message, or None if it was frozen."""
         if self.active:
             return None
         self.active = True
@@ -119,32 +132,36 @@ class Freeze(Defense):
         return f"freeze: {self._call} is frozen from now on"
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return whether it has been frozen."""
+        """Return whether the part is frozen."""
         return {"active": int(self.active)}
 
     def load_state_dict(self, state: State) -> None:
-        """Keep a resumed run frozen."""
+        """Remember that the part was frozen in the checkpoint; ``on_train_start`` freezes it."""
         self.active = self.active or bool(state.get("active", False))
 
     def before_release(self) -> None:
-        """Raise an error in a step in which something has unfrozen the part, such as a schedule."""
-        for name, parameter in self._chosen.items() if self.active else ():
+        """Raise an error if the part is no longer frozen, for example by a callback."""
+        for name, parameter in self._part_parameters.items() if self.active else ():
             if parameter.requires_grad or parameter.grad is not None:
                 raise DefenseError(
-                    f"{self._call}: '{name}' is frozen and trains or has a gradient: the update "
-                    "was not released. Drop the defence, or what unfreezes layers; build a sharded "
-                    "model again in `configure_model`."
+                    f"{self._call}: '{name}' should be frozen, but is trainable or has a gradient: "
+                    "the update was not released. Remove this defence, or the callback that "
+                    "unfreezes layers. Build a sharded model again in `configure_model`."
                 )
 
     def teardown(self) -> None:
-        """Make trainable again what it froze."""
+        """Make the parameters that it froze trainable again."""
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen = []
-        self._chosen = {}
+        self._part_parameters = {}
 
     def _find_part(self, anatomy: Anatomy) -> dict[int, nn.Parameter]:
-        """Return the parameters of the part, by identity."""
+        """Return the parameters of the part by ``id``.
+
+        Raises:
+            DefenseError: The model has no such part, or the part is half of a tied matrix.
+        """
         part = self.part
         head = _parameters([] if anatomy.head is None else [anatomy.head])
         embeddings = _parameters(_word_embeddings(anatomy))
@@ -166,7 +183,7 @@ class Freeze(Defense):
 
 
 def _word_embeddings(anatomy: Anatomy) -> list[nn.Module]:
-    """Return the input embeddings, with an encoder-decoder's also the decoder's."""
+    """Return the modules of input embeddings: in an encoder-decoder, also those of the decoder."""
     if anatomy.kind != "seq2seq":
         return [anatomy.embedding]
     shape = matrix_shape(anatomy.embedding)
@@ -176,4 +193,5 @@ def _word_embeddings(anatomy: Anatomy) -> list[nn.Module]:
 
 
 def _parameters(modules: list[nn.Module]) -> dict[int, nn.Parameter]:
+    """Return the parameters of modules by ``id``."""
     return {id(p): p for module in modules for p in module.parameters()}

@@ -1,6 +1,10 @@
-"""Gaussian noise that is never used twice, its measurement, and what it guarantees.
+"""Gaussian noise that is never used twice, a check of its size, and its epsilon.
 
-Noise is drawn from a secret base, a client and a release counter.
+Noise is a function of a secret base (random bytes of a fit), the client, the index of the release
+and the index of the tensor. :func:`noise_key` hashes them to the key of a random stream, and
+:func:`standard_normal` and :func:`add_noise` draw from it. :class:`NoiseGauge` measures the noise
+that was added. :class:`HardenedNoise` is the base of defences whose noise a gate, a rule that acts
+when a run leaks too much, may increase. :func:`gaussian_epsilon` returns the privacy cost.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from torch import Tensor
 from lightning_fedleak.defenses.base import Defense, DefenseError, State
 from lightning_fedleak.validate import check_integer, check_number
 
-GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured: precise within 2%
-MIN_GAUGED = 50  # coordinates; with fewer, the tail of chi-square often looks like wrong noise
-MIN_RELATIVE_NOISE = 1e-4  # noise over a sum's largest number; float32 rounds less away
+GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured: its std within 2%
+MIN_GAUGED = 50  # coordinates; with fewer, the variance of correct noise often looks wrong
+MIN_RELATIVE_NOISE = 1e-4  # std over a sum's largest entry; below it, float32 rounds noise away
 HARDEN_FACTOR = 2.0  # factor by which a gate multiplies the noise each time
 _BLOCK = 1 << 16  # numbers drawn at once, few enough to stay in a CPU's cache
-XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon; both are added to the result
+XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon, both added to the result
 
 
 def base_of(entropy: bytes, seed: int | None) -> bytes:
@@ -33,7 +37,16 @@ def base_of(entropy: bytes, seed: int | None) -> bytes:
 def noise_key(
     base: bytes, release: int, index: int, *, client: int, name: str, stream: str = "gradient"
 ) -> bytes:
-    """Return 256 bits, different for every (stream, base, client, release, index, name)."""
+    """Return a key of 256 bits, different for every combination of the arguments.
+
+    Args:
+        base: The secret base, see :func:`base_of`.
+        release: The index of the release, from 0.
+        index: The index of the tensor, or of the draw, in the release.
+        client: The index of the client.
+        name: The name of the defence.
+        stream: The purpose of the random numbers.
+    """
     message = b"".join(value.to_bytes(8, "big") for value in (client, release, index))
     domain = f"lightning-fedleak {stream} noise 1\0".encode()
     return hashlib.sha256(domain + base + message + name.encode()).digest()
@@ -42,14 +55,15 @@ def noise_key(
 def standard_normal(
     key: bytes, shape: torch.Size, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return independent standard normal numbers, a function of ``key`` alone.
+    """Return independent standard normal numbers, which depend on ``key`` only.
 
-    On CPU they come from Philox4x64-10 (Salmon et al. 2011) by Box and Muller's method; all 256
-    bits of the key set its state. Torch's own CPU generator is not used: its seed has 32 bits,
-    which can be tried out, and its Mersenne twister is linear over bits, so that a few thousand
-    known numbers of a draw determine all others (rows of words outside the batch have no gradient
-    and show theirs). On other devices they come from that device's generator with a 64-bit seed.
-    Neither is a cryptographic generator. The global generators are left alone.
+    On a CPU they come from Philox4x64-10 (Salmon et al. 2011) by the Box-Muller transform, and all
+    256 bits of the key set its state. Torch's CPU generator is not used. Its seed has 32 bits, so
+    all seeds can be tried. Its Mersenne twister is linear over bits, so a few thousand numbers
+    determine all others of a draw, and an adversary can read as many from embedding rows of words
+    outside the batch, whose gradient is zero. On other devices the numbers come from the device's
+    generator with a 64-bit seed. Neither generator is cryptographic. The global generators do not
+    change.
 
     Args:
         key: 32 bytes, see :func:`noise_key`.
@@ -69,25 +83,31 @@ def standard_normal(
 def add_noise(
     base: bytes, release: int, client: int, name: str, index: int, target: Tensor, std: float
 ) -> None:
-    """Add noise of standard deviation ``std`` in place, by the key of the first five arguments."""
+    """Add noise of standard deviation ``std`` to ``target`` in place.
+
+    The other arguments determine the key of the noise, see :func:`noise_key`.
+    """
     key = noise_key(base, release, index, client=client, name=name)
     if target.device.type != "cpu" or not target.is_contiguous():
         target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=std)
         return
-    # The same numbers in blocks: new memory for all of them at once takes longer to get.
-    generator, numbers = _philox(key), torch.empty(_BLOCK, dtype=target.dtype)
+    # The same numbers, in blocks of reused memory, which is faster than allocating them all.
+    generator, buffer = _philox(key), torch.empty(_BLOCK, dtype=target.dtype)
     for block in torch.split(target.view(-1), _BLOCK):
-        drawn = numbers[: len(block)]
-        _fill(drawn, generator)
-        block.add_(drawn, alpha=std)
+        block_noise = buffer[: len(block)]
+        _fill(block_noise, generator)
+        block.add_(block_noise, alpha=std)
 
 
 class NoiseGauge:
-    """A measurement of the standard deviation of the noise in a gradient that is about to leave.
+    """Measures the standard deviation of the noise in a gradient that is about to be released.
+
+    The gradient is a sum of clipped gradients plus noise, divided by a number. Call :meth:`before`
+    with each parameter's sum, :meth:`after` with its released gradient, and :meth:`measured` last.
 
     Args:
-        std: The standard deviation that is accounted, before the division.
-        divisor: The number by which the sum of clipped gradients and its noise are divided.
+        std: The standard deviation of the noise of the sum that the accountant assumes.
+        divisor: The number by which the sum and its noise are divided.
     """
 
     def __init__(self, std: float, divisor: float) -> None:
@@ -97,7 +117,7 @@ class NoiseGauge:
         self._count = 0
 
     def before(self, total: Tensor) -> Tensor | None:
-        """Return some coordinates of a parameter's sum; None if rounding would hide the noise."""
+        """Return a copy of some coordinates of a sum; None if rounding would hide the noise."""
         if not self.std:
             return None
         exact = total.flatten()[:GAUGED].clone()
@@ -105,7 +125,12 @@ class NoiseGauge:
         return exact if self.std > MIN_RELATIVE_NOISE * largest else None
 
     def after(self, exact: Tensor, released: Tensor) -> None:
-        """Measure the noise of the same coordinates in the gradient that leaves."""
+        """Measure the noise of the same coordinates in the released gradient.
+
+        Args:
+            exact: The coordinates that :meth:`before` returned.
+            released: The gradient of the parameter, with noise and divided.
+        """
         if released.dtype not in (torch.float32, torch.float64):
             return
         noise = released.flatten()[:GAUGED].double() * self.divisor - exact.double()
@@ -113,11 +138,11 @@ class NoiseGauge:
         self._count += noise.numel()
 
     def measured(self) -> float | None:
-        """Return the standard deviation; None if too few coordinates were measured.
+        """Return the standard deviation of the noise; None if too few coordinates were measured.
 
         Raises:
-            DefenseError: The measured variance differs from the accounted one by more than six of
-                its standard errors and 2%, which is 1% of the standard deviation.
+            DefenseError: The measured variance differs from the assumed one by more than 2% (1% of
+                the standard deviation) plus six standard errors.
         """
         if self._count < MIN_GAUGED:
             return None
@@ -125,18 +150,18 @@ class NoiseGauge:
         if abs(variance_ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
             raise DefenseError(
                 f"DPSGD: the noise measured has a standard deviation of {variance_ratio**0.5:.4g} "
-                "times what is accounted; nothing was released."
+                "times the accounted one; nothing was released."
             )
         return self.std * math.sqrt(variance_ratio)
 
 
 class HardenedNoise(Defense):
-    """A defence whose noise a gate may turn up.
+    """A defence whose noise a gate may increase by :data:`HARDEN_FACTOR`, again and again.
 
     Attributes:
-        sigma: The scale of the noise before it is turned up, in the units of the subclass.
-        max_hardenings: The number of times that it may be turned up; None for no limit.
-        notches: The number of times that it was.
+        sigma: The scale of the noise before any increase, in the units of the subclass.
+        max_hardenings: The maximum number of increases; None for no limit.
+        notches: The number of increases so far.
     """
 
     sigma: float
@@ -145,7 +170,7 @@ class HardenedNoise(Defense):
     _changing = ("notches", "releases")
 
     def _allow_hardening(self, max_hardenings: int | None) -> None:
-        """Set how often the noise may be turned up.
+        """Set the maximum number of increases of the noise.
 
         Raises:
             DefenseError: The number is out of range.
@@ -156,15 +181,16 @@ class HardenedNoise(Defense):
 
     @property
     def can_harden(self) -> bool:
-        """Return whether there is noise that may be turned up."""
+        """Return whether there is noise, and a gate may increase it."""
         return self.sigma > 0 and self.max_hardenings != 0
 
     @property
     def _sigma_now(self) -> float:
+        """Return the scale of the noise after the increases so far."""
         return self.sigma * HARDEN_FACTOR**self.notches
 
     def harden(self) -> str | None:
-        """Multiply the noise by :data:`HARDEN_FACTOR`, for everything that leaves from now on."""
+        """Multiply the noise by :data:`HARDEN_FACTOR`; return a message, or None at the maximum."""
         if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self._sigma_now
@@ -172,27 +198,29 @@ class HardenedNoise(Defense):
         return f"{self.name}: sigma {previous:g} -> {self._sigma_now:g}"
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the number of times that the noise was turned up."""
+        """Return the number of increases."""
         return {"notches": self.notches}
 
     def load_state_dict(self, state: State) -> None:
-        """Keep the noise of the run that is resumed; it is never turned down."""
+        """Continue with the noise of the checkpoint; it never decreases."""
         self.notches = max(self.notches, int(state.get("notches", 0)))
 
 
 def _philox(key: bytes) -> np.random.Philox:
+    """Return a generator whose key and counter are set by the 256 bits of ``key``."""
     secret, start = int.from_bytes(key[:16], "big"), int.from_bytes(key[16:32], "big")
     return np.random.Philox(key=secret, counter=start << 128)
 
 
 def _fill(block: Tensor, generator: np.random.Philox) -> None:
-    """Fill a block with normal numbers, from pairs of signed integers of their width."""
+    """Fill a block with normal numbers, by Box-Muller from pairs of integers of the same width."""
     double = block.dtype == torch.float64
     integer, bits = (np.int64, 63) if double else (np.int32, 31)
     half = (len(block) + 1) // 2
     raw = generator.random_raw(2 * half if double else half)
     words = torch.from_numpy(raw.view(integer)).to(block.dtype)
-    # Distance from 0 is finest near 0: the tails reach 6.6 standard deviations (float64: 9.4).
+    # Uniform numbers in (0, 1], down to 2^-32 (in float64 2^-64), so that the normal numbers reach
+    # 6.66 standard deviations (in float64 9.42).
     radius = words[:half].abs_().add_(0.5).mul_(2.0**-bits).log_().mul_(-2.0).sqrt_()
     angle = words[half:].mul_(math.pi * 2.0**-bits)
     torch.mul(radius, angle.cos(), out=block[:half])
@@ -201,20 +229,19 @@ def _fill(block: Tensor, generator: np.random.Philox) -> None:
 
 
 def gaussian_epsilon(*, sigma: float, delta: float) -> float:
-    """Return the smallest epsilon of ``x + N(0, s^2 I)`` at ``delta`` (Balle and Wang 2018, Thm.
-    8).
+    """Return the smallest epsilon of the Gaussian mechanism ``x + N(0, s^2 I)`` at ``delta``.
 
-    k such releases in a row, also where each depends on those before, are one of
-    ``sigma / sqrt(k)`` (Dong et al. 2019, Corollary 3.3).
+    See Balle and Wang 2018, Theorem 8. For k such releases, even if each depends on the results of
+    those before, pass ``sigma / sqrt(k)`` (Dong et al. 2019, Corollary 3.3).
 
     Args:
-        sigma: The noise multiplier: ``s`` over the sensitivity, which is the largest distance in
-            2-norm between the ``x`` of two neighbouring inputs; infinite if that distance is 0.
+        sigma: The noise multiplier: ``s`` divided by the sensitivity, which is the largest distance
+            in 2-norm between the ``x`` of two neighbouring inputs; infinite if that distance is 0.
         delta: The delta, in (0, 1).
 
     Returns:
-        Epsilon, rounded up; 0 if sigma is so large that pure delta covers the difference, infinite
-        if epsilon is too large for a float.
+        Epsilon, rounded up; 0 if sigma is so large that ``delta`` covers the whole difference,
+        infinite if epsilon is too large for a float.
 
     Raises:
         ValueError: An argument is out of range.
@@ -222,10 +249,11 @@ def gaussian_epsilon(*, sigma: float, delta: float) -> float:
     if sigma != math.inf:
         check_number("sigma", sigma, above=0)
     check_number("delta", delta, above=0, below=1)
-    goal = math.log(delta)
+    target = math.log(delta)
 
     def excess(epsilon: float) -> float:
-        return max(_log_delta(epsilon, 1 / sigma), 2 * goal - 1) - goal
+        # The lower limit replaces minus infinity, which the root finder cannot take.
+        return max(_log_delta(epsilon, 1 / sigma), 2 * target - 1) - target
 
     if math.isinf(sigma) or excess(0.0) <= 0:
         return 0.0
@@ -239,7 +267,11 @@ def gaussian_epsilon(*, sigma: float, delta: float) -> float:
 
 
 def _log_delta(epsilon: float, ratio: float) -> float:
-    """Return the log of Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r), where both may be tiny or huge."""
+    """Return the log of the smallest delta at an epsilon e, with r = 1 / sigma.
+
+    delta = Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r). Both terms may be tiny or huge, so their logs
+    are subtracted. Minus infinity stands for a delta of 0.
+    """
     first = float(log_ndtr(ratio / 2 - epsilon / ratio))
     second = epsilon + float(log_ndtr(-ratio / 2 - epsilon / ratio))
     if second >= first:

@@ -1,4 +1,10 @@
-"""The stages between a client's gradient and its optimizer: local, shared, aggregate."""
+"""The release of an update: the optimizer step at which a client's gradient leaves the client.
+
+A release has three stages. The *local* gradient is the client's gradient before any defence, the
+*shared* gradient is the result of the defences, which the client sends, and the *aggregate*
+gradient is the mean over clients, which the optimizer uses. :class:`UpdateRelease` runs the
+defences between these stages, and calls observing functions ("taps") at each stage.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +40,11 @@ _RELEASES: WeakKeyDictionary[Optimizer, UpdateRelease] = WeakKeyDictionary()  # 
 
 
 class UpdateRelease:
-    """The defences and taps of a run, and the release: the step at which an update leaves a client.
+    """The defences and taps of a run; see the module's docstring.
 
-    The release comes right before an optimizer's update. It calls the taps with the local gradient,
-    then the defences that rewrite gradients, then the taps with the shared and the aggregate
-    gradient. A fit calls :meth:`open`, :meth:`begin`, :meth:`guard` for each optimizer,
+    The release happens right before an optimizer changes the weights. It calls the taps with the
+    local gradient, then the defences that rewrite gradients, then the taps with the shared and the
+    aggregate gradient. A fit calls :meth:`open`, :meth:`begin`, :meth:`guard` for each optimizer,
     :meth:`train_starts`, :meth:`training_step` for each batch, and :meth:`end`.
 
     Args:
@@ -62,7 +68,7 @@ class UpdateRelease:
         check_choice(f"{owner}: client", client, get_args(Client), hint=hint)
         if isinstance(defenses, Defense) or not isinstance(defenses, Iterable):
             raise DefenseError(f"{owner}: defenses={defenses!r} must be a list, even of one: [...]")
-        defenses = tuple(defenses)  # a generator can be read only once
+        defenses = tuple(defenses)  # a generator can be iterated only once
         for defense in defenses:
             if not isinstance(defense, Defense) or not (defense.name and defense.guarantee):
                 raise DefenseError(
@@ -84,7 +90,7 @@ class UpdateRelease:
         # replacement too.
         per_sample_first = sorted(self.defenses, key=lambda d: not d.per_sample)
         self._batch_defenses = _defenses_with_hook("on_batch", per_sample_first)
-        # Hooks around the step are wrapped from the last defence to the first, the outermost one.
+        # Each defence wraps the step and the defences after it, so the first one is outermost.
         self._step_defenses = _defenses_with_hook("on_training_step", self.defenses[::-1])
         self._logical_batch_defenses = _defenses_with_hook("on_logical_batch", self.defenses[::-1])
         self._release_defenses = _defenses_with_hook("before_release", self.defenses)
@@ -96,21 +102,21 @@ class UpdateRelease:
         self._canaries: OrderedDict[int, CanaryHook] = OrderedDict()
         self.guarded: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._step_hook: RemovableHandle | None = None
-        # The ids of the parameters whose gradients are released, but not yet stepped with.
+        # The ids of parameters whose gradients are released, but not yet used by an optimizer.
         self._released_ids: set[int] = set()
-        # The weights and their versions at the first batch, to find changes without a release. None
-        # before the first batch; empty after the first release, when they may change.
+        # The weights and their version counters at the first batch, to detect a change without a
+        # release. None before the first batch; empty after the first release, when they may change.
         self._first_versions: list[tuple[nn.Parameter, int]] | None = None
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
-        """Register a function of each stage and optimizer; return a function that removes it."""
+        """Call ``fn(stage, optimizer)`` at each stage; return a function that removes it."""
         return _register(self._taps, fn)
 
     def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
-        """Register a function to call before each defence rewrites gradients.
+        """Call ``fn(defense, parameters, context)`` before each defence rewrites gradients.
 
         Returns:
-            A function that removes it.
+            A function that removes ``fn``.
         """
         return _register(self._canaries, fn)
 
@@ -127,18 +133,18 @@ class UpdateRelease:
     def open(
         self, host: Host, root: nn.Module, device: torch.device, precision: str, share: int | None
     ) -> None:
-        """Begin a fit.
+        """Begin a fit: give the defences their context.
 
-        If several processes are one client, all must call it: the first one's entropy is sent to
-        the others.
+        If several processes are one client, all must call it, because the first process sends its
+        entropy to the others.
 
         Args:
             host: The trainer or loop.
-            root: The trained module, never wrapped.
+            root: The trained module, without a wrapper such as DistributedDataParallel.
             device: The device of this process.
             precision: The precision of the training, as Lightning names it.
-            share: The index of the share of the data that this process holds, if all processes are
-                one client; None if that is its rank.
+            share: The index of this process's share of the data, if all processes are one client;
+                None if the index is its rank.
         """
         entropy, (rank, processes) = [os.urandom(32)], host.rank_and_world_size
         if self.client == "rank":
@@ -155,7 +161,7 @@ class UpdateRelease:
             self._step_hook = register_optimizer_step_post_hook(self._check_optimizer)
 
     def begin(self, *, fitting: bool = True) -> None:
-        """Let the defences prepare the model; if not ``fitting``, only those for inference."""
+        """Let the defences prepare the model; without ``fitting``, those that act in inference."""
         context = self._current_context()
         for defense in self.defenses:
             if fitting or defense.acts_in_inference:
@@ -168,7 +174,7 @@ class UpdateRelease:
             defense.on_train_start(context)
 
     def dataloader(self, dataloader: Any) -> Any:
-        """Return the training loader that the defences make of ``dataloader``."""
+        """Return the training loader, as the defences replace it one after another."""
         context = self._current_context()
         for defense in self.defenses:
             dataloader = _check_returned(
@@ -177,9 +183,9 @@ class UpdateRelease:
         return dataloader
 
     def training_step(self, run: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
-        """Return ``run(batch, *arguments)`` for the batch that the defences return.
+        """Return ``run(batch, *arguments)``, with the batch as the defences replace it.
 
-        It runs within their hooks ``on_training_step`` and ``on_logical_batch``.
+        It runs within the defences' hooks ``on_training_step`` and ``on_logical_batch``.
 
         Raises:
             DefenseError: A defence replaces batches and ``batch`` is an iterator, a defence returns
@@ -200,10 +206,10 @@ class UpdateRelease:
             batch = _check_returned(defense, "on_batch", defense.on_batch(batch, context))
 
         def step(rows: Any) -> Any:
-            inner = functools.partial(run, rows, *arguments)
+            call = functools.partial(run, rows, *arguments)
             for defense in self._step_defenses:
-                inner = functools.partial(defense.on_training_step, inner, rows, context)
-            return inner()
+                call = functools.partial(defense.on_training_step, call, rows, context)
+            return call()
 
         logical_step: Callable[[Any], Any] = step
         for defense in self._logical_batch_defenses:
@@ -213,7 +219,7 @@ class UpdateRelease:
         return logical_step(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
-        """Put the release before the updates of an optimizer; a second call does nothing."""
+        """Release before each step of an optimizer; a second call for it does nothing."""
         if id(optimizer) in self.guarded:
             return
         remove = before_real_step(optimizer, lambda: self._release(optimizer))
@@ -224,7 +230,7 @@ class UpdateRelease:
     def paused(self) -> Iterator[None]:
         """Return a context in which optimizer steps release nothing.
 
-        A step that only creates the optimizer's state is an example.
+        It is for steps that only create the optimizer's state.
         """
         previous, self._paused = self._paused, True
         try:
@@ -233,7 +239,7 @@ class UpdateRelease:
             self._paused = previous
 
     def end(self) -> None:
-        """End a fit: remove all hooks, taps and canaries, and tear the defences down."""
+        """End a fit: remove all hooks, taps and canaries, and call each defence's ``teardown``."""
         if self._context is None:
             return
         for optimizer, remove in self.guarded.values():
@@ -262,11 +268,11 @@ class UpdateRelease:
         if missing:
             rank_zero_warn(
                 f"the checkpoint was trained with the defences {missing}, which this run does not "
-                "have: updates from here on leave without them. Add them to `defenses`."
+                "have: updates from now on are sent without them. Add them to `defenses`."
             )
-        if new := [defense.name for defense in self.defenses if defense.name not in states]:
+        if new_names := [defense.name for defense in self.defenses if defense.name not in states]:
             rank_zero_warn(
-                f"the checkpoint was trained without the defences {new}: updates that were "
+                f"the checkpoint was trained without the defences {new_names}: updates that were "
                 "released before it are neither defended nor accounted by them."
             )
         for defense in self.defenses:
@@ -304,8 +310,8 @@ class UpdateRelease:
     def _check_weights(self, context: DefenseContext) -> None:
         """Raise an error if weights change between batches before any release in this fit.
 
-        Then a loop writes updates into them without an optimizer. Weights that no optimizer
-        updates, such as an average of the trained ones, may change while gradients accumulate.
+        Such a loop writes updates into the weights without an optimizer. Weights that no optimizer
+        updates, such as a moving average, may change while gradients accumulate.
         """
         if self._first_versions is None:
             self._first_versions = [
@@ -331,13 +337,13 @@ class UpdateRelease:
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise an error if an optimizer has stepped with gradients that were not defended.
 
-        An optimizer that is not guarded may be wrapped in one that is. It then steps with released
-        gradients, which is allowed.
+        A guarded optimizer may wrap one that is not guarded. The inner optimizer then steps with
+        released gradients, which is allowed.
         """
         if self._paused or self._context is None:
             return
         if id(optimizer) in self.guarded:
-            self._released_ids.clear()  # later gradients are new, and need a release of their own
+            self._released_ids.clear()  # the next gradients need a new release
             return
         host = self._context.host
         trained = {id(p) for p in self._context.root.parameters() if p.requires_grad}
@@ -356,8 +362,8 @@ class UpdateRelease:
         """
         if self._context is None:
             raise DefenseError(
-                f"{self.owner}: an optimizer stepped, or a batch came, outside of a fit, when the "
-                "defences are not set up: nothing was released. Train within the fit."
+                f"{self.owner}: an optimizer stepped, or a batch was trained on, outside of a fit, "
+                "when the defences are not set up: nothing was released. Train within the fit."
             )
         return dataclasses.replace(self._context, step=self._context.host.step)
 
@@ -373,7 +379,7 @@ def release_of(optimizer: Optimizer) -> UpdateRelease | None:
 
 
 def _register(functions: OrderedDict[int, Function], fn: Function) -> Callable[[], None]:
-    """Add a function; return a function that removes it, and that may be called twice."""
+    """Add a function; return a function that removes it, which may be called twice."""
     handle = RemovableHandle(functions)
     functions[handle.id] = fn
     return handle.remove
@@ -389,7 +395,7 @@ def _check_returned(defense: Defense, hook: str, value: Any) -> Any:
     """Return the value that a hook returned.
 
     Raises:
-        DefenseError: The value is None, as of a hook without a return statement.
+        DefenseError: The value is None, which a hook without a return statement returns.
     """
     if value is None:
         raise DefenseError(
@@ -400,7 +406,7 @@ def _check_returned(defense: Defense, hook: str, value: Any) -> Any:
 
 
 def _update_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the optimizer's parameters that are part of its update, in its order."""
+    """Return the parameters that an optimizer may change, in its order."""
     return [
         parameter
         for group in optimizer.param_groups
@@ -424,7 +430,7 @@ def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
                 "cannot be averaged over clients. Build the embedding with sparse=False."
             )
-        buffer = parameter.grad.contiguous()  # collectives take no strided views
+        buffer = parameter.grad.contiguous()  # all_reduce requires it
         gradients.append(parameter.grad)
         buffers.append(buffer)
         works.append(dist.all_reduce(buffer, async_op=True))

@@ -1,4 +1,4 @@
-"""Checks of a run by somebody else: whether its logs, weights and repetition fit together."""
+"""Checks by a third party: whether a run's logs, weights, report and repetition are consistent."""
 
 from lightning_fedleak.evidence.chain import CONTRADICTED as CONTRADICTED
 from lightning_fedleak.evidence.chain import HOLDS as HOLDS

@@ -1,8 +1,9 @@
 """Check the hash chains of a run's logs.
 
-Each line of a log holds the hash of the line before and a hash of itself. So a line cannot be
-changed, removed, added or moved without a contradiction. What the checks find is collected in a
-:class:`Verdict`.
+A run has two logs: ``run.jsonl``, the record, and ``leakage.jsonl``, the results of attacks. Each
+line holds the hash of the line before and a hash of itself. So a line cannot be changed, removed,
+added or moved without a contradiction, unless all later hashes are computed again. Each check adds
+its findings to a :class:`Verdict`.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import explain_errors
 
 HOLDS, OPEN, CONTRADICTED = 0, 2, 3
-"""Exit codes of ``fedleak verify``: everything holds; something is undecided; a contradiction."""
+"""Exit codes of ``fedleak verify``: no contradiction; an undecided question; a contradiction."""
 
 
 @dataclass
 class Verdict:
-    """Collect the findings of a verification, as sentences.
+    """The findings of a verification, as sentences.
 
     Attributes:
-        contradictions: findings that the logs of an honest run cannot have.
-        open: questions that the given files cannot decide.
-        notes: findings that are no fault, but that a reader should know.
-        lines: the number of lines by file.
-        heads: the hash of the last line by file. Kept elsewhere, it shows later whether lines were
-            changed or cut.
-        checked: what was checked, each in a few words.
-        not_checked: what was not checked, and what would check it.
+        contradictions: Findings that are impossible in the logs of an honest run.
+        open: Questions that the given files cannot decide.
+        notes: Findings that are not faults, but that a reader should know.
+        lines: The number of lines by file.
+        heads: The hash of the last line by file. A copy of it that is kept elsewhere reveals later
+            whether lines were changed or cut.
+        checked: The names of the checks that were done.
+        not_checked: The names of the checks that were not done, with the option that adds them.
     """
 
     contradictions: list[str] = field(default_factory=list)
@@ -80,7 +81,7 @@ class _ChainedFile:
 
 
 def read_chain(path: Path, verdict: Verdict) -> _ChainedFile:
-    """Return the lines of a log, and find where its chain breaks.
+    """Return the lines of a log, and report where its chain is broken.
 
     Args:
         path: The path of the file.
@@ -101,23 +102,24 @@ def read_chain(path: Path, verdict: Verdict) -> _ChainedFile:
         if content is None:
             continue  # the hash in the next line covers these bytes too
         if not records.holds_own_hash(line):
-            verdict.contradict(f"{path.name}, line {number}: it was changed, by its own hash")
+            verdict.contradict(f"{path.name}, line {number}: its hash does not fit: it was changed")
         if before != log_head:
             verdict.contradict(
-                f"{path.name}, line {number}: the line before is not the one that was there "
-                "when it was written: a line was changed, removed, added or moved"
+                f"{path.name}, line {number}: its hash of the line before does not fit: a line "
+                "was changed, removed, added or moved"
             )
-    torn = [number for number, content in enumerate(log.contents, 1) if content is None]
+    invalid = [number for number, content in enumerate(log.contents, 1) if content is None]
     if data and not data.endswith(b"\n"):
         verdict.leave_open(f"{path.name}, line {len(log.hashes)}: the last line is cut")
-    elif torn and torn[-1] == len(log.contents):
-        verdict.contradict(f"{path.name}, line {torn[-1]}: it is no line of a log")
-    elif torn:
-        verdict.note(f"{path.name}, lines {torn}: cut when a run was killed")
+    elif invalid and invalid[-1] == len(log.contents):
+        verdict.contradict(f"{path.name}, line {invalid[-1]}: it is not a line of a log")
+    elif invalid:
+        verdict.note(f"{path.name}, lines {invalid}: cut when a run was killed")
     return log
 
 
 def _object_of(line: bytes) -> records.JsonObject | None:
+    """Return the JSON object in a line; None if the line is not one."""
     try:
         content = records.parse_json(line.decode())
     except (ValueError, RecursionError):
@@ -126,44 +128,44 @@ def _object_of(line: bytes) -> records.JsonObject | None:
 
 
 def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict) -> None:
-    """Check that each run begins once, has a last line, and wrote nothing after it.
+    """Check that each run has one first line, a last line that closes it, and no line after it.
 
     Args:
         record: The lines of ``run.jsonl``.
         results: The lines of ``leakage.jsonl``.
         verdict: The verdict to which findings are added.
     """
-    begins: dict[str, str | None] = {}
-    ends: dict[str, int | None] = {}
+    begins: dict[str, str | None] = {}  # the run that each run resumed, or None
+    ends: dict[str, int | None] = {}  # the number of lines of results when each run ended
     time = ""
     for number, line in enumerate(record.contents, 1):
         if line is None:
             continue
         run, kind = str(line.get("run", "")), line.get("kind")
-        place = f"{record.name}, line {number}"
+        location = f"{record.name}, line {number}"
         if kind == "begin":
             if run in begins:
-                verdict.contradict(f"{place}: run {run} begins a second time")
+                verdict.contradict(f"{location}: run {run} begins a second time")
             resumed = line.get("resumed")
             begins[run] = str(resumed.get("run")) if isinstance(resumed, dict) else None
         elif run not in begins:
-            verdict.contradict(f"{place}: run {run} has not begun")
+            verdict.contradict(f"{location}: run {run} has not begun")
         if run in ends:
-            verdict.contradict(f"{place}: run {run} had ended before")
+            verdict.contradict(f"{location}: run {run} had ended before")
         if kind == "end":
             ends[run] = _count_of(line, "results")
-            _check_closing(line, results, place, verdict)
+            _check_closing(line, results, location, verdict)
         now = str(line.get("time", time))
         if now < time:
-            verdict.note(f"{place}: the clock was set back, from {time} to {now}")
+            verdict.note(f"{location}: the clock was set back, from {time} to {now}")
         time = now
     resumed_runs = set(begins.values())
     for run in begins.keys() - ends.keys():
         if run in resumed_runs:
-            verdict.note(f"run {run} was cut off, and another run goes on from its checkpoint")
+            verdict.note(f"run {run} was cut off, and another run continues from its checkpoint")
         else:
             verdict.leave_open(
-                f"run {run} is not closed: it goes on, was killed, or its end was cut"
+                f"run {run} is not closed: it is running, was killed, or its last line was cut"
             )
     _check_results(results, begins.keys(), ends, verdict)
 
@@ -171,51 +173,58 @@ def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict
 def _check_results(
     results: _ChainedFile, begins: Collection[str], ends: Mapping[str, int | None], verdict: Verdict
 ) -> None:
-    """Check that the run of each result had begun, and had not ended."""
+    """Check that the run of each line of results has begun, and had not ended before the line.
+
+    Args:
+        results: The lines of ``leakage.jsonl``.
+        begins: The runs that have a first line.
+        ends: The number of lines of results when each run ended, by run.
+        verdict: The verdict to which findings are added.
+    """
     for number, line in enumerate(results.contents, 1):
         if line is None:
             continue
-        run, place = str(line.get("run", "")), f"{results.name}, line {number}"
+        run, location = str(line.get("run", "")), f"{results.name}, line {number}"
         n_lines = ends.get(run)  # number of lines of results when the run ended
         if run in begins and n_lines is not None and number > n_lines:
-            verdict.contradict(f"{place}: run {run} had ended before")
+            verdict.contradict(f"{location}: run {run} had ended before")
         elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):
-            verdict.note(f"{place}: run {run} was refused before it began")
+            verdict.note(f"{location}: run {run} was refused before it began")
         elif run not in begins:
-            verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
+            verdict.contradict(f"{location}: run {run} is not in {records.RECORD}")
 
 
 def _count_of(line: records.JsonObject, key: str) -> int | None:
-    """Return a number of steps or lines; None if the line does not hold a valid one."""
+    """Return the number of steps or lines in a field of a line; None if it is not valid."""
     count = line.get(key)
     return count if type(count) is int and count >= 0 else None
 
 
 def _check_closing(
-    line: records.JsonObject, results: _ChainedFile, place: str, verdict: Verdict
+    line: records.JsonObject, results: _ChainedFile, location: str, verdict: Verdict
 ) -> None:
-    """Compare ``leakage.jsonl`` with its length and last hash in the last line of a run."""
+    """Compare ``leakage.jsonl`` with its length and last hash as stated in a run's last line."""
     count, head = _count_of(line, "results"), line.get("results_head")
     if count is None:
-        verdict.leave_open(f"{place}: it does not say how far {records.RESULTS} goes")
+        verdict.leave_open(f"{location}: it does not state the length of {records.RESULTS}")
     elif count > len(results.hashes):
         verdict.contradict(
-            f"{results.name} has {len(results.hashes)} lines, and had {count} at {place}: its end "
-            "was cut"
+            f"{results.name} has {len(results.hashes)} lines, and had {count} at {location}: "
+            "its end was cut"
         )
     elif head != (results.hashes[count - 1] if count else records.hash_line(b"")):
         verdict.contradict(
-            f"{results.name}, line {count}: it is not the one that was the last at {place}"
+            f"{results.name}, line {count}: its hash is not the one that {location} states"
         )
 
 
 def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
-    """Check that each look was at the step for which an earlier line had planned it.
+    """Check that each look, a measurement of leakage, was at the step that an earlier line states.
 
-    The first line of a run states the step of its first look, and the line of each look that of the
-    next. If a look failed or was at another step, a line of kind ``plan`` says so. A resumed run
-    may have one for its first look, because it learns its step later. Looks that a run has planned
-    after its last line are not missing if it was cut off.
+    The first line of a run states the step of its first look, and the line of each look states the
+    step of the next. If a look failed or was at another step, a line of kind ``plan`` states that.
+    A resumed run may have such a line for its first look, because its step is known only later. If
+    a run was cut off, looks that were planned for later steps are not missing.
 
     Args:
         record: The lines of ``run.jsonl``.
@@ -231,7 +240,7 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
         if line is None:
             continue
         run, kind, plan = str(line.get("run", "")), line.get("kind"), _count_of(line, "next_look")
-        place, step = f"{record.name}, line {number}", _count_of(line, "step") or 0
+        location, step = f"{record.name}, line {number}", _count_of(line, "step") or 0
         if kind == "begin" and plan is not None:
             planned[run], intervals[run] = plan, _steps_between_looks(line)
             resumed |= {run} if line.get("resumed") else set()
@@ -241,24 +250,24 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
         if kind == "look" and plan is not None:
             if step > due:
                 verdict.contradict(
-                    f"{place}: the look of run {run} that was planned at step {due} is missing; "
+                    f"{location}: the look of run {run} that was planned at step {due} is missing; "
                     f"the next one is at step {step}"
                 )
             latest = (step // n + 1) * n if (n := intervals[run]) else plan
             if plan > latest:
                 verdict.contradict(
-                    f"{place}: the look of run {run} after step {step} is planned at step {plan}, "
-                    f"and its settings ask for one at step {latest}"
+                    f"{location}: the look of run {run} after step {step} is planned at step "
+                    f"{plan}, but its settings ask for one at step {latest}"
                 )
             planned[run], resumed = plan, resumed - {run}
         elif kind == "plan":
             if run not in resumed:
                 instead = "was not made" if plan is None else f"was at step {plan}"
-                verdict.note(f"{place}: the look of run {run} planned at step {due} {instead}")
+                verdict.note(f"{location}: the look of run {run} planned at step {due} {instead}")
             planned[run] = plan
         elif kind == "end" and due < step:
             verdict.contradict(
-                f"{place}: the look of run {run} that was planned at step {due} is missing; the "
+                f"{location}: the look of run {run} that was planned at step {due} is missing; the "
                 f"run ended at step {step}"
             )
     return bool(planned)
@@ -268,11 +277,11 @@ def _steps_between_looks(line: records.JsonObject) -> int | None:
     """Return n of the setting ``every_n_steps=n``; None if looks are planned by their cost."""
     monitor = line.get("monitor")
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
-    name, _, number = looks.partition("=")
-    return int(number) if name == "every_n_steps" and number.isdecimal() else None
+    name, _, interval = looks.partition("=")
+    return int(interval) if name == "every_n_steps" and interval.isdecimal() else None
 
 
 def runs_below(run: Path) -> str:
-    """Return a sentence that names folders of other runs in a run's folder; empty without any."""
-    places = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
-    return f"other runs lie in {', '.join(places)} of '{run}'" if places else ""
+    """Return words that name the folders of other runs in a run's folder; empty without any."""
+    folders = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
+    return f"other runs are in {', '.join(folders)} of '{run}'" if folders else ""

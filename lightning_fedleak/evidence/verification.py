@@ -1,8 +1,9 @@
-"""Verify a run: check whether its logs, gates, report and weights fit together.
+"""Verify a run: check whether its logs, gates, report and weights are consistent.
 
-:func:`verify_run` is the only entry. It first checks the hash chains of the two logs
-(:mod:`~lightning_fedleak.evidence.chain`). If they hold, it checks the gates' decisions, the report
-and saved weights against the logs, and the run against a repetition of the training.
+:func:`verify_run` is the public function. It first checks the hash chains of the two logs
+(:mod:`~lightning_fedleak.evidence.chain`). If they hold, it checks the decisions of gates (rules
+that act when a metric exceeds a threshold), the report and saved weights against the logs, and the
+run against a repetition of the same training.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lightning_fedleak.report.html import leakage_file
 from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
-Maker = Callable[[Findings], records.JsonObject]
+Maker = Callable[[Findings], records.JsonObject]  # returns the content of a report
 # Keys of a report whose values differ between reports of the same logs.
 _PER_REPORT_KEYS = ("made", "made_by", "problems", "people", "release")
 
@@ -43,7 +44,7 @@ def verify_run(
     heads: Sequence[str] = (),
     repetition: Path | None = None,
 ) -> Verdict:
-    """Return whether the files of a run fit together.
+    """Return a verdict on whether the files of a run are consistent.
 
     Examples:
         >>> from pathlib import Path
@@ -53,18 +54,18 @@ def verify_run(
         0
 
     Args:
-        run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
-        weights: folder or file of saved weights. They should be the last weights of the folder's
-            last run, or those of a checkpoint that the logs state.
-        heads: hashes of last lines that were kept elsewhere; each must be the hash of a line.
-        repetition: folder of logs of the same training, run again; see :func:`_check_repetition`.
+        run: The folder that holds ``leakage.jsonl`` and ``run.jsonl``.
+        weights: A folder or file of saved weights. They should be the final weights of the folder's
+            last run, or those of a checkpoint that the logs list.
+        heads: Hashes of last lines that were kept elsewhere; each must be the hash of a line.
+        repetition: A folder of logs of the same training, run again; see :func:`_check_repetition`.
 
     Raises:
-        ReportError: a file is missing or cannot be read.
+        ReportError: A file is missing or cannot be read.
     """
     verdict = Verdict()
     checked, not_checked = verdict.checked, verdict.not_checked
-    checked += ["order and completeness of the logs", "gates on attacks on what is shared"]
+    checked += ["order and completeness of the logs", "gates on attacks on shared updates"]
     not_checked.append("gates on trained weights and of rounds, or that had to act on an unknown")
     logs = {name: read_chain(run / name, verdict) for name in (records.RECORD, records.RESULTS)}
     verdict.lines |= {name: len(log.hashes) for name, log in logs.items()}
@@ -91,8 +92,8 @@ def verify_run(
     else:
         not_checked.append("whether all hashes were computed again: --head HASH, noted elsewhere")
     if weights is None or not fits:
-        why = "--weights DIR" if weights is None else "the logs contradict themselves"
-        not_checked.append(f"which weights these are: {why}")
+        reason = "--weights DIR" if weights is None else "the logs contradict themselves"
+        not_checked.append(f"which weights these are: {reason}")
     else:
         _check_weights(fits, weights, verdict)
         checked.append("weights")
@@ -102,12 +103,12 @@ def verify_run(
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    elif (last := _last_fit(fits)) is None or verify_run(repetition).contradictions:
+    elif (last_fit := _last_fit(fits)) is None or verify_run(repetition).contradictions:
         verdict.leave_open(
             f"'{repetition}' was not compared: its logs or the run's contradict themselves"
         )
     else:
-        checked += _check_repetition(last, repetition, verdict)
+        checked += _check_repetition(last_fit, repetition, verdict)
     return verdict
 
 
@@ -117,11 +118,12 @@ def verify_run(
 def _check_gates(fit: FitLog, verdict: Verdict) -> None:
     """Check that each gate of a run acted exactly when the logged values require it.
 
-    Gates on the value of one attack are checked, and gates on the worst of a family if one of its
-    attacks exceeded the threshold. Gates on the trained weights are not checked, nor decisions by
-    an unknown value or a low control: they depend on more than the logged values.
+    Gates on the value of one attack are checked. Gates on the worst value of a family of attacks
+    are checked if one of its attacks exceeded the threshold. Gates on the trained weights and
+    decisions by an unknown value or a low control (the same attack on known data) are not checked,
+    because they depend on more than the logged values.
     """
-    if fit.is_federation:  # a RoundGate may act below its threshold, where a control is low
+    if fit.is_federation:  # a RoundGate may act below its threshold if a control is low
         return
     for decision in fit.decisions:
         limit, value = decision.at_most, decision.measured
@@ -139,10 +141,11 @@ def _check_gates(fit: FitLog, verdict: Verdict) -> None:
 
 
 def _missed_breaches(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int, float]]:
-    """Yield the steps at which a gate had to act by the logged values and did not.
+    """Yield the steps, with the value, at which a gate should have acted and did not.
 
     The last step of a run that was cut off is not judged, because the gate may not have decided
-    yet. A resumed run with patience is not judged: its earlier breaches are in no line.
+    yet. A resumed run whose gate has patience is not judged, because its earlier breaches are not
+    in the logs.
     """
     limit, patience, breaches = gate.at_most, gate.patience or 0, 0
     resumed = fit.begin is not None and fit.begin.resumed is not None
@@ -155,6 +158,7 @@ def _missed_breaches(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int
         if step in values:
             value = values[step]
             is_breach = bool(gate.strict) if value is None else value > limit
+            # An ignored unknown value keeps the count of breaches in a row.
             breaches = breaches + 1 if is_breach else breaches * (value is None)
             is_judged = step not in actions and (is_finished or step != fit.last_step)
             if value is not None and breaches > patience and is_judged:
@@ -166,10 +170,10 @@ def _missed_breaches(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int
 
 
 def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
-    """Return the values of a metric by step, None where it is unknown.
+    """Return the values of a metric by step; None if it is unknown.
 
-    The worst of a family is in no line of results. It is at least the highest known headline of the
-    family's attacks at that step, which is returned instead.
+    The lines of results do not hold the worst value of a family. It is at least the highest known
+    value of the family's attacks at that step, which is returned instead.
     """
     values: dict[int, float | None] = {}
     for line in fit.results:
@@ -180,8 +184,8 @@ def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
             values[line.step] = line.value(name)
         elif family is not None and f"{prefix}/worst/{family.name}" == metric:
             headlines = [line.value(family.headline), values.get(line.step)]
-            if numbers := [value for value in headlines if value is not None]:
-                values[line.step] = max(numbers)
+            if known_values := [value for value in headlines if value is not None]:
+                values[line.step] = max(known_values)
     return values
 
 
@@ -207,7 +211,7 @@ def _check_report(
         verdict.contradict(f"{path.name} cannot be read as a report")
         return
     if report.get("made_by") != f"lightning-fedleak {version('lightning-fedleak')}":
-        verdict.leave_open(f"{path.name} is of another version, {report.get('made_by')}")
+        verdict.leave_open(f"{path.name} was made by another version, {report.get('made_by')}")
         return
     states = []
     for name in (None, *(fit.run for fit in fits)):
@@ -216,66 +220,66 @@ def _check_report(
             return
         states.append(_progress_of(content))
     if state in states:
-        verdict.contradict(f"{path.name} does not say what the logs give")
+        verdict.contradict(f"{path.name} differs from the report that the logs give")
     elif fits:
         verdict.leave_open(
-            f"{path.name} is older than the logs, of other runs, or of a renamed folder"
+            f"{path.name} is older than the logs, about other runs, or from a renamed folder"
         )
 
 
 def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
-    """Return the runs of a report, with their steps and numbers of looks when it was made."""
+    """Return each run of a report with its steps and numbers of looks when it was made."""
     runs, keys = report["runs"], ("run", "name", "ended", "steps")
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
     return [(*map(run.get, keys), count) for run, count in zip(runs, looks, strict=True)]
 
 
 def _statements(report: records.JsonObject) -> records.JsonObject:
-    """Return the content of a report that depends on the logs alone: no folders or people."""
-    parts = {name: part for name, part in report.items() if name not in _PER_REPORT_KEYS}
+    """Return the content of a report that depends only on the logs: no folders or people."""
+    fields = {name: value for name, value in report.items() if name not in _PER_REPORT_KEYS}
     runs = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
-    return {**parts, "runs": runs}
+    return {**fields, "runs": runs}
 
 
-def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> None:
+def _check_weights(fits: Sequence[FitLog], source: Path, verdict: Verdict) -> None:
     """Check that saved weights are those of a logged checkpoint, or the last run's final ones."""
-    saved = hash_weights(_saved_tensors(place))
+    saved = hash_weights(_saved_tensors(source))
     checkpoints, is_unclear = _checkpoints_of(fits, saved)
-    last = _last_fit(fits)
-    trained = dict((last.end.weights if last is not None and last.end is not None else None) or {})
+    fit = _last_fit(fits)
+    trained = dict((fit.end.weights if fit is not None and fit.end is not None else None) or {})
     if checkpoints and not (trained and trained.items() <= saved.items()):
-        verdict.note(f"'{place}' holds the trained tensors of {checkpoints[0]}")
+        verdict.note(f"'{source}' holds the trained tensors of {checkpoints[0]}")
         return
-    if last is None or not trained:
-        verdict.leave_open("the last run did not note its weights: sharded, or not finished")
+    if fit is None or not trained:
+        verdict.leave_open("the last run logged no weights: sharded, or not finished")
         return
     shared = trained.keys() & saved.keys()
     types = {n for n in shared if trained[n].split()[0] != saved[n].split()[0]}
     different = sorted(n for n in shared - types if trained[n] != saved[n])
-    is_unclear |= bool(types) and any(fit.checkpoints for fit in fits)
+    is_unclear |= bool(types) and any(run.checkpoints for run in fits)
     if different and is_unclear:
         verdict.leave_open(
-            f"'{place}' does not hold the last weights of run {last.run}, and may be of a "
+            f"'{source}' does not hold the final weights of run {fit.run}. It may hold those of a "
             "checkpoint whose tensors were not hashed, are not all there, or are saved in another "
             "type"
         )
     elif different:
         verdict.contradict(
-            f"'{place}' does not hold the weights of run {last.run}, nor of a noted checkpoint: "
+            f"'{source}' does not hold the weights of run {fit.run} or of a logged checkpoint: "
             f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
         )
     elif unknown := len(trained) - len(shared) + len(types):
         verdict.leave_open(
-            f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
+            f"'{source}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
 
 
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Return the logged checkpoints that hold exactly these tensors, in words.
+    """Return the logged checkpoints that hold these tensors.
 
     Returns:
-        The checkpoints, and whether any logged checkpoint could not be compared.
+        The run and step of each as text, and whether any logged checkpoint could not be compared.
     """
     checkpoints, is_unclear = [], False
     for line in [checkpoint for fit in fits for checkpoint in fit.checkpoints]:
@@ -287,11 +291,12 @@ def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[l
     return checkpoints, is_unclear
 
 
-def _saved_tensors(place: Path) -> dict[str, Tensor]:
+def _saved_tensors(source: Path) -> dict[str, Tensor]:
     """Return all tensors in a file, or in the files of a folder."""
-    patterns = ("*.safetensors", "*model*.bin", "*.ckpt")  # the first kind that exists is read
-    by_kind = [sorted(place.glob(pattern)) for pattern in patterns] if place.is_dir() else []
-    files = [place] if place.is_file() else next(filter(None, by_kind), [])
+    # Files of the first pattern that matches are read.
+    patterns = ("*.safetensors", "*model*.bin", "*.ckpt")
+    matches = [sorted(source.glob(pattern)) for pattern in patterns] if source.is_dir() else []
+    files = [source] if source.is_file() else next(filter(None, matches), [])
     tensors: dict[str, Tensor] = {}
     for path in files:
         with explain_errors(f"'{path}' cannot be read as weights", Exception, error=ReportError):
@@ -302,77 +307,78 @@ def _saved_tensors(place: Path) -> dict[str, Tensor]:
                 content = content.get("state_dict", content)
                 tensors |= {n: t for n, t in content.items() if isinstance(t, Tensor)}
     if not tensors:
-        raise ReportError(f"no weights are in '{place}': name a folder of .safetensors files")
+        raise ReportError(f"no weights are in '{source}': name a folder of .safetensors files")
     return tensors
 
 
 # ---- the same training again --------------------------------------------------------------------
 
-# A training is the same with and without a monitor. So anyone who doubts a run can run the same
-# script on the same data again.
+# A monitor does not change the training. So anyone who doubts a run can run the same script on the
+# same data again, and compare.
 
 _Values = dict[tuple[int, tuple[str, ...]], object]
-"""The values of a run, by their step and their name (in parts)."""
+"""The values of a run, by step and by the parts of their name."""
 
 _TRAINING = "model", "training", "defenses"
 """Fields of a run's first line that determine its weights."""
 _PLATFORM = "versions", "machine"
 """Fields that determine the order of floating-point sums, and so the last bits of tensors."""
 _SAVED = "weights of a checkpoint"
-_INTERVAL = "between looks"
+_INTERVAL = "between looks"  # of steps at which leakage was measured
 # Groups of parameters; each group has one hash before the first step.
 _TENSOR_GROUPS = "trained", "frozen"
 _DETERMINISTIC = "Freeze", "GradientCompression"
 """Classes of defences without random numbers."""
 
 
-def _check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
+def _check_repetition(fit: FitLog, folder: Path, verdict: Verdict) -> list[str]:
     """Compare a run with the last one of another folder: weights, losses and leakage.
 
     The two must have the same settings, initial weights, order of rows and platform, and no fresh
-    random noise; otherwise the answer is open. Leakage is compared up to the first step at which
-    only one of the runs looked, because later results of games depend on the earlier looks. Results
-    of attacks with a time budget are not compared.
+    random noise. Otherwise they cannot be compared, and the verdict is open. Leakage is compared up
+    to the first step at which only one of the runs looked (measured leakage), because later results
+    of membership games depend on earlier looks. Results of attacks with a time budget are not
+    compared.
 
     Args:
         fit: The run.
-        place: The folder of the repetition.
+        folder: The folder of the repetition.
         verdict: The verdict to which findings are added.
 
     Returns:
-        The comparison in words; empty if the answer is open.
+        A description of the comparison; empty if the runs cannot be compared.
 
     Raises:
         ReportError: The folder has no logs, or no run begins in them.
     """
-    repeated_fit = _last_fit(read([place / records.RECORD]).fits)
+    repeated_fit = _last_fit(read([folder / records.RECORD]).fits)
     if fit.begin is None or repeated_fit is None or repeated_fit.begin is None:
-        raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
-    begin, other = fit.begin, repeated_fit.begin
-    if reason := _why_incomparable(begin, other) or _why_different_start(fit, repeated_fit):
-        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {reason}")
+        raise ReportError(f"no run begins in '{folder}': name the folder of a repetition's logs")
+    begin, repeated_begin = fit.begin, repeated_fit.begin
+    if reason := _why_incomparable(begin, repeated_begin) or _why_other_start(fit, repeated_fit):
+        verdict.leave_open(f"'{folder}' cannot be compared with run {fit.run}: {reason}")
         return []
-    looks, other_looks = ({line.step for line in run.looks} for run in (fit, repeated_fit))
-    split_step = min(looks ^ other_looks, default=math.inf)
+    looks, repeated_looks = ({line.step for line in run.looks} for run in (fit, repeated_fit))
+    split_step = min(looks ^ repeated_looks, default=math.inf)
     values, repeated = ({**_losses(run), **_weights(run)} for run in (fit, repeated_fit))
-    if _attacks_of(begin) == _attacks_of(other):
+    if _attacks_of(begin) == _attacks_of(repeated_begin):
         values |= _results_before(fit, split_step)
         repeated |= _results_before(repeated_fit, split_step)
         if split_step < math.inf:
             verdict.note(
-                f"leakage from step {split_step} on is not compared: one run alone looked there"
+                f"leakage from step {split_step} on is not compared: only one run looked there"
             )
         if timed := [attack.name for attack in begin.attacks if _has_budget(attack.config)]:
             verdict.note(f"not compared, because of a budget of seconds: {', '.join(timed)}")
     else:
-        verdict.note("leakage is not compared: other attacks, or other settings of them")
-    weights = len(_weights(fit).keys() & _weights(repeated_fit).keys())
-    if not weights:
-        verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
+        verdict.note("leakage is not compared: the attacks or their settings differ")
+    n_weights = len(_weights(fit).keys() & _weights(repeated_fit).keys())
+    if not n_weights:
+        verdict.leave_open(f"run {fit.run} and '{folder}' have no hashes of weights at one step")
     _compare_values(values, repeated, verdict, split_step)
-    common = len(values.keys() & repeated.keys())
-    values_of = f"{weights} hashes of weights, {common - weights} values of losses and leakage"
-    return [f"repetition: {values_of}"]
+    n_common = len(values.keys() & repeated.keys())
+    counts = f"{n_weights} hashes of weights, {n_common - n_weights} values of losses and leakage"
+    return [f"repetition: {counts}"]
 
 
 def _compare_values(
@@ -384,8 +390,8 @@ def _compare_values(
         values: The values of the run.
         repeated: The values of its repetition.
         verdict: The verdict to which findings are added.
-        split_step: The first step at which only one run looked. From there on leakage and losses
-            may be logged by one run alone.
+        split_step: The first step at which only one run looked. From there on, leakage and losses
+            that only one run has logged are no finding.
     """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
@@ -394,15 +400,15 @@ def _compare_values(
             f"step {step}: {', '.join(names)} is not what the repetition gives; {len(different)} "
             f"of {len(common)} values differ"
         )
-    alone = [
+    unmatched = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
         if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < split_step)
     ]
-    for step, names in alone[:1]:
+    for step, names in unmatched[:1]:
         verdict.leave_open(
-            f"step {step}: only one run logged {', '.join(names)}, and {len(alone)} such values "
-            "in all"
+            f"step {step}: only one run logged {', '.join(names)}; {len(unmatched)} such values in "
+            "all"
         )
 
 
@@ -411,33 +417,33 @@ def _last_fit(fits: Sequence[FitLog]) -> FitLog | None:
     return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
-def _why_incomparable(begin: records.BeginLine, other: records.BeginLine) -> str:
+def _why_incomparable(begin: records.BeginLine, repeated: records.BeginLine) -> str:
     """Return why two honest runs may differ, by their first lines; empty if they must agree."""
-    if begin.run == other.run:
+    if begin.run == repeated.run:
         return "it is the same run"
     if any(defense.class_name not in _DETERMINISTIC for defense in begin.defenses):
-        return "a defence may draw noise, which a repetition draws afresh"
-    for facts in (_TRAINING, _PLATFORM):
-        pairs = [[_without_rates(getattr(run, name)) for run in (begin, other)] for name in facts]
-        if names := [name for name, (a, b) in zip(facts, pairs, strict=True) if a != b]:
+        return "a defence may draw noise, and a repetition draws different noise"
+    for keys in (_TRAINING, _PLATFORM):
+        pairs = [[_without_rates(getattr(b, key)) for b in (begin, repeated)] for key in keys]
+        if names := [key for key, (a, b) in zip(keys, pairs, strict=True) if a != b]:
             return f"different {' and '.join(names)}, see the first lines of {records.RECORD}"
     machine = begin.machine or {}
     if machine.get("device") != "cpu" and not machine.get("deterministic"):
-        return "a GPU repeats itself only with torch.use_deterministic_algorithms(True)"
+        return "a GPU repeats results only with torch.use_deterministic_algorithms(True)"
     if (begin.training or {}).get("processes", 1) != 1:
-        return "the order of rows is known of the first process alone"
+        return "only the first process logs its order of rows"
     return ""
 
 
 def _without_rates(fact: object) -> object:
-    """Return a fact of a first line without the learning rates that a schedule has reached."""
+    """Return a field of a first line without the learning rates that a schedule has set."""
     if isinstance(fact, Mapping):
         scheduled = "initial_lr" in fact
         return {n: _without_rates(v) for n, v in fact.items() if n != "lr" or not scheduled}
     return [_without_rates(entry) for entry in fact] if isinstance(fact, list) else fact
 
 
-def _why_different_start(fit: FitLog, repeated_fit: FitLog) -> str:
+def _why_other_start(fit: FitLog, repeated_fit: FitLog) -> str:
     """Return why two runs may have begun with different weights or rows; empty if they did not."""
     assert fit.begin is not None
     assert repeated_fit.begin is not None
@@ -445,14 +451,14 @@ def _why_different_start(fit: FitLog, repeated_fit: FitLog) -> str:
     if set(weights) != {*_TENSOR_GROUPS} or weights != repeated:
         return "different weights before the first step, or not all were hashed"
     if fit.begin.resumed is not None or repeated_fit.begin.resumed is not None:
-        return "one of them went on from a checkpoint: repeat the training from its first step"
+        return "one of them resumed a checkpoint: repeat the training from its first step"
     if fit.end is None or repeated_fit.end is None:
         return "one of them has no last line"
     if fit.end.row_order is not None and fit.end.row_order == repeated_fit.end.row_order:
         return ""
     return (
-        "another order of rows, or another row_order.key: copy that of the run into the folder of "
-        "the repetition before it begins, and draw the rows by the same seed"
+        "the order of rows or row_order.key differs: copy row_order.key of the run into the folder "
+        "of the repetition before it begins, and draw the rows by the same seed"
     )
 
 
@@ -465,7 +471,7 @@ def _attacks_of(begin: records.BeginLine) -> object:
 
 
 def _has_budget(config: records.JsonObject | None) -> bool:
-    """Return whether an attack stops after some seconds, so that its results may differ."""
+    """Return whether an attack has a time budget, so that its results may differ."""
     return any("seconds" in key and value is not None for key, value in (config or {}).items())
 
 
@@ -485,7 +491,7 @@ def _losses(fit: FitLog) -> _Values:
 
 
 def _weights(fit: FitLog) -> _Values:
-    """Return the hash of each checkpoint, and of each trained tensor that a run ended with."""
+    """Return the hash of each checkpoint, and of each trained tensor at the end of a run."""
     hashes = fit.end.weights if fit.end is not None else None
     step = fit.end.step if fit.end is not None else 0
     saved = [line for line in fit.checkpoints if line.weights is not None]

@@ -1,1 +1,1 @@
-"""Research: the papers' baselines, and attacks of a dishonest server that are only simulated."""
+"""Research code: the baselines of papers, and simulated attacks of a dishonest server."""

@@ -1,4 +1,7 @@
-"""TokenRelaxation: one weight for each token of the vocabulary, by gradient descent."""
+"""TokenRelaxation: recover a text from its hidden states by gradient descent on token weights.
+
+Shapes: B texts of L tokens, V tokens in the vocabulary, e dimensions of a word embedding.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ from torch import Tensor
 from lightning_fedleak.attacks.texts.base import Sent
 from lightning_fedleak.attacks.texts.embedding_descent import TOKENS_AT_ONCE, EmbeddingDescent
 
+# The maximum number of weights that are optimized at once (but always those of one text). Adam and
+# the gradient keep five copies of them, 640 MB in float32.
 WEIGHTS_AT_ONCE = 1 << 25
-"""Weights in one run (at least one text's), of which Adam and the gradient keep five copies: 640 MB
-in float32. More need more memory."""
 
 
 class TokenRelaxation(EmbeddingDescent):
-    """The softmax relaxation that Zheng compares with (Sect. 4.3; Song & Raghunathan 2020).
+    """The softmax relaxation, the baseline of Zheng 2023 (Sect. 4.3; Song & Raghunathan 2020).
 
-    Each position's word embedding is the mean of all word embeddings under the softmax of V
-    weights. Adam moves the weights until the hidden states are those sent, and the token with the
-    largest weight is the guess. There are far more weights than hidden numbers, so that many
-    mixtures of tokens fit. The arguments are those of
-    :class:`~lightning_fedleak.attacks.texts.embedding_descent.EmbeddingDescent`; ``lr`` is in units
-    of the weights, which start at 0. Give ``initial="mean"``, as no readout is used.
+    The word embedding at each position is the mean of all word embeddings, weighted by the softmax
+    of V numbers, the weights. Adam changes the weights so that the hidden states become those that
+    the client sent. The guess is the token with the largest weight. There are far more weights than
+    numbers in a hidden state, so many mixtures of tokens give the same state. The arguments are
+    those of :class:`~lightning_fedleak.attacks.texts.embedding_descent.EmbeddingDescent`. ``lr`` is
+    in units of the weights, which start at 0. Pass ``initial="mean"``, because a readout, which
+    predicts a first guess, is not used.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -37,18 +41,18 @@ class TokenRelaxation(EmbeddingDescent):
         return self.lr
 
     def tokens_at_once(self) -> int:
-        """Return the number of tokens whose weights fit into one run."""
+        """Return the number of tokens whose weights are optimized at once."""
         return min(TOKENS_AT_ONCE, WEIGHTS_AT_ONCE // self.bottom.vocab_size)
 
     def start(self, sent: Sent) -> Tensor:
-        """Return zeros (B, L, V): all tokens have the same share."""
+        """Return the initial weights (B, L, V): zeros, so that all tokens have the same share."""
         embeddings = self.table.embeddings
         return embeddings.new_zeros(*sent.real.shape, len(embeddings))
 
     def words(self, variables: Tensor) -> Tensor:
-        """Return mixtures (B, L, e) of word embeddings."""
+        """Return the weighted means (B, L, e) of word embeddings for weights (B, L, V)."""
         return variables.softmax(-1) @ self.table.embeddings
 
     def decode(self, variables: Tensor) -> Tensor:
-        """Return the tokens of largest share in the mixture."""
+        """Return the token (B, L) with the largest weight at each position."""
         return variables.argmax(-1)

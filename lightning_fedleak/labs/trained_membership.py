@@ -1,12 +1,18 @@
-"""The trained baseline: a network that is trained to fire on the target, not on public samples.
+"""TrainedMembership: a membership attack with a network that is trained to detect one text.
+
+The adversary is a dishonest server. It adds a small network to the model that outputs more than 0
+("fires") on the hidden states of the text it asks about, the target, and not on those of public
+text. The client's gradient of the network's last bias then reveals whether the target is in its
+batch. The attack is a baseline from
 
 Nguyen et al. 2023, "Active membership inference attack under local differential privacy in
 federated learning", extended to hidden states of language models as in Vu et al. 2024, Sect. 5
 ("AMI FC Full" and "AMI FC Token", d_h = 1000).
 
-The network has one hidden layer of ReLUs and one output. Loss and optimizer are those of the
-published attack: a logistic loss in which the target weighs as much as all public samples together,
-and Adam.
+The network has one hidden layer of h = d_h ReLUs and one output. Loss and optimizer are those of
+the published attack: a logistic loss in which the target has the same weight as all public samples
+together, and Adam. Inputs have D numbers: the hidden state of a token, or of the first tokens of a
+sentence together.
 """
 
 from __future__ import annotations
@@ -26,33 +32,33 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_integer
 
-_TWIN_DISTANCE = 1e-2  # L1 distance over the target's L1 norm up to which a sample is skipped
-_CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
-_CACHE_BYTES = 1 << 28  # bytes of stored networks; more: fewer trainings, more memory
-_MIN_SAMPLES = 8  # smallest number of public samples to train against; not tuned
+_TWIN_DISTANCE = 1e-2  # public samples nearer to the target (relative, in L1) are skipped
+_CHECK_EVERY = 5  # training steps between checks of the margin; not tuned
+_CACHE_BYTES = 1 << 28  # 256 MiB of trained networks; more would save repeated trainings
+_MIN_SAMPLES = 8  # minimum number of public samples for training; not tuned
 _LEARNING_RATE = 1e-3  # Adam's learning rate; not tuned
-_MARGIN = 3.0  # distance of all outputs from 0 at which training stops; not tuned
-_BATCH = 256  # public samples in a training step; more: slower steps, not tuned
+_MARGIN = 3.0  # training stops if every output is this far on its side of 0; not tuned
+_BATCH = 256  # public samples in a training step; not tuned
 
-_HARDER_RUNGS = (0.9, 0.8, 0.6, 0.4, 0.2)
-"""Thresholds above the decision's, as shares of the distance to the target's output; not tuned."""
-
-_EASIER_RUNGS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
-"""Thresholds below the decision threshold, as multiples of the same distance; not tuned."""
+# Thresholds above that of the decision, as shares of its distance to the target's output. They
+# choose the points of the ROC curve; not tuned.
+_HIGHER_RUNGS = (0.9, 0.8, 0.6, 0.4, 0.2)
+# Thresholds below that of the decision, as multiples of the same distance; not tuned.
+_LOWER_RUNGS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
-class _Neuron:
-    """A trained network, with the scaling of its inputs folded in.
+class _Network:
+    """A trained network. Its weights include the scaling of its inputs.
 
     Attributes:
-        weight: (h, D) of the hidden layer.
-        bias: (h,) of the hidden layer.
-        second: (1, h) of the output.
-        offset: () bias of the output: it fires above 0.
-        on_target: () output on the target.
-        on_public: () largest output on public samples.
-        steps: The number of steps of training.
+        weight: (h, D), the weight of the hidden layer.
+        bias: (h,), the bias of the hidden layer.
+        second: (1, h), the weight of the output.
+        offset: (), the bias of the output. The network fires if the output with it is above 0.
+        on_target: (), the output on the target.
+        on_public: (), the largest output on public samples.
+        steps: The number of training steps.
     """
 
     weight: Tensor
@@ -64,12 +70,12 @@ class _Neuron:
     steps: int
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return (N,) outputs before the last bias is added, for rows (N, D)."""
+        """Return (N,) outputs for inputs (N, D), without the bias of the output."""
         return network_outputs([self.weight, self.bias, self.second], rows)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the weights."""
+        """The size of the weights in bytes."""
         return self.weight.nbytes + self.bias.nbytes + self.second.nbytes
 
 
@@ -83,20 +89,23 @@ def train_neuron(
     learning_rate: float = _LEARNING_RATE,
     margin: float = _MARGIN,
     batch: int = _BATCH,
-) -> _Neuron:
-    """Return a network trained to output above ``margin`` on the target, below minus it elsewhere.
+) -> _Network:
+    """Train a network to output above ``margin`` on the target, and below minus it elsewhere.
 
     Args:
-        target: (D,), float32 or float64.
-        public: (N, D). Samples within 1% of the target (in L1) are skipped, such as the same prefix
-            in a causal model.
+        target: (D,), float32 or float64, the input on which the network should fire.
+        public: (N, D), the public samples. Samples within 1% of the target (in L1) are skipped,
+            such as those of the same prefix in a causal model.
         generator: A CPU generator, the only source of random numbers.
         hidden_units: The width of the hidden layer.
         steps: The maximum number of steps of Adam.
         learning_rate: The learning rate of Adam.
-        margin: The output at which training stops: the target's is above it, and all public
-            outputs are below minus it.
-        batch: The number of public samples in a step, at most all of them.
+        margin: Training stops when the target's output is above it, and the outputs on all public
+            samples are below minus it.
+        batch: The maximum number of public samples in a step.
+
+    Returns:
+        The network.
     """
     with torch.inference_mode(False), torch.enable_grad():
         target, public = target.clone(), public.clone()  # autograd refuses inference tensors
@@ -126,74 +135,86 @@ def train_neuron(
         folded = [weight / spread, bias - weight @ (mean / spread), second, offset]
         on_target = network_outputs(folded, target[None])[0]
         on_public = network_outputs(folded, distinct).max() if len(distinct) else on_target - 1
-        return _Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
+        return _Network(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
 
 
 def mean_and_spread(public: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and spread (D,) of samples (N, D); no spread is below a tenth of their mean."""
+    """Return mean and standard deviation (D,) of samples (N, D), the latter with a lower limit.
+
+    The limit is a tenth of its mean over the dimensions, so that scaling by it is safe.
+    """
     spread = public.std(0, correction=0)
     floor = 0.1 * spread.mean()
     return public.mean(0), spread.clamp(min=floor if float(floor) > 0 else 1.0)
 
 
 def network_outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
-    """Return (n,) outputs for inputs (n, D) of W1 (h, D), b1 (h,), W2 (1, h), perhaps b2 (1,)."""
+    """Return the outputs (n,) of a network on inputs (n, D).
+
+    Args:
+        parameters: W1 (h, D), b1 (h,), W2 (1, h) and optionally b2 (1,).
+        x: The inputs.
+    """
     weight, bias, second, *offset = parameters
     outputs = (F.relu(F.linear(x, weight, bias)) @ second.T)[:, 0]
     return outputs + offset[0] if offset else outputs
 
 
 def _initial(d: int, h: int, generator: torch.Generator, reference: Tensor) -> list[Tensor]:
-    """Return the initial weights of ``nn.Linear``."""
+    """Return W1 (h, d), b1 (h,), W2 (1, h) and b2 (1,), drawn like those of ``nn.Linear``."""
 
     def uniform(*shape: int, fan_in: int) -> Tensor:
-        numbers = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
-        return numbers.mul_(fan_in**-0.5).to(reference).requires_grad_()
+        weights = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
+        return weights.mul_(fan_in**-0.5).to(reference).requires_grad_()
 
     shapes = (((h, d), d), ((h,), d), ((1, h), h), ((1,), h))
     return [uniform(*shape, fan_in=fan_in) for shape, fan_in in shapes]
 
 
 def _separated(outputs: Tensor, margin: float) -> bool:
-    """Return whether the target, the first output, is above the margin and all others below -it."""
+    """Return whether output 0, the target's, is above the margin, and all others below minus it."""
     return bool((outputs[0] > margin) & (outputs[1:] < -margin).all())
 
 
 class TrainedMembership(MembershipAttack):
     """AMI FC: two fully connected layers whose weights are trained to fire on the target only.
 
-    The server trains them on the target against hidden states of public text. The client's gradient
-    of the last bias is non-zero if the network fires on some input of its batch. The last neuron is
-    repeated with other biases (the *rungs*), so that one run gives a whole ROC curve.
+    The server trains them to fire on the hidden states of the target and not on those of public
+    text. The client's gradient of the last bias is non-zero if the network fires on some input of
+    its batch. The output neuron is repeated with different biases, the *rungs*, each of which is
+    one threshold of the output, so one run gives a whole ROC curve.
 
-    Departures from the published code: inputs are scaled by the mean and spread of public samples
-    (folded into the weights; hidden states of some models reach 30,000), the logistic loss has one
-    output, training stops at a margin, and the decision b' (was the text there?) is read half way
-    between the target's output and the largest on public text, not at 0. Both give the same order
-    of scores; on MiniLM-L6, in batches of 40 sentences without the target, some input fires in 3 of
-    10 at 0 and in 1 of 7 half way.
+    Differences from the published code: inputs are scaled by the mean and standard deviation of
+    public samples, because hidden states of some models reach 30,000 (the weights include the
+    scaling). The logistic loss has one output. Training stops at a margin. The decision b' (is the
+    target in the batch?) uses a threshold half way between the target's output and the largest
+    output on public text, instead of 0. This does not change the order of scores. On MiniLM-L6, in
+    batches of 40 sentences without the target, some input fires in 3 of 10 batches at a threshold
+    of 0, and in 1 of 7 half way.
 
-    One network is trained for each target: on one core .6 to 1 s for a token of MiniLM-L6, 2.5 s
-    for a sentence of 32 tokens.
+    One network is trained for each target. On one CPU core this takes 0.6 to 1 s for a token of
+    MiniLM-L6, and 2.5 s for a sentence of 32 tokens.
 
-    If a defence acts on gradients (:meth:`meet`), the server crafts only the rung of the decision,
-    because under clipping all rungs share the norm.
+    If a defence acts on gradients (:meth:`meet`), the server adds only the rung of the decision,
+    because all rungs would share the clipped norm.
 
     Args:
-        layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
-        public_text: text like the clients', as strings (with ``tokenizer``) or token ids, or
+        layer: The layer of the hidden states: 0 for the input of the first block, k for the output
+            of block k.
+        public_text: Text like the clients', as strings (with ``tokenizer``) or token ids, or
             ``"sampled"`` for text that a causal model generates.
-        granularity: ``"token"`` or ``"full"``.
+        granularity: ``"token"`` for a network that detects one token in its context, ``"full"``
+            for one that detects a whole sentence.
         tokenizer: The tokenizer of strings.
         hidden_units: d_h, the width of the hidden layer.
-        steps: The maximal number of steps of Adam for each target.
-        public_rows: The maximal number of public samples.
+        steps: The maximum number of steps of Adam for each target.
+        public_rows: The maximum number of public samples.
         seed: The seed of the choice of samples and of every training.
-        tokens: as in the base class.
+        tokens: The number of tokens of a sentence, as in the base class.
         name: The name in the logs.
 
     Raises:
-        ValueError: a setting is out of its range.
+        ValueError: A setting is out of range.
 
     Examples:
         >>> from lightning_fedleak.labs.trained_membership import TrainedMembership
@@ -233,13 +254,15 @@ class TrainedMembership(MembershipAttack):
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: Tensor | None = None
-        self._neurons: dict[bytes, _Neuron] = {}  # by hash of the target, least recently used first
+        self._neurons: dict[
+            bytes, _Network
+        ] = {}  # by hash of the target, least recently used first
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Run A_init of the paper: compute the hidden states of the public text.
+        """Compute the hidden states of the public text (A_init of the paper).
 
         Raises:
-            ValueError: the model has no such layer, or the public text too few samples.
+            ValueError: The model has no such layer, or the public text has too few samples.
         """
         super().prepare(anatomy)
         self._embed_public(anatomy)
@@ -270,35 +293,36 @@ class TrainedMembership(MembershipAttack):
         rows = torch.cat(samples)
         rows = rows[rows.isfinite().all(1)]
         unit = "sentences" if self.granularity == "full" else "tokens"
-        what, hint = f"attack '{self.name}': {unit} of public text", "give more, better a thousand"
-        check_integer(what, len(rows), at_least=_MIN_SAMPLES, hint=hint)
+        name, hint = f"attack '{self.name}': {unit} of public text", "give more, better a thousand"
+        check_integer(name, len(rows), at_least=_MIN_SAMPLES, hint=hint)
         order = torch.randperm(len(rows), generator=generator)[: self.public_rows]
         self._public = rows[order.to(rows.device)]
         self._neurons.clear()
 
     @property
     def _rung_positions(self) -> tuple[float, ...]:
-        """Return the rungs, as shares of the distance from the decision to the target's output.
+        """The threshold of each rung, from the highest to the lowest.
 
+        It is a share of the distance from the decision's threshold (0) to the target's output (1).
         Against a defence that acts on gradients there is only the rung of the decision.
         """
-        return (0.0,) if self._defended else (*_HARDER_RUNGS, 0.0, *(-x for x in _EASIER_RUNGS))
+        return (0.0,) if self._defended else (*_HIGHER_RUNGS, 0.0, *(-x for x in _LOWER_RUNGS))
 
     @property
     def rungs(self) -> int:
-        """Return K, the number of rungs."""
+        """K, the number of rungs."""
         return len(self._rung_positions)
 
     @property
     def guess_rung(self) -> int:
-        """Return the rung at which the decision b' is read."""
+        """The index of the rung that gives the decision b'."""
         return self._rung_positions.index(0.0)
 
-    def neuron(self, target: Tensor) -> _Neuron:
-        """Return the network of one target (D,), from the cache or by a deterministic training.
+    def neuron(self, target: Tensor) -> _Network:
+        """Return the network of one target (D,), from the cache or newly trained by the seed.
 
         Raises:
-            ValueError: the target is not finite.
+            ValueError: The target is not finite.
         """
         assert self._public is not None
         dtype = torch.promote_types(target.dtype, torch.float32)
@@ -319,8 +343,8 @@ class TrainedMembership(MembershipAttack):
             del self._neurons[next(iter(self._neurons))]
         return neuron
 
-    def biases(self, neuron: _Neuron) -> Tensor:
-        """Return (K,) the last bias of each rung, ascending."""
+    def biases(self, neuron: _Network) -> Tensor:
+        """Return (K,), the output bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
         positions = torch.tensor(self._rung_positions).to(distance)
@@ -330,7 +354,17 @@ class TrainedMembership(MembershipAttack):
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return (B, G, K): upstream gradients of the inputs on which each rung fires, summed."""
+        """Return (B, G, K), the gradient of each rung's output bias, for B samples and G targets.
+
+        It is the sum of the upstream gradients of the sample's inputs on which the rung fires.
+
+        Args:
+            targets: (G, D).
+            hidden: (B, L, d), the hidden states at the layer.
+            mask: (B, L), the attention mask; None without padding.
+            upstream: (B, L), the gradient of the loss by the network's output at each token, the
+                same for all rungs; with ``granularity="full"`` (B, 1).
+        """
         b, g = len(hidden), len(targets)
         dtype = torch.promote_types(torch.promote_types(targets.dtype, hidden.dtype), torch.float32)
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)

@@ -1,3 +1,3 @@
-"""Strategies in which defences act where data leaves the client."""
+"""The Lightning strategy in which defences act before data leaves the client."""
 
 from lightning_fedleak.strategies.defended import DefendedStrategy as DefendedStrategy

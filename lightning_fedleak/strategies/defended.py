@@ -1,4 +1,4 @@
-"""DefendedStrategy: a Lightning strategy in which defences act where data leaves the client."""
+"""DefendedStrategy: a Lightning strategy in which defences act before data leaves the client."""
 
 from __future__ import annotations
 
@@ -24,37 +24,39 @@ _SUPPORTED = (
 class DefendedStrategy(EitherStrategy):
     """A strategy in which defences act before an update leaves the client.
 
-    An optimizer step has three stages, with the names of
-    :class:`~lightning_fedleak.model.snapshots.Stage`:
+    In an optimizer step the gradient passes three stages (see
+    :class:`~lightning_fedleak.model.snapshots.Stage`). *local* is a client's gradient before the
+    defences, *shared* the result of the defences, and *aggregate* the gradient that the optimizer
+    gets. Functions that are called with the gradients of a stage are *taps*.
 
     - ``client="rank"``, one device. *local* is the gradient after backward, accumulation and
-      Lightning's own gradient clipping; *shared* is what the defences make of it; *aggregate*,
-      what the optimizer gets, is the same.
+      Lightning's gradient clipping; *aggregate* equals *shared*.
     - ``client="rank"``, DDP, with at least one defence that acts on gradients. Every process is a
-      client. The model is not wrapped in ``DistributedDataParallel``: there is no reducer that
-      could send an undefended gradient. No defence acts on what a module sends itself
-      (``all_gather`` in a loss, metrics logged with ``sync_dist=True``). *local* is this process's
-      own gradient (Lightning's clipping acts on it), *shared* the defended one, *aggregate* the
-      mean of all shared ones. A gradient of None counts as zero. Buffers (BatchNorm's running
-      statistics) are still sent from rank 0 to the others, as DDP does, and no defence acts on
-      them: switch that off with ``DDPStrategy(broadcast_buffers=False)``.
-    - ``client="rank"``, DDP, no defence that acts on gradients. DDP is left alone. It reduces
-      inside backward, so a tap sees *aggregate* only; the local gradient, which is also what is
-      shared, is seen by ``param.register_post_accumulate_grad_hook``.
+      client. The model is not wrapped in ``DistributedDataParallel``, whose reducer would send
+      undefended gradients. No defence acts on data that the module sends itself (``all_gather`` in
+      a loss, metrics logged with ``sync_dist=True``). *local* is this process's gradient, after
+      Lightning's clipping, and *aggregate* is the mean of the shared gradients of all processes. A
+      gradient of None counts as zero. Buffers (BatchNorm's running statistics) are still sent from
+      rank 0 to the other ranks, as DDP does, and no defence acts on them: switch this off with
+      ``DDPStrategy(broadcast_buffers=False)``.
+    - ``client="rank"``, DDP, without a defence that acts on gradients. DDP is unchanged and reduces
+      inside backward, so taps are called for *aggregate* only. The local gradient, which equals the
+      shared one, can be read in ``param.register_post_accumulate_grad_hook``.
     - ``client="world"``. All processes are machines of one client. DDP reduces first: *local* is
-      the reduced gradient, *shared* the defended one, with the same noise on every rank.
-    - ``client="world"``, ``ModelParallelStrategy`` (FSDP2). The same, and the gradients are
-      DTensors: taps and defences get this process's shards, every process at once, so that each
-      may call ``.full_tensor()``. A gradient defence must say that it ``takes_shards``. Optimizer
-      and defences are restored after setup there. ``client="rank"`` is refused: FSDP2 reduces
-      inside backward, before which no process holds a gradient of its own.
+      the reduced gradient, and *shared* has the same noise on every rank.
+    - ``client="world"``, ``ModelParallelStrategy`` (FSDP2). The same, but gradients are DTensors:
+      taps and defences get this process's shards. They are called on every process at once, so that
+      each may call ``.full_tensor()``. A defence that acts on gradients must declare
+      ``takes_shards``. The states of optimizers and defences are restored after setup.
+      ``client="rank"`` is an error, because FSDP2 reduces inside backward, and no process holds the
+      gradient of its own data.
 
-    With several optimizers (manual optimization) each step of each optimizer is a release of its
-    own parameters, so a clip bounds each separately. Without defences training is bit-identical to
-    the plain strategy's.
+    With several optimizers (manual optimization) each step of each optimizer is a release of that
+    optimizer's parameters, so a clip bounds each separately. Without defences, training is
+    bit-identical to training with the plain strategy.
 
-    A name is resolved when the Trainer takes the strategy; ``"auto"`` is resolved as by the
-    Trainer. From then on the object is also an instance of that strategy's class, for example of
+    A name is resolved when the Trainer gets the strategy, and ``"auto"`` as the Trainer would
+    resolve it. From then on the object is also an instance of that strategy's class, for example of
     ``DDPStrategy``, from the Trainer's package (``lightning`` or ``pytorch_lightning``).
 
     Examples:
@@ -73,18 +75,19 @@ class DefendedStrategy(EitherStrategy):
         ['freeze', 'gradient_noise']
 
     Args:
-        strategy: a name or an instance, which is wrapped. Use the instance nowhere else.
-        defenses: the defences, in the order in which they act.
+        strategy: The name or an instance of the strategy to wrap. Do not use the instance anywhere
+            else.
+        defenses: The defences, in the order in which they act.
         client: ``"rank"`` if each process is a client, ``"world"`` if all together are one client.
-        outside_epsilon: whether callbacks and schedulers that decide by a metric are allowed under
-            DP-SGD. Epsilon does not cover them, unless the metric is of public data.
+        outside_epsilon: Whether callbacks and schedulers that decide by a metric are allowed under
+            DP-SGD. Epsilon does not cover their decisions, unless the metric is of public data.
 
     Raises:
-        DefenseError: the strategy is not supported, is not from the Trainer's package, or does not
-            fit the defences. Some errors are raised only when a Trainer takes the strategy, or at
-            ``trainer.fit``.
-        RuntimeError: at ``trainer.fit`` an optimizer has no moment between its gradients and its
-            update (LBFGS, or a fused optimizer under a GradScaler).
+        DefenseError: The strategy is not supported, is not from the Trainer's package, or does not
+            work with the defences. Some errors are raised only when a Trainer gets the strategy, or
+            at ``trainer.fit``.
+        RuntimeError: At ``trainer.fit``: defences cannot act between the gradients and the update
+            of an optimizer (LBFGS, or a fused optimizer under a GradScaler).
     """
 
     def __init__(
@@ -117,12 +120,12 @@ class DefendedStrategy(EitherStrategy):
 
     @property
     def client(self) -> Client:
-        """Return who is a client."""
+        """Return ``"rank"`` if each process is a client, ``"world"`` if all are one client."""
         return self._fedleak.client
 
     @property
     def separates_stages(self) -> bool:
-        """Return whether ``p.grad`` shows local and shared, and taps are called for them.
+        """Return whether taps are called for local and shared, with these gradients in ``p.grad``.
 
         It is False only if DDP reduces inside backward and each rank is a client.
         """
@@ -135,11 +138,11 @@ class DefendedStrategy(EitherStrategy):
 
         It is called in every optimizer step, for local, shared and aggregate in this order if
         ``separates_stages`` is True, and only for aggregate otherwise. ``fn`` runs without autograd
-        and must not write to ``p.grad``, which is no copy. The optimizer is the torch optimizer.
-        Taps end with the fit (at teardown).
+        and must not write to ``p.grad``, which is not a copy. The optimizer is the torch optimizer.
+        Taps are removed when the fit ends (at teardown).
 
         Returns:
-            A function that removes the tap; may be called twice.
+            A function that removes the tap, which may be called twice.
         """
         return self._fedleak.add_tap(fn)
 
@@ -147,12 +150,13 @@ class DefendedStrategy(EitherStrategy):
         """Call ``fn(defense, parameters, context)`` right before each defence acts on gradients.
 
         It is called between the taps of local and shared, in every optimizer step. ``p.grad`` is
-        the input of the defence and must not be written to. ``defense.on_canary`` with the same
-        arguments returns what the defence would do to canary layers, which the model does not have.
-        It ends with the fit.
+        the input of the defence and must not be written to. With a canary, the simulated gradient
+        of layers that a dishonest server could add, ``defense.on_canary(canary, parameters,
+        context)`` returns the gradient that the defence would release for these layers. ``fn`` is
+        removed when the fit ends.
 
         Returns:
-            A function that removes ``fn``; may be called twice.
+            A function that removes ``fn``, which may be called twice.
         """
         return self._fedleak.add_canaries(fn)
 
@@ -168,7 +172,7 @@ class DefendedStrategy(EitherStrategy):
         self._check_combination()  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
-        """Build the inner strategy from its name, since devices and nodes are known by now."""
+        """Build the inner strategy from its name, because devices and nodes are set now."""
         if type(self) is not DefendedStrategy:
             super()._configure_launcher()
             return
@@ -188,7 +192,7 @@ class DefendedStrategy(EitherStrategy):
         self._configure_launcher()
 
     def _resolve(self) -> Any:
-        """Return the named strategy of the Trainer's package; for ``"auto"`` its default choice."""
+        """Return the named strategy, or the Trainer's default one, from the Trainer's package."""
         accelerator = self.accelerator
         if self._fedleak_name not in _AUTOMATIC_NAMES:
             return _by_name(self._fedleak_name, accelerator)
@@ -211,33 +215,34 @@ class DefendedStrategy(EitherStrategy):
         forks = interactive and self.num_nodes == 1
         return _by_name("ddp_fork" if forks else "ddp", accelerator)
 
-    # Lightning's abstract methods, so that an instance exists before its name is resolved.
+    # Lightning's abstract methods, which must exist while the name of the strategy is unresolved.
     @property
     def root_device(self) -> torch.device:
-        """Raise an error: known once a Trainer has the strategy."""
+        """Raise an error: the value is not known before a Trainer has the strategy."""
         _not_attached()
 
     @property
     def is_global_zero(self) -> bool:
-        """Raise an error: known once a Trainer has the strategy."""
+        """Raise an error: the value is not known before a Trainer has the strategy."""
         _not_attached()
 
     def model_to_device(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise an error: possible once a Trainer has the strategy."""
+        """Raise an error: the call is not possible before a Trainer has the strategy."""
         _not_attached()
 
     reduce = barrier = broadcast = all_gather = model_to_device
 
 
 def _not_attached() -> NoReturn:
+    """Raise an error for a use before the Trainer has resolved the strategy's name."""
     raise RuntimeError("this DefendedStrategy has not been given to a Trainer yet")
 
 
 def _registries(name: str) -> list[Any]:
-    """Return the strategy registries of the loaded Lightning packages that name a DDP strategy so.
+    """Return the registries, of one or both Lightning packages, with a DDP strategy of this name.
 
     Raises:
-        DefenseError: there is none.
+        DefenseError: There is none.
     """
     registries = []
     for registry in both("strategies.StrategyRegistry"):
@@ -250,11 +255,12 @@ def _registries(name: str) -> list[Any]:
 
 
 def _by_name(name: str, accelerator: object) -> Any:
+    """Return a registered DDP strategy from the package of the Trainer's accelerator."""
     registry = twin("strategies.StrategyRegistry", accelerator)
     if all(candidate is not registry for candidate in _registries(name)):
         raise DefenseError(
-            f"DefendedStrategy: strategy={name!r} is registered in the other package than the "
-            f"Trainer's, which is of `{package_of(accelerator)}`: import both from one of the two."
+            f"DefendedStrategy: strategy={name!r} is not registered in the Trainer's package, "
+            f"`{package_of(accelerator)}`, but in the other one: import both from the same package."
         )
     return registry.get(name)
 
@@ -262,7 +268,7 @@ def _by_name(name: str, accelerator: object) -> Any:
 def _is_supported(cls: type) -> bool:
     """Return whether a class is supported, or derives from a supported class.
 
-    The classes of DeepSpeed and XLA derive from supported ones, and are not supported.
+    The strategies of DeepSpeed and XLA are not supported, although they derive from such classes.
     """
     supported = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
     unsupported = ("DeepSpeedStrategy", "single_xla.SingleDeviceXLAStrategy", "xla.XLAStrategy")
@@ -272,6 +278,7 @@ def _is_supported(cls: type) -> bool:
 
 
 def _check_inner(inner: EitherStrategy) -> None:
+    """Raise an error if a strategy instance cannot be wrapped."""
     name = type(inner).__name__
     if isinstance(inner, DefendedStrategy):
         raise DefenseError("DefendedStrategy: `strategy` is already defended: give it all defenses")

@@ -2,8 +2,9 @@
 
 ``DefendedStrategy`` becomes an instance of a class with three bases: a seam from this file, the
 class of the wrapped strategy, and ``DefendedStrategy``. The seam overrides methods of the wrapped
-strategy (setup, training step, optimizer step, checkpoints) and calls the defences' release there.
-:class:`_LightningHost` is what the release knows of the Trainer.
+strategy (setup, training step, optimizer step, checkpoints) to call the ``UpdateRelease``, which
+runs the defences before an optimizer uses the gradients, with a :class:`_LightningHost` for access
+to the Trainer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ else:  # at run time `combined` adds the class of one of the two packages as a s
 
 _COUNTERS = (None, "step", "epoch")
 """Values of a callback's ``monitor`` that do not depend on data."""
-# The only ``leakage/`` metric that holds a validation loss, which epsilon does not cover.
+# The only ``leakage/`` metric that contains a validation loss, which epsilon does not cover.
 _CHOOSE_METRIC = "leakage/choose"
 # Hooks of modules and callbacks that may read a gradient before its release.
 _GRADIENT_HOOKS = (
@@ -54,13 +55,13 @@ class _LightningHost(Host):
     """A Lightning Trainer with a defended strategy; see :class:`Host`.
 
     Args:
-        trainer: the Trainer of the fit.
+        trainer: The Trainer of the fit.
     """
 
     name = "the Trainer"
     mend = (
         "Return the optimizer from `configure_optimizers` and step it through `self.optimizers()` "
-        "(does an overridden `optimizer_step` leave it out?)."
+        "(does an overridden `optimizer_step` skip it?)."
     )
     steps_by = "max_epochs or max_steps"
 
@@ -94,7 +95,7 @@ class _LightningHost(Host):
     def refusals(self) -> Mapping[str, object]:
         """Return the Trainer's settings that break the guarantee or have no effect."""
         trainer = self._trainer
-        accumulated, repeated = trainer.accumulate_grad_batches, trainer.overfit_batches
+        n_joined, overfit = trainer.accumulate_grad_batches, trainer.overfit_batches
         selections = list(self._selections())
         return {
             ": manual optimization hides the loss. Return the loss from training_step with "
@@ -102,16 +103,16 @@ class _LightningHost(Host):
             " clips each sample's gradient by max_grad_norm. Leave gradient_clip_val out.": (
                 trainer.gradient_clip_val
             ),
-            f": accumulate_grad_batches={accumulated} joins several batches into one release. Use "
-            f"accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
+            f": accumulate_grad_batches={n_joined} joins several batches into one release. Use "
+            f"accumulate_grad_batches=1 and a batch_size {n_joined} times as big: "
             "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
-                accumulated != 1
+                n_joined != 1
             ),
-            f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
-            "repeat the same. Give the loader a few rows alone (a Subset of torch).": repeated,
+            f" draws each batch from all of the data, so that overfit_batches={overfit} would not "
+            "repeat the same batches. Give the loader only a few rows (torch's Subset).": overfit,
             f": {', '.join(selections)} decides by a metric, which epsilon does not cover on "
             "private data. Measure it on public data and pass "
-            "DefendedStrategy(outside_epsilon=True), or leave it out.": (
+            "DefendedStrategy(outside_epsilon=True), or remove it.": (
                 selections and not trainer.strategy.outside_epsilon
             ),
         }
@@ -121,7 +122,7 @@ class _LightningHost(Host):
         for callback in self._trainer.callbacks:
             class_names = {cls.__name__ for cls in type(callback).__mro__}
             metric = getattr(callback, "monitor", None)
-            # A metric of leakage is allowed as a gate is: the monitor refuses those on weights.
+            # Leakage metrics are allowed like gates; the monitor refuses those of trained weights.
             is_leakage = str(metric).startswith("leakage/") and metric != _CHOOSE_METRIC
             is_allowed = metric in _COUNTERS or is_leakage
             if class_names & {"EarlyStopping", "ModelCheckpoint"} and not is_allowed:
@@ -150,13 +151,13 @@ class _LightningHost(Host):
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward in the Trainer's precision, without the hooks that are called per batch."""
+        """Run backward in the Trainer's precision, without Lightning's hooks for each batch."""
         trainer = self._trainer
         trainer.precision_plugin.backward(loss, trainer.lightning_module, trainer.optimizers[0])
 
     @contextmanager
     def without_logs(self) -> Iterator[None]:
-        """Restore the logged values at the end of the block; the module's own metrics stay."""
+        """Restore the logged values at the end of the block, except torchmetrics of the module."""
         results = self._trainer._results
         if results is None:
             yield
@@ -182,6 +183,7 @@ class _LightningHost(Host):
 
 
 def _cloned(value: object) -> object:
+    """Return a copy of a tensor, or another value itself."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -191,11 +193,11 @@ def _merged(
 ) -> Iterator[Callable[[Piece], AbstractContextManager[None]]]:
     """Merge the logged values of the pieces into values of the logical batch.
 
-    A piece is a physical batch, a part of the logical batch. The function yields a context manager
-    in which each piece runs. Within it Lightning takes the piece for its batch, so that values of
-    an epoch are weighted by the size of the piece. Of a step Lightning alone would keep the last
-    value. Here it is the reduction over all pieces by the metric's ``reduce_fx``. For a
-    torchmetrics metric it is the value of the last piece.
+    A piece is a part of the logical batch that fits into memory. The function yields a function
+    that returns, for a piece, the context in which it runs. There Lightning treats the piece as its
+    batch, so that values of an epoch are weighted by the size of the piece. For values of a step,
+    Lightning would keep that of the last piece. Here they are reduced over all pieces by the
+    metric's ``reduce_fx``, except those of a torchmetrics metric.
     """
     sums: dict[str, tuple[Tensor, int]] = {}
     has_rows = any(piece.rows for piece in pieces)
@@ -234,7 +236,7 @@ def _merged(
 def _reduced(
     meta: Any, earlier: tuple[Tensor, int] | None, value: Tensor, rows: int
 ) -> tuple[Tensor, int]:
-    """Return the reduction of a value with those of earlier pieces, and the rows of all pieces.
+    """Return a value reduced with those of earlier pieces, and the number of rows of all of them.
 
     A mean is returned as a sum over the rows.
     """
@@ -255,7 +257,7 @@ def _reduced(
 
 
 CHECKPOINT_KEY = "lightning_fedleak_defenses"
-"""Key in a checkpoint of the states of the defences, by defence name."""
+"""The key in a checkpoint of the defences' states, a mapping by defence name."""
 _FITTING = "fit"  # the value of Lightning's `trainer.state.fn` in `trainer.fit`
 
 # Settings of DistributedDataParallel that do not change the result of its reducer.
@@ -278,18 +280,20 @@ def combined(name: str, *bases: type) -> type:
     """Return a new class with the given bases, whose instances can be pickled (for DDP's spawn).
 
     Args:
-        name: the name of the class.
-        bases: the bases, in the method resolution order.
+        name: The name of the class.
+        bases: The bases, in the method resolution order.
     """
     return type(name, bases, {"__module__": __name__, "__reduce_ex__": _reduce})
 
 
 def _reduce(strategy: Any, _protocol: Any) -> tuple[Any, ...]:
+    """Be ``__reduce_ex__``: return how to pickle an instance of a combined class."""
     cls = type(strategy)
     return _rebuild, (cls.__name__, *cls.__bases__), strategy.__getstate__()
 
 
 def _rebuild(name: str, *bases: type) -> Any:
+    """Return an empty instance of a combined class, when one is unpickled."""
     cls: Any = combined(name, *bases)
     return cls.__new__(cls)
 
@@ -302,7 +306,7 @@ class _StateReturningLauncher(_MultiProcessingLauncher):
     """
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, object]:
-        """Add the states of the defences to what the first process returns after a fit."""
+        """Return Lightning's results of the first process, with the states of the defences."""
         extra = super().get_extra_results(trainer)
         if trainer.state.fn == _FITTING:
             buffer = io.BytesIO()
@@ -320,7 +324,7 @@ class _StateReturningLauncher(_MultiProcessingLauncher):
 
 
 class _Seam(Strategy):
-    """A mix-in that calls the defences in any supported strategy; see the module's docstring.
+    """Calls the defences in any supported strategy; see the module's docstring.
 
     It is the first base, so that its methods run before those of the wrapped strategy.
     """
@@ -352,7 +356,7 @@ class _Seam(Strategy):
                 self._guard(optimizer)
 
     def _open(self, trainer: L.Trainer) -> None:
-        """Open the release once in a fit: at setup, or earlier if a module uses its loader."""
+        """Open the release once in a fit: at setup, or earlier if the module's loader is used."""
         if self._fedleak.is_open:
             return
         assert self.lightning_module is not None
@@ -365,9 +369,10 @@ class _Seam(Strategy):
         return None
 
     def _check_model(self, model: nn.Module) -> None:
-        """Raise an error that depends on the model and the precision."""
+        """Raise an error if the model or the precision breaks a guarantee."""
 
     def _guard(self, optimizer: Optimizer) -> None:
+        """Put the release before each step of an optimizer; raise an error if it cannot be."""
         if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
             optimizer = optimizer.optimizer
         check_optimizer(optimizer, getattr(self.precision_plugin, "scaler", None))
@@ -393,7 +398,7 @@ class _Seam(Strategy):
         return self._fedleak.training_step(run, *args)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Guard an optimizer that was set after setup, and step it."""
+        """Guard the optimizer if it was created after setup, and step it."""
         if id(optimizer) not in self._fedleak.guarded:
             self._guard(optimizer)
         return super().optimizer_step(optimizer, *args, **kwargs)
@@ -438,12 +443,12 @@ class _DDPSeam(_Seam, DDPStrategy):
         if not release.reduces:
             return
         if self._ddp_comm_hook or self._ddp_comm_wrapper or self._ddp_comm_state:
-            _refuse("`ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`", "leave them out")
+            _refuse("`ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`", "do not set them")
         if self._model_averaging_period is not None:
-            _refuse("`model_averaging_period`", "leave it out")
+            _refuse("`model_averaging_period`", "do not set it")
         unsupported = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
         if unsupported:
-            _refuse(", ".join(f"`{name}`" for name in unsupported), "leave it out")
+            _refuse(", ".join(f"`{name}`" for name in unsupported), "do not set it")
         inner, original = inner_of(self), twin("strategies.DDPStrategy", self)
         for method in ("configure_ddp", "_setup_model"):
             if getattr(inner, method) is not getattr(original, method):
@@ -473,7 +478,7 @@ class _DDPSeam(_Seam, DDPStrategy):
         refuse("DefendedStrategy: ", refusals)
 
     def configure_ddp(self) -> None:
-        """Wrap the model in DDP if its reducer may run; else only synchronise the first weights."""
+        """Wrap the model in DDP if its reducer may run; else send the initial weights of rank 0."""
         if self._fedleak.reduces:
             assert self.lightning_module is not None
             twin("overrides.distributed._sync_module_states", self)(self.lightning_module)
@@ -497,6 +502,7 @@ class _DDPSeam(_Seam, DDPStrategy):
         return result
 
     def _send_buffers(self) -> None:
+        """Broadcast the buffers of rank 0 after an optimizer step, if DDP would do so."""
         if not (self._fedleak.reduces and self._fedleak_buffers_differ):
             return
         self._fedleak_buffers_differ = False
@@ -516,14 +522,14 @@ class _ModelParallelSeam(_Seam, ModelParallelStrategy):
         if release.client != "world":
             raise DefenseError(
                 "DefendedStrategy: under ModelParallelStrategy (FSDP2) gradients are reduced "
-                "inside backward, so no process ever has its own. Pass client='world'."
+                "inside backward, so no process is a client. Pass client='world'."
             )
         for defense in release.gradient_defenses:
             if not defense.takes_shards:
                 raise DefenseError(
-                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not say "
-                    "that it takes sharded gradients (FSDP2). Set `takes_shards = True` if "
-                    "`on_gradients` is right for DTensors, or use DDPStrategy."
+                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not "
+                    "declare that it takes sharded gradients (FSDP2). Set `takes_shards = True` if "
+                    "`on_gradients` supports DTensors, or use DDPStrategy."
                 )
 
     def _check_model(self, model: nn.Module) -> None:
@@ -546,7 +552,7 @@ class _ModelParallelSeam(_Seam, ModelParallelStrategy):
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass before this fit leaves the root unsharded
+                module.reshard()  # the root is unsharded after a forward pass before this fit
         unsharded = [
             name
             for name, p in model.named_parameters()
@@ -555,18 +561,19 @@ class _ModelParallelSeam(_Seam, ModelParallelStrategy):
         if unsharded and mesh["data_parallel"].size() > 1:
             raise DefenseError(
                 f"DefendedStrategy: {', '.join(unsharded[:5])} is not sharded, so nothing reduces "
-                "its gradient. Call fully_shard on the whole model, or freeze what is outside."
+                "its gradient. Call fully_shard on the whole model, or freeze these parameters."
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, without counting a release.
+        """Return the state of an optimizer, without a release.
 
-        Torch creates a missing state by a step at a learning rate of 0.
+        If the state is missing, torch creates it by a step with a learning rate of 0.
         """
         with self._fedleak.paused():
             return super().optimizer_state(optimizer)
 
     def _data_share(self) -> int | None:
+        """Return the index of this process in the data-parallel dimension of the mesh."""
         return int(self.device_mesh["data_parallel"].get_local_rank())
 
 
@@ -584,6 +591,7 @@ def inner_of(strategy: _Seam) -> type:
 
 
 def _refuse(setting: str, mend: str) -> None:
+    """Raise an error for a setting of DDP that would send undefended gradients."""
     raise DefenseError(
         f"DefendedStrategy: {setting} cannot be used when each rank is a client and defences act "
         f"on gradients. Please {mend}, or use client='world'."

@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_with_its_scores(tmp_path: Path) -> None:
 
 def test_canaries_that_cannot_be_scored_so_are_refused(tmp_path: Path) -> None:
     canaries = canary_set(texts_of(tiny_llama()))
-    with pytest.raises(ValueError, match="has 97 rows: train the model that new_token_canaries"):
+    with pytest.raises(ValueError, match="has 97 rows: train the model of new_token_canaries"):
         fit(tiny_llama(), [], [CanaryScorer(canaries)], tmp_path)
     with pytest.raises(ValueError, match="not a masked"):
         fit(tiny_bert_mlm(), [], [CanaryScorer(canaries)], tmp_path)

@@ -104,7 +104,7 @@ def test_looks_at_other_steps_leave_weights_and_losses(run: Path, tmp_path: Path
     again = train(tmp_path / "again", run, every_n_steps=3)
     assert int(compared(run, again).split(", ")[1].split()[0]) >= metrics
     [note] = verify_run(run, repetition=again).notes
-    assert note == "leakage from step 2 on is not compared: one run alone looked there"
+    assert note == "leakage from step 2 on is not compared: only one run looked there"
 
 
 def test_another_training_is_a_contradiction(run: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
     verdict = verify_run(first, repetition=train(tmp_path / "again", first))
     assert verdict.status == OPEN
     assert "only one run logged" in verdict.open[0]
-    assert "invented_loss, and " in verdict.open[0]
+    assert "invented_loss; " in verdict.open[0]
 
 
 @pytest.mark.parametrize(("seconds", "is_timed"), [(None, False), (5.0, True)])
@@ -185,7 +185,7 @@ def test_an_invented_number_is_found_although_all_hashes_fit(
     [
         ({"rate": 0.2}, "different training"),
         ({"start": 1e-3}, "different weights before the first step"),
-        ({"order": 1}, "another order of rows"),
+        ({"order": 1}, "the order of rows"),
     ],
     ids=str,
 )
@@ -200,7 +200,7 @@ def test_what_is_no_repetition_is_open(
 @pytest.mark.parametrize(
     ("key", "edit", "reason"),
     [
-        (False, lambda first: None, "copy that of the run"),
+        (False, lambda first: None, "copy row_order.key of the run"),
         (True, lambda first: first["versions"].update(torch="1.0"), "different versions"),
         (True, lambda first: first["machine"].update(instructions="AVX"), "different machine"),
         (True, lambda first: first.update(resumed={"run": "a"}), "from its first step"),

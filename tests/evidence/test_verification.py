@@ -348,13 +348,13 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     other.parent.mkdir()
     other.touch()
     assert fedleak("verify", str(folder)) == OPEN
-    assert "other runs lie in version_1" in capsys.readouterr().out
+    assert "other runs are in version_1" in capsys.readouterr().out
     other.unlink()
     card = json.loads((saved / "leakage.json").read_text())
     card["runs"][0]["attacks"][0]["value"] = 0.01
     (saved / "leakage.json").write_text(json.dumps(card))
     [text] = verify_run(folder, weights=saved).contradictions
-    assert text == "leakage.json does not say what the logs give"
+    assert text == "leakage.json differs from the report that the logs give"
     verdict = verify_run(folder, weights=saved / "model.safetensors")
     assert verdict.contradictions == [text]  # beside a file too
 
@@ -362,7 +362,7 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     report["runs"][0]["outcome"] = "invented"
     (folder / "report.json").write_text(json.dumps(report))
     [text] = verify_run(folder).contradictions
-    assert text == "report.json does not say what the logs give"
+    assert text == "report.json differs from the report that the logs give"
 
 
 def test_the_first_line_and_checkpoints_hold_hashes_of_the_weights(tmp_path: Path) -> None:

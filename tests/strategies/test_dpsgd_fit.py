@@ -105,7 +105,7 @@ class Loose(CausalLM):
     [
         (CausalLM, {"gradient_clip_val": 1.0}, DefenseError, "Leave gradient_clip_val out"),
         (CausalLM, {"accumulate_grad_batches": 2}, DefenseError, "accumulate_grad_batches=1"),
-        (CausalLM, {"overfit_batches": 2}, DefenseError, "a few rows alone"),
+        (CausalLM, {"overfit_batches": 2}, DefenseError, "only a few rows"),
         (
             CausalLM,
             {"callbacks": [GradientAccumulationScheduler({0: 2})]},

@@ -1,4 +1,9 @@
-"""Local differential privacy on token ids: the model trains on randomised text."""
+"""The defence :class:`TokenLDP`: local differential privacy on token ids.
+
+The client replaces each word of a batch by a random one, and the model trains on the new text. The
+distributions are in :mod:`~lightning_fedleak.defenses.token_ldp.mechanisms`, and the choice of what
+is a word in :mod:`~lightning_fedleak.defenses.token_ldp.words`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,10 @@ Per = Literal["token", "sequence"]
 
 
 class _ReleaseCounter:
-    """A count of the releases of the row that was released most often, over all fits so far.
+    """Counts the releases of the row that was released most often, over all fits so far.
 
-    Rows are distinguished by digests of their words, which are kept for one fit only.
+    A row is one text of a batch. Rows are distinguished by digests of their words, which are stored
+    for one fit only.
 
     Attributes:
         batches: The number of batches.
@@ -36,61 +42,68 @@ class _ReleaseCounter:
     def __init__(self) -> None:
         self.batches = 0
         self.longest = 0
-        self._earlier = 0
-        self._in_fit: dict[bytes, int] = {}
-        self._most = 0
-        self._by_all = 0
+        self._past_max = 0  # the sum of the maxima of earlier fits
+        self._row_counts: dict[bytes, int] = {}  # the releases of each row in this fit, by digest
+        self._local_max = 0  # the largest of them
+        self._global_max = 0  # a bound that holds for all processes together, see `merge`
 
     @property
     def max_releases(self) -> int:
         """Return the releases of the row that was released most often, earlier fits included.
 
-        The rows of one fit are not known in the next: the counts of both are added as if the
+        Rows of different fits cannot be compared. So the maxima of the fits are added, as if the
         same row had been released most often in each.
         """
-        return self._earlier + max(self._most, self._by_all)
+        return self._past_max + max(self._local_max, self._global_max)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return what this process counted: releases in this fit, and words of the longest row."""
-        return self._most, self.longest
+        """Return the maximum of releases in this fit and the longest row, of this process only."""
+        return self._local_max, self.longest
 
     def count(self, digests: Iterable[bytes], longest: int, memoized: bool) -> None:
-        """Count one more batch: its rows, and the words of the longest of them."""
+        """Count one more batch.
+
+        Args:
+            digests: The digest of each row of the batch.
+            longest: The number of words of the longest row of the batch.
+            memoized: Whether a row has the same replacement in the whole fit, so that it is
+                released only once.
+        """
         self.batches += 1
         self.longest = max(self.longest, longest)
         if memoized:
-            self._most = 1
+            self._local_max = 1
             return
         for digest in digests:
-            self._in_fit[digest] = count = self._in_fit.get(digest, 0) + 1
-            self._most = max(self._most, count)
+            self._row_counts[digest] = count = self._row_counts.get(digest, 0) + 1
+            self._local_max = max(self._local_max, count)
 
     def merge(self, counts: Sequence[Sequence[int]], add: bool) -> None:
         """Raise the counts to bounds that hold for all processes together.
 
         Args:
             counts: The :attr:`counts` of every process, this one included.
-            add: Whether a row that two processes release is released twice. Then the processes'
-                counts are added, a sum that no row exceeds. Otherwise the largest count holds.
+            add: Whether a row that two processes release is released twice. If so, the bound is the
+                sum of the processes' maxima, otherwise the largest of them.
         """
         releases, lengths = zip(*counts, strict=True)
-        self._by_all = sum(releases) if add else max(releases)
+        self._global_max = sum(releases) if add else max(releases)
         self.longest = max(lengths)
 
     def next_fit(self) -> None:
-        """Begin a fit, in which the same rows are new releases."""
-        self._earlier, self._most, self._by_all = self.max_releases, 0, 0
-        self._in_fit.clear()
+        """Begin a new fit, in which each row is released again."""
+        self._past_max, self._local_max, self._global_max = self.max_releases, 0, 0
+        self._row_counts.clear()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
+        """Return the counts for a checkpoint, by the arguments of :meth:`load`."""
         return {"batches": self.batches, "releases": self.max_releases, "longest": self.longest}
 
     def load(self, batches: int, releases: int, longest: int) -> None:
-        """Continue a checkpoint's counts; none runs backwards, not even in one process."""
-        self._earlier, self._most, self._by_all = max(self.max_releases, releases), 0, 0
-        self._in_fit.clear()
+        """Continue the counts of a checkpoint; a count that is larger here stays."""
+        self._past_max, self._local_max, self._global_max = max(self.max_releases, releases), 0, 0
+        self._row_counts.clear()
         self.batches = max(self.batches, batches)
         self.longest = max(self.longest, longest)
 
@@ -98,44 +111,45 @@ class _ReleaseCounter:
 class TokenLDP(Defense):
     """Replaces every token id of a training batch by a randomised one, before the model sees it.
 
-    The replaced token is a draw from the mechanism's distribution given the true one, independent
-    for every token. Whatever is computed of the new batch (activations, gradients, the trained
-    weights) is post-processing. Mechanisms, decoding rules and their distributions:
+    Each replacement is an independent draw from the mechanism's distribution given the true token.
+    Everything that is computed from the new batch (activations, gradients, the trained weights) is
+    post-processing. For the mechanisms and decoding rules see
     :mod:`lightning_fedleak.defenses.token_ldp.mechanisms`.
 
-    **What is guaranteed.** ``per="sequence"``: two rows of n words that differ in any of them give
-    any output with probabilities at most e^epsilon apart; each token gets epsilon / n. With
-    ``per="token"`` that holds for rows that differ in one token; for whole rows it is n epsilon.
-    See :attr:`epsilon_per_sequence` and :attr:`epsilon_spent`. The unit is a row of the batch, not
-    a person: what occurs in several examples is released with each.
+    **Guarantee.** A row is one text of the batch, with n words. With ``per="sequence"`` each word
+    gets epsilon / n, so for any two rows of n words the probabilities of any output differ by a
+    factor of at most e^epsilon. With ``per="token"`` each word gets epsilon, so this holds for rows
+    that differ in one word, and for whole rows it holds with n epsilon. See
+    :attr:`epsilon_per_sequence` and :attr:`epsilon_spent`. The unit is a row of the batch, not a
+    person: text that occurs in several rows is released with each.
 
-    **What is public**: the number of rows and of words in each, the mask, where the loss looks
-    away, and which positions hold which special token. Which positions a masked language model is
-    trained on must have been chosen without regard to the words. Ids that the mask hides from the
-    model and the loss are set to 0, except special ones. Fields of the batch that this class does
-    not know stop training, since they may hold the text; name those that may pass in
-    ``public_fields``. Labels of a classifier are **not covered**. Validation is left alone, and
-    hooks of callbacks and of the module other than ``training_step`` see the true batch.
+    **Public facts.** Not protected are the number of rows and of words in each, the attention mask,
+    the positions that the loss ignores, and the positions of each special token. The positions on
+    which a masked language model is trained must be chosen independently of the words. Ids that
+    both the attention mask and the loss ignore are set to 0, unless they are special. Unknown
+    fields of the batch stop training, because they may hold the text; list those that may stay in
+    ``form=BatchForm(public_fields=...)``. Labels of a classifier are **not covered**. Batches of
+    validation do not change, and hooks of callbacks and of the module other than ``training_step``
+    get the true batch.
 
-    An id that the model has not counts as one of its words: a text with such an id stops nothing.
+    An id that the model does not have is replaced like a word, so such a text cannot stop training.
 
-    **Labels.** Causal: the labels are the replaced inputs, whatever id stood there. Masked: at a
-    position that is predicted the label is the word, so that the word's one replacement becomes the
-    label, and the input too unless a special token (the mask) stands there. An input that masking
-    had swapped for a random word gets the replacement as well: beside the label it would show what
-    the word is not. Encoder-decoder: the target text is randomised as the source is, and counts in
-    n.
+    **Labels.** In a causal model the labels are the replaced inputs. In a masked model the label at
+    a predicted position is the word. Its replacement becomes the label, and also the input unless
+    a special token (the mask) is there. This includes inputs that masking had swapped for a random
+    word: such an input next to the label would reveal what the word is not. In an encoder-decoder
+    the target text is randomised like the source text, and its words count in n.
 
-    **Repeated epochs.** Each new draw for the same example is one more release, and epsilons add
-    up. With memoisation (the default, as RAPPOR and dBitFlipPM define it) a row's replacement is a
-    function of the fit's secret and the row's words, so that every epoch sees the same one and
-    epsilon is spent once in a fit by each client that has the row. Two rows of equal words then get
-    equal replacements, which shows that they are equal: ``memoize=False`` draws them apart. A
-    resumed fit has a new secret and is a new release, and so is the same example on another client.
+    **Repeated epochs.** Each new draw for the same row is one more release, and epsilons add up.
+    With memoisation (the default, as RAPPOR and dBitFlipPM define it) the replacement of a row is a
+    function of the fit's secret and the row's words. Then every epoch uses the same replacement,
+    and epsilon is spent once in a fit by each client that has the row. But rows of equal words get
+    equal replacements, which reveals that they are equal; ``memoize=False`` draws independent ones.
+    A resumed fit has a new secret and is a new release, and so is the same row on another client.
 
     **Randomness** comes from the fit's secret entropy, never from a global generator, and is not
-    replayed after a resume. It is drawn on the CPU (SHAKE-128 with a secret 256-bit key) on every
-    device, so that a batch on another device waits for it once.
+    repeated after a resume. It is drawn on the CPU (SHAKE-128 with a secret 256-bit key), so a
+    batch on another device waits for it once.
 
     Examples:
         >>> from lightning_fedleak import DefendedStrategy, TokenLDP
@@ -146,29 +160,32 @@ class TokenLDP(Defense):
 
     Args:
         mechanism: ``"grr"``, ``"rappor"``, ``"the"`` or ``"dbitflip"``.
-        epsilon: the budget, for one release of one token or of one row, see ``per``.
-        per: ``"sequence"`` splits epsilon over a row's words; ``"token"`` spends it on each.
-        domain: what tokens are replaced by. ``"vocabulary"``: every id that is not special. Ids of
-            a public set: chosen without regard to the private text; a token outside of it is
-            replaced by a uniform one of the set before the mechanism acts. ``"batch"``: the ids
-            that occur in the batch, as in the published code of Vu et al. 2024: **no guarantee**,
-            since which words occur is visible.
-        special_ids: ids that are no words: a collection, or a tokenizer (whose unknown token is
-            taken for a word, unless it is another special token too). None: those in the model's
-            config, which names them for causal and encoder-decoder models alone.
-        bits: d of dBitFlipPM; None for all.
-        memoize: whether a row keeps its replacement for the fit; None: yes, except with
-            ``domain="batch"``, where it is impossible.
-        decode: how a vector becomes a token: ``"uniform"``, ``"first"`` or ``"argmax"``; None for
-            ``"argmax"`` with ``the``, else ``"uniform"``.
-        keep_special: False randomises special tokens and padding like words, as published code
-            does.
+        epsilon: The budget for one release of one token or of one row, see ``per``.
+        per: ``"sequence"`` divides epsilon among a row's words; ``"token"`` spends it on each.
+        domain: The ids that may replace a token. ``"vocabulary"`` means every id that is not
+            special. A list of ids is a public set, which must be chosen independently of the
+            private text; for a token that is not in the set, the mechanism gets one that is drawn
+            uniformly from the set. ``"batch"`` means the ids in the batch, as in the published code
+            of Vu et al. 2024, with **no guarantee**, because it reveals which words occur.
+        special_ids: The ids that are not words, or a tokenizer that has them. Its unknown token
+            counts as a word, unless it is also another special token. None for the ids in the
+            config of a causal or encoder-decoder model; other models need this argument.
+        bits: d of ``dbitflip``, the number of reported bits; None for all.
+        memoize: Whether a row has the same replacement in the whole fit. None means True, except
+            with ``domain="batch"``, which does not support it.
+        decode: The rule by which a reported vector becomes a token: ``"uniform"``, ``"first"`` or
+            ``"argmax"``; None for ``"argmax"`` with ``the``, and ``"uniform"`` otherwise.
+        keep_special: Whether special tokens and padding stay. False randomises them like words, as
+            the published code does.
         form: The form of the batches, if it cannot be found automatically.
-        seed: for tests only: whoever knows it can take the replacement back, so nothing is
+        seed: For tests only. Whoever knows the seed can undo the replacement, so nothing is
             guaranteed.
 
+    Attributes:
+        kind: The meaning of the labels in ``form``; None if it is found in the model.
+
     Raises:
-        DefenseError: a setting out of range.
+        DefenseError: A setting is out of range.
     """
 
     name = "token_ldp"
@@ -206,28 +223,34 @@ class TokenLDP(Defense):
         self.memoize = domain != "batch" if memoize is None else memoize
         self.kind = form.kind
         self.seed = seed
-        self._settings = (decode, bits)
+        self._decode_and_bits = (decode, bits)
         self._form = form
-        self._set = None if isinstance(domain, str) else words.public_set(domain)
+        self._public_set = None if isinstance(domain, str) else words.public_set(domain)
         self._randomizer(max(2, bits or 2))  # checks the settings
         self._releases = _ReleaseCounter()
-        self._earlier = 0.0
-        self._ready: words.Words | None = None
+        self._max_cost = 0.0  # the largest epsilon of a release of a row so far
+        self._words: words.Words | None = None
         self.guarantee = self._guarantee()
         if self._in_batch:
             warnings.warn(
                 "TokenLDP: domain='batch' holds no guarantee: which words occur in the batch is "
-                "visible. For comparison with published figures only; use domain='vocabulary'.",
+                "visible. Use domain='vocabulary', except to compare with published figures.",
                 stacklevel=2,
             )
 
     @classmethod
     def as_published(cls, mechanism: Mechanism, epsilon: float, **settings: Any) -> TokenLDP:
-        """Return the protocol of the published code of Vu et al. 2024, which holds no guarantee.
+        """Return the protocol of the published code of Vu et al. 2024, which has no guarantee.
 
-        The full epsilon on every position, special tokens and padding included; the ids of the
-        batch as the domain; the first set bit; nothing memoised. The paper says instead that the
-        budget is applied once to the whole data set.
+        It spends the full epsilon on every position, special tokens and padding included. The
+        domain is the ids of the batch, bits are decoded by the first set one, and nothing is
+        memoised. The paper describes another protocol, in which the budget is applied once to the
+        whole data set.
+
+        Args:
+            mechanism: The name of the mechanism.
+            epsilon: The budget for each position.
+            settings: Further arguments of the class, which take precedence.
         """
         rules: dict[Mechanism, Decode] = {"the": "argmax", "rappor": "first", "dbitflip": "first"}
         published = {"per": "token", "domain": "batch", "decode": rules.get(mechanism)}
@@ -235,19 +258,19 @@ class TokenLDP(Defense):
 
     @property
     def batches(self) -> int:
-        """Return how many batches were randomised so far on this process, earlier fits included."""
+        """Return the number of batches that this process has randomised, earlier fits included."""
         return self._releases.batches
 
     @property
     def longest(self) -> int:
-        """Return the words of the longest row so far; with ``per="token"`` on any process."""
+        """Return the words of the longest row so far; with ``per="token"`` over all processes."""
         return self._releases.longest
 
     @property
     def epsilon_per_sequence(self) -> float:
-        """Return epsilon of one release of one row; inf where nothing is guaranteed.
+        """Return the epsilon of one release of one row; infinite if nothing is guaranteed.
 
-        With ``per="token"``: epsilon times the most words that a row has had so far.
+        With ``per="token"`` it is epsilon times the number of words of the longest row so far.
         """
         if self.guarantee.startswith("none"):
             return math.inf
@@ -255,168 +278,175 @@ class TokenLDP(Defense):
 
     @property
     def releases_per_example(self) -> int:
-        """Return how often at most one example has been released so far, earlier fits included.
+        """Return the maximum number of releases of one row by one client, earlier fits included.
 
-        By one client: with ``client="rank"`` the one that released an example most often, with
-        ``client="world"`` by all processes together (a bound: the sum of what each released most
-        often). An example that a sampler moves between clients, as Lightning's own does in every
-        DDP fit, is released by each of them: against whoever sees all clients this number times
-        that of the clients is a bound. Examples are distinguished by their words: a random crop of
-        a text counts as another example, and two examples of equal words as one. What was released
-        after the last checkpoint before a crash is not in the resumed count.
+        With ``client="rank"`` the maximum is also taken over the clients. With ``client="world"``
+        it is a bound: the sum of the maxima of all processes. If a sampler moves a row between
+        clients, as Lightning's does in every DDP fit, each of them releases it. Against an
+        adversary who sees all clients, the bound is this number times the number of clients. Rows
+        are distinguished by their words: a random crop of a text counts as another row, and two
+        rows of equal words count as one. Releases after the last checkpoint before a crash are not
+        in the count of the resumed run.
         """
         return self._releases.max_releases
 
     @property
     def epsilon_spent(self) -> float:
-        """Return epsilon of a row over all its releases so far, by basic composition.
+        """Return the epsilon of a row over all its releases so far, by basic composition.
 
-        Where settings changed, on the way or when a run was resumed, each release counts as
-        the most expensive of them.
+        If settings or lengths changed during the run or at a resume, each release counts as the
+        most expensive one.
         """
         releases = self.releases_per_example
-        return max(self.epsilon_per_sequence, self._earlier) * releases if releases else 0.0
+        return max(self.epsilon_per_sequence, self._max_cost) * releases if releases else 0.0
 
     @property
     def privacy(self) -> Privacy:
-        """Return epsilon of a row over all its releases by one client so far, with a delta of 0.
+        """Return the epsilon of a row over all its releases by one client so far; delta is 0.
 
         See :attr:`releases_per_example` for rows that move between clients.
         """
         return Privacy(self.epsilon_spent, 0.0, None, 1.0, self.releases_per_example)
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Find vocabulary, special tokens and the kind of labels; make the domain.
+        """Find the vocabulary, the special tokens and the meaning of labels, and build the domain.
 
         Raises:
-            DefenseError: one of them is neither an argument nor known from the model, or the domain
-                is empty.
+            DefenseError: One of them is neither an argument nor found in the model, or the domain
+                has fewer than two ids.
         """
         self._releases.next_fit()
-        self._ready = self._prepare(context.root)
+        self._words = self._words_of(context.root)
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
         """Return a copy of the batch with randomised ids and labels.
 
         Raises:
-            DefenseError: the batch cannot be read or copied, or it holds fields that may be text.
+            DefenseError: The batch cannot be read or copied, or it holds fields that may be text.
         """
-        ready = self._ready or self._prepare(context.root)
-        self._ready = ready
-        tokens = self._form.read(batch, ready.kind)
-        text = words.text_of(tokens, ready, self.keep_special)
+        model_words = self._words or self._words_of(context.root)
+        self._words = model_words
+        tokens = self._form.read(batch, model_words.kind)
+        text = words.text_of(tokens, model_words, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
         digests = [hashlib.blake2b(row.numpy().tobytes(), digest_size=16).digest() for row in rows]
-        replacements = self._replacements(ids, n_words, ready, digests, context)
+        replacements = self._replacements(ids, n_words, model_words, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
-        self._agree(context)
-        self._earlier = max(self._earlier, self.epsilon_per_sequence)
-        randomised = text.written(tokens, replacements)
+        self._merge_counts(context)
+        self._max_cost = max(self._max_cost, self.epsilon_per_sequence)
+        randomised = text.replace_words(tokens, replacements)
         try:
             return write_batch(batch, randomised)
         except BatchError as error:
             raise words.unreadable(error) from error
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return counts that hold for every process: batches, releases of an example, longest row.
+        """Return the number of batches, and bounds of releases and lengths over all processes.
 
-        They include the largest cost of a release of a row, once there was one.
+        After the first release, the state also holds the largest epsilon of a release of a row.
         """
         counts = self._releases.state_dict()
         if not counts["releases"]:
             return {**counts}
-        return {**counts, "epsilon": max(self.epsilon_per_sequence, self._earlier)}
+        return {**counts, "epsilon": max(self.epsilon_per_sequence, self._max_cost)}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue the counters; none runs backwards, not even in one process."""
+        """Continue the counts of a checkpoint; a count that is larger here stays."""
         if int(state.get("releases", 0)):
-            self._earlier = max(self._earlier, float(state.get("epsilon", math.inf)))
+            self._max_cost = max(self._max_cost, float(state.get("epsilon", math.inf)))
         names = ("batches", "releases", "longest")
         self._releases.load(*(int(state.get(name, 0)) for name in names))
 
     def teardown(self) -> None:
-        """Forget the model, and the digests of examples."""
-        self._ready = None
+        """Forget the words of the model and the digests of rows."""
+        self._words = None
         self._releases.next_fit()
 
-    def _agree(self, context: DefenseContext) -> None:
-        """Make the counts hold for every process: a checkpoint keeps those of process 0.
+    def _merge_counts(self, context: DefenseContext) -> None:
+        """Merge the counts of all processes, because a checkpoint holds only those of process 0.
 
-        It is a collective where counts depend on the data. A memoised row of ``per="sequence"``
-        costs the same everywhere.
+        Every process must call it. With memoisation and ``per="sequence"`` the cost does not depend
+        on the data, so it is the same on every process, and nothing is sent.
         """
-        single = context.clients * context.processes == 1 or not dist.is_initialized()
-        if single or (self.memoize and self.per == "sequence"):
+        is_single = context.clients * context.processes == 1 or not dist.is_initialized()
+        if is_single or (self.memoize and self.per == "sequence"):
             return
         local_counts = torch.tensor(self._releases.counts, device=context.device)
         counts = [torch.empty_like(local_counts) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, local_counts)
-        # One client's processes draw apart, except for a row that is memoised.
-        together = context.processes > 1 and not self.memoize
-        self._releases.merge(torch.stack(counts).tolist(), add=together)
+        # Processes of one client draw independently, unless rows are memoised.
+        is_sum = context.processes > 1 and not self.memoize
+        self._releases.merge(torch.stack(counts).tolist(), add=is_sum)
 
     @property
     def _in_batch(self) -> bool:
+        """Return whether the domain of each batch consists of its own ids."""
         return isinstance(self.domain, str) and self.domain == "batch"
 
     def _guarantee(self) -> str:
-        """Return one sentence; it begins with "none" where nothing is guaranteed."""
+        """Return the text of ``guarantee``; it begins with "none" if nothing is guaranteed."""
         if self._in_batch:
-            return "none: tokens are randomised among those of their own batch, which it shows"
+            return "none: tokens are replaced by tokens of the same batch, which reveals its words"
         if self.seed is not None:
-            return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
+            return "none: whoever knows or guesses `seed` can undo the replacement (for tests)"
         unit, releases = "row of a batch", "again in every epoch: epsilons add up"
         if self.per == "token":
             unit = "token, that is, words x epsilon for a row"
         if self.memoize:
             releases = (
-                "once in a fit by each client that has the row, which keeps its replacement (rows "
-                "of equal words show as equal)"
+                "once in a fit by each client that has the row, which keeps its replacement (it is "
+                "visible which rows are equal)"
             )
         return (
-            f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
+            f"against whoever sees anything computed from the batch, {self.epsilon:g}-local "
             f"differential privacy for each {unit}; spent {releases}. Public: lengths and "
             "special tokens. Not covered: labels of a classifier"
         )
 
     def _randomizer(self, k: int) -> Randomizer:
+        """Return the mechanism and rule on a domain of k ids.
+
+        Raises:
+            DefenseError: A setting is out of range, or settings contradict each other.
+        """
         try:
-            return Randomizer.with_defaults(self.mechanism, k, *self._settings)
+            return Randomizer.with_defaults(self.mechanism, k, *self._decode_and_bits)
         except ValueError as error:
             raise words.refused(str(error)) from error
 
-    def _prepare(self, root: nn.Module) -> words.Words:
-        ready = words.words_of(
+    def _words_of(self, root: nn.Module) -> words.Words:
+        """Return the words of a model, and check the settings on its domain."""
+        model_words = words.words_of(
             root,
             kind=self.kind,
             special_ids=self.special_ids,
             keep_special=self.keep_special,
-            domain=self._set,
+            domain=self._public_set,
             per_batch=self._in_batch,
         )
-        if ready.domain is not None:
-            self._randomizer(len(ready.domain))
-        return ready
+        if model_words.domain is not None:
+            self._randomizer(len(model_words.domain))
+        return model_words
 
     def _replacements(
         self,
         ids: Tensor,
         n_words: Tensor,
-        ready: words.Words,
+        model_words: words.Words,
         digests: list[bytes],
         context: DefenseContext,
     ) -> Tensor:
-        """Return (n,) replacements of the words ``ids``, (n,), row after row."""
-        if ready.domain is None:
+        """Return (n,), the replacement of each of the n words ``ids``, row after row."""
+        if model_words.domain is None:
             domain, index = torch.unique(ids, return_inverse=True)
             if len(domain) < 2:
                 return ids
             outside = None
         else:
-            domain = ready.domain
-            index, inside = ready.index_of(ids)
-            outside = None if self._set is None else ~inside
+            domain = model_words.domain
+            index, inside = model_words.index_of(ids)
+            outside = None if self._public_set is None else ~inside
         keys, counts = self._streams(n_words, digests, context)
         epsilon: float | Tensor = self.epsilon
         if self.per == "sequence":
@@ -428,16 +458,23 @@ class TokenLDP(Defense):
     def _streams(
         self, n_words: Tensor, digests: list[bytes], context: DefenseContext
     ) -> tuple[list[bytes], list[int]]:
-        """Return the keys of the secret random numbers, and how many words in turn use each."""
+        """Return the keys of the random streams, and the number of words that use each."""
         base, client = base_of(context.entropy, self.seed), context.client
         if self.memoize:
             return row_keys(base, client, digests, self.name), n_words.tolist()
-        place = base, self.batches, context.process
-        key = noise_key(*place, client=client, name=self.name, stream="token")
+        ids = base, self.batches, context.process
+        key = noise_key(*ids, client=client, name=self.name, stream="token")
         return [key], [int(n_words.sum())]
 
 
 def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:
-    """Return 32 bytes for each row: the same wherever this client has the row in this fit."""
+    """Return a key of 32 bytes for each row, the same for equal rows of one client in one fit.
+
+    Args:
+        base: The secret base of the fit.
+        client: The index of the client.
+        digests: The digest of each row's words.
+        name: The name of the defence.
+    """
     key = noise_key(base, 0, 0, client=client, name=name, stream="row")
     return [hashlib.blake2b(digest, key=key, digest_size=32).digest() for digest in digests]

@@ -1,4 +1,10 @@
-"""What counts as a word, which ids of a batch are words, and how others take their place."""
+"""Find the words of a batch: which token ids may be replaced, and by which ids.
+
+A word is a token id that is not special (such as padding or a separator). :func:`words_of` finds
+the words of a model, :func:`text_of` the words of a batch, and ``replace_words`` of the result
+returns the batch with the replacements. The draws themselves are in
+:mod:`~lightning_fedleak.defenses.token_ldp.mechanisms`.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +28,24 @@ from lightning_fedleak.model.anatomy import (
 )
 from lightning_fedleak.model.batches import TokenBatch
 
-_SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
+_SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")  # as in `pad_token_id`
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HIDDEN = 0  # id written over those that neither the model's attention nor the loss reads
+_HIDDEN_ID = 0  # replaces ids that both the attention mask and the loss ignore
 
 PUBLIC_FIELDS = frozenset(
     ("position_ids", "token_type_ids", "special_tokens_mask", "length", "lengths")
 )
-"""Fields of a batch that hold the positions of words, not the words: they pass unchanged."""
+"""Fields of a batch that hold positions or lengths, and no words: they stay unchanged."""
 
 
 def refused(reason: str) -> DefenseError:
-    """Return the error of a text that cannot be randomised; it never holds contents."""
+    """Return the error for a text that cannot be randomised. The message holds no text."""
     return DefenseError(f"TokenLDP: {reason}")
 
 
 def unreadable(error: batches.BatchError) -> DefenseError:
-    """Return the error of a batch that cannot be read or copied."""
+    """Return the error for a batch that cannot be read or copied."""
     return refused(
         f"the batch cannot be read ({str(error).removesuffix(batches.ADAPTER)}) Let the collate "
         "function return a dict with input_ids and labels"
@@ -48,13 +54,13 @@ def unreadable(error: batches.BatchError) -> DefenseError:
 
 @dataclass(frozen=True)
 class Words:
-    """What counts as a word.
+    """The ids of a model that are words, and the ids that may replace them.
 
     Attributes:
-        kind: what the labels mean.
-        special: (s,) int64 ids that are no words.
-        domain: (k,) int64 ascending ids that words are replaced by; None where each batch has its
-            own.
+        kind: The meaning of the labels, such as ``"causal"`` or ``"masked"``.
+        special: (s,) int64, the special ids, which are not words.
+        domain: (k,) int64 ascending, the ids that may replace a word; None if each batch has a
+            different domain.
     """
 
     kind: Kind
@@ -62,9 +68,9 @@ class Words:
     domain: Tensor | None
 
     def index_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of each id in the domain, and whether it is in there; (n,) each.
+        """Return the index of each id in the domain, and whether it is in the domain; (n,) each.
 
-        The index of an id that is not, one that no model has perhaps, is that of any other.
+        The index of an id that is not in the domain is that of some other id.
         """
         assert self.domain is not None
         index = torch.searchsorted(self.domain, ids).clamp_(max=len(self.domain) - 1)
@@ -80,19 +86,21 @@ def words_of(
     domain: Tensor | None,
     per_batch: bool,
 ) -> Words:
-    """Return the words of a model, from the arguments or else from the model itself.
+    """Return the words of a model. What is not an argument is read from the model.
 
     Args:
-        root: the model.
-        kind: what the labels mean; None: as the model says.
-        special_ids: ids that are no words, or a tokenizer; None: those in the model's config.
-        keep_special: False where special tokens are randomised like words.
-        domain: (k,) ids of a public set; None for the vocabulary.
-        per_batch: whether each batch's own ids are the domain.
+        root: The model.
+        kind: The meaning of the labels; None to find it in the model.
+        special_ids: The ids that are not words, or a tokenizer; None for those in the model's
+            config.
+        keep_special: Whether special tokens stay. If not, they are randomised like words.
+        domain: (k,) the ids of a public set; None for the vocabulary.
+        per_batch: Whether the domain of each batch consists of its own ids.
 
     Raises:
-        DefenseError: something is neither an argument nor known from the model, the domain is too
-            small, or the tokenizer has ids that the model has not.
+        DefenseError: A fact is neither an argument nor found in the model, the domain has fewer
+            than two ids or an id that the model does not have, the tokenizer has more ids than the
+            model, or special tokens of a model that needs them would be randomised.
     """
     anatomy = None
     if kind is None or special_ids is None or domain is None:
@@ -107,29 +115,30 @@ def words_of(
     special = special_of(special_ids, kind, keep_special, anatomy)
     if not keep_special and kind not in ("causal", "classifier"):
         raise refused(
-            f"keep_special=False would randomise tokens that a {kind} model needs: leave it out"
+            f"keep_special=False would randomise tokens that a {kind} model needs: use True"
         )
     if per_batch:
         return Words(kind, special, None)
     weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None
-    size = None if weight is None else weight.shape[0]
-    _check_tokenizer(special_ids, size)
-    ids = torch.arange(size or 0) if domain is None else domain
+    n_rows = None if weight is None else weight.shape[0]
+    _check_tokenizer(special_ids, n_rows)
+    ids = torch.arange(n_rows or 0) if domain is None else domain
     if keep_special:
         ids = ids[~torch.isin(ids, special)]
-    if len(ids) < 2 or int(ids.max()) >= (size or math.inf):
+    if len(ids) < 2 or int(ids.max()) >= (n_rows or math.inf):
         raise refused(
-            f"domain has {len(ids)} ids that are not special, and the model {size or 'unknown'} "
-            "words: give at least two of the model's"
+            f"domain has {len(ids)} ids that are not special, and the model has "
+            f"{n_rows or 'an unknown number of'} ids: give at least two ids of the model"
         )
     return Words(kind, special, ids)
 
 
-def _check_tokenizer(source: Any, size: int | None) -> None:
-    known = len(source) if isinstance(source, Sized) and hasattr(source, "all_special_ids") else 0
-    if size is not None and known > size:
+def _check_tokenizer(source: Any, n_rows: int | None) -> None:
+    """Raise an error if ``source`` is a tokenizer with more ids than the embedding has rows."""
+    n_ids = len(source) if isinstance(source, Sized) and hasattr(source, "all_special_ids") else 0
+    if n_rows is not None and n_ids > n_rows:
         raise refused(
-            f"the tokenizer has {known} ids and the model {size}: pass the model's own tokenizer "
+            f"the tokenizer has {n_ids} ids and the model {n_rows}: pass the model's own tokenizer "
             "as special_ids=, or resize the model's embedding"
         )
 
@@ -137,10 +146,17 @@ def _check_tokenizer(source: Any, size: int | None) -> None:
 def special_of(
     source: Collection[int] | Any, kind: Kind, keep_special: bool, anatomy: Anatomy | None
 ) -> Tensor:
-    """Return (s,) int64 ascending ids that are no words; ``source`` may be a tokenizer.
+    """Return (s,) int64 ascending, the ids that are not words.
+
+    Args:
+        source: The ids, or a tokenizer that has them; None for those in the model's config.
+        kind: The meaning of the labels.
+        keep_special: Whether special tokens stay. If not, they are randomised like words.
+        anatomy: The parts of the model; None if they were not found.
 
     Raises:
-        DefenseError: there is no source, and the model's config does not name them.
+        DefenseError: There is no source, but this kind of model needs one: its config does not name
+            all special ids.
     """
     if source is None:
         if kind in ("masked", "classifier") and keep_special:
@@ -152,7 +168,7 @@ def special_of(
         lists = [value if isinstance(value, list | tuple) else [value] for value in values]
         ids = {int(i) for ids in lists for i in ids if i is not None and int(i) >= 0}
     elif hasattr(source, "all_special_ids"):
-        # The unknown token stands for words, unless it is another special token too.
+        # The unknown token replaces words, unless it is also another special token.
         unknown = getattr(source, "unk_token_id", None)
         named_ids = {getattr(source, f"{name}_token_id", None) for name in _SPECIAL}
         ids = {int(i) for i in source.all_special_ids if i != unknown or i in named_ids}
@@ -165,25 +181,26 @@ def public_set(domain: Iterable[int] | Tensor) -> Tensor:
     """Return the ids of a public set, (k,) int64 ascending.
 
     Raises:
-        DefenseError: these are no distinct token ids.
+        DefenseError: The values are not token ids, or an id occurs twice.
     """
     ids = torch.as_tensor(domain if isinstance(domain, Tensor) else list(domain)).cpu()
-    integers = ids.dim() == 1 and len(ids) and ids.dtype not in (torch.bool, *FLOATS)
-    if not integers or int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
+    is_integer_list = ids.dim() == 1 and len(ids) and ids.dtype not in (torch.bool, *FLOATS)
+    if not is_integer_list or int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
         raise refused("domain must be 'vocabulary', 'batch' or a list of token ids, each once")
     return torch.sort(ids.long()).values
 
 
 @dataclass(frozen=True, repr=False)
 class _TrueText:
-    """The true text of a batch, on the CPU.
+    """The true text of a batch of B rows, on the CPU.
 
     Attributes:
-        ids: (B, T) int64; of an encoder-decoder both texts side by side.
-        words: (B, T) bool, what is randomised.
-        hidden: (B, T) bool, what is no word and overwritten.
-        kind: what the labels mean.
-        special: (s,) ids.
+        ids: (B, T) int64, the token ids. In an encoder-decoder the T columns are those of the
+            source text, followed by those of the target text.
+        words: (B, T) bool, whether the id is a word, which is randomised.
+        hidden: (B, T) bool, whether the id is not special, but masked: it is overwritten.
+        kind: The meaning of the labels.
+        special: (s,) int64, the special ids.
     """
 
     ids: Tensor
@@ -192,26 +209,26 @@ class _TrueText:
     kind: Kind
     special: Tensor
 
-    def written(self, tokens: TokenBatch, replacements: Tensor) -> TokenBatch:
-        """Return ``tokens`` with other words, and with their labels.
+    def replace_words(self, tokens: TokenBatch, replacements: Tensor) -> TokenBatch:
+        """Return the batch with the replacements of its words, in the inputs and the labels.
 
         Args:
-            tokens: what the text was read from.
-            replacements: (n,) the words in reading order.
+            tokens: The batch from which the text was read.
+            replacements: (n,) the replacement of each word, row after row.
         """
-        new = self.ids.masked_fill(self.hidden, _HIDDEN)
-        new[self.words] = replacements
+        new_ids = self.ids.masked_fill(self.hidden, _HIDDEN_ID)
+        new_ids[self.words] = replacements
         width = tokens.input_ids.shape[1]
-        inputs, labels = new[:, :width], tokens.labels
+        inputs, labels = new_ids[:, :width], tokens.labels
         if self.kind == "masked":
-            old = tokens.input_ids.to("cpu", torch.int64)
-            inputs = torch.where(torch.isin(old, self.special), old, inputs)
+            true_inputs = tokens.input_ids.to("cpu", torch.int64)
+            inputs = torch.where(torch.isin(true_inputs, self.special), true_inputs, inputs)
         if self.kind == "classifier":
             labels = None
         if labels is not None:
-            text = new[:, width:] if self.kind == "seq2seq" else new
-            looked_at = labels.cpu() != batches.IGNORE_INDEX
-            labels = torch.where(looked_at, text, batches.IGNORE_INDEX).to(labels)
+            text = new_ids[:, width:] if self.kind == "seq2seq" else new_ids
+            has_label = labels.cpu() != batches.IGNORE_INDEX
+            labels = torch.where(has_label, text, batches.IGNORE_INDEX).to(labels)
         return replace(tokens, input_ids=inputs.to(tokens.input_ids), labels=labels)
 
 
@@ -219,7 +236,8 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> _TrueText:
     """Return the true text of a batch.
 
     Raises:
-        DefenseError: labels of a causal model that are not its inputs, in two rows and in all.
+        DefenseError: The model is causal, at least two rows have labels, and the labels differ from
+            the inputs in every row that has labels.
     """
     ids = tokens.input_ids.to("cpu", torch.int64)
     visible = torch.ones_like(ids, dtype=torch.bool)
@@ -227,26 +245,26 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> _TrueText:
         visible = tokens.attention_mask.cpu() != 0
     if tokens.labels is not None and words.kind != "classifier":
         labels = tokens.labels.to("cpu", torch.int64)
-        looked_at = labels != batches.IGNORE_INDEX
+        has_label = labels != batches.IGNORE_INDEX
         if words.kind == "seq2seq":
-            ids, visible = torch.cat([ids, labels], dim=1), torch.cat([visible, looked_at], dim=1)
+            ids, visible = torch.cat([ids, labels], dim=1), torch.cat([visible, has_label], dim=1)
         elif words.kind == "masked":
-            ids, visible = torch.where(looked_at, labels, ids), visible | looked_at
-        elif looked_at.any(1).sum() > 1 and bool(
-            # In all rows with labels, two or more: one text beside sound ones stops nothing.
-            ((looked_at & (labels != ids)).any(1) | ~looked_at.any(1)).all()
+            ids, visible = torch.where(has_label, labels, ids), visible | has_label
+        elif has_label.any(1).sum() > 1 and bool(
+            # Only if all of them differ, so that the content of one text cannot stop the run.
+            ((has_label & (labels != ids)).any(1) | ~has_label.any(1)).all()
         ):
             raise refused(
                 "the labels of a causal model must be its inputs, or -100. Return labels that are "
                 "not shifted, and shift them in the loss"
             )
         else:
-            visible = visible | looked_at
+            visible = visible | has_label
     special = words.special if keep_special else words.special[:0]
     if not keep_special:
         visible = torch.ones_like(visible)
-    word = ~torch.isin(ids, special)
-    return _TrueText(ids, word & visible, word & ~visible, words.kind, special)
+    is_word = ~torch.isin(ids, special)
+    return _TrueText(ids, is_word & visible, is_word & ~visible, words.kind, special)
 
 
 @dataclass(frozen=True)
@@ -254,12 +272,12 @@ class BatchForm:
     """The form of the user's batches, for :class:`~lightning_fedleak.TokenLDP`.
 
     Attributes:
-        kind: what the labels mean, see :data:`~lightning_fedleak.model.anatomy.Kind`; None: as the
-            model says.
-        public_fields: further fields that hold nothing private.
+        kind: The meaning of the labels, see :data:`~lightning_fedleak.model.anatomy.Kind`; None to
+            find it in the model.
+        public_fields: The names of further fields that hold nothing private.
 
     Raises:
-        DefenseError: an unknown kind.
+        DefenseError: The kind is unknown.
     """
 
     kind: Kind | None = None
@@ -270,10 +288,10 @@ class BatchForm:
         check_choice("TokenLDP: kind", self.kind, kinds, optional=True)
 
     def read(self, batch: Any, kind: Kind) -> TokenBatch:
-        """Return ids, mask and labels of a batch.
+        """Return the ids, mask and labels of a batch.
 
         Raises:
-            DefenseError: it cannot be read, or it holds fields that may be text.
+            DefenseError: The batch cannot be read, or it holds fields that may be text.
         """
         try:
             tokens = batches.read_batch(batch, kind)
@@ -283,8 +301,8 @@ class BatchForm:
             raise unreadable(error) from error
         if unknown:
             raise refused(
-                f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "
-                "they are. Take them out, or, if no text is in them, pass "
+                f"the batch holds the fields {', '.join(unknown)}, which would reach the model "
+                "unchanged. Remove them from the batch, or, if they hold no text, pass "
                 f"form=BatchForm(public_fields={unknown})"
             )
         return tokens

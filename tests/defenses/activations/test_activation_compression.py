@@ -78,5 +78,5 @@ def test_noise_belongs_in_front() -> None:
 def test_a_checkpoint_of_principal_components_is_refused() -> None:
     defense = ActivationCompression(2, K)
     defense.load_state_dict(defense.state_dict())
-    with pytest.raises(DefenseError, match=r"basis is gone\. Begin a new run"):
+    with pytest.raises(DefenseError, match=r"outdated basis\. Begin a new run"):
         defense.load_state_dict({"span": torch.eye(8, K), "mean": torch.zeros(8)})

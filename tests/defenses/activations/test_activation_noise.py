@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.activations import ActivationNoise, _Remembered
+from lightning_fedleak.defenses.activations import ActivationNoise, _ForwardHistory
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.strategies import DefendedStrategy
@@ -156,14 +156,14 @@ def test_checkpointing_gives_the_same_gradient(reentrant, inside, layer, setting
     again = ActivationNoise(layer, SIGMA, **setting)
     noised(model, again)
     assert distance(step(model, *batches, defense=again), expected) < 1e-5
-    assert again._forwards == {"training": 3, "inference": 0}
+    assert again._n_forwards == {"training": 3, "inference": 0}
 
 
 def test_states_that_do_not_repeat_themselves_are_the_nearest_and_never_refused() -> None:
     """What a text holds decides nothing: near twins, numbers that overflow, far rounding."""
     states = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
     observed = [states, states + 1e-5, 100 * states, torch.full_like(states, math.inf), -states]
-    remembered = _Remembered()
+    remembered = _ForwardHistory()
     for number, tensor in enumerate(observed):
         remembered.add(number, tensor)
     for number, tensor in [*enumerate(observed)][::-1]:

@@ -193,7 +193,7 @@ def test_both_texts_of_an_encoder_decoder() -> None:
     defense = TokenLDP("grr", 8 * 3.0)
     new = defended(defense, tiny_t5(), batch)
     assert defense.longest == 8
-    expected = Randomizer.with_defaults("grr", VOCAB - len(defense._ready.special)).keep(3.0)
+    expected = Randomizer.with_defaults("grr", VOCAB - len(defense._words.special)).keep(3.0)
     for key, text in (("input_ids", source), ("labels", target[:, :3])):
         unchanged = float((new[key][:, : text.shape[1]] == text).double().mean())
         assert unchanged == pytest.approx(expected, abs=5 * math.sqrt(0.25 / text.numel()))

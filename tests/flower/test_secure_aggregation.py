@@ -352,11 +352,11 @@ WELL_SET_UP = {
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        (Field.THRESHOLD, 1, "unmasks the sum of 1, where at least 2"),
+        (Field.THRESHOLD, 1, "unmask the sum of 1 clients. At least 2"),
         (Field.MOD_RANGE, 2, "by numbers below 2,"),
         (Field.CLIPPING_RANGE, 0.01, "clips numbers at 0.01"),
         (Field.CLIPPING_RANGE, float("nan"), "clips numbers at nan"),
-        (Field.MAX_WEIGHT, 1e-6, "noise as large as"),
+        (Field.MAX_WEIGHT, 1e-6, "noise makes them as large as"),
         (Field.TARGET_RANGE, 2**40, "clips numbers at"),
         (Field.SOURCE_LIST, [100, 100], "among 1 clients"),
         (Field.SOURCE_LIST, [], "among 1 clients"),

@@ -390,7 +390,7 @@ def test_a_sum_that_could_lack_more_noise_than_the_account_is_refused(tmp_path: 
     """Flower unmasks a sum of all but one at best, so that one share may always be missing."""
     outcome, grid = aggregated(with_shares(tmp_path, dropouts=0))
     assert outcome is None
-    said = "unmasks the sum of 2, where at least 3 are needed"
+    said = "unmask the sum of 2 clients. At least 3 clients"
     assert sum(said in r.error.reason for r in grid.replies if r.has_error()) == CLIENTS
     assert releases(tmp_path) == [0] * CLIENTS
 

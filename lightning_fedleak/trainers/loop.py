@@ -342,7 +342,7 @@ def check_whole(
 
 
 def wrappers_of(trainer: Any, *, takes_fsdp2: bool = False) -> list[str]:
-    """Return the names of unsupported classes that transformers' Trainer will wrap around its model.
+    """Return the names of unsupported classes that transformers' Trainer will wrap its model in.
 
     Args:
         trainer: The Trainer.

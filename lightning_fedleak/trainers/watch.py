@@ -244,8 +244,8 @@ class Watch(Reported):
             )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
-        # `_stepped`: an optimizer has stepped in the current batch. `_backward`: a backward pass has
-        # run in it. `_pending`: gradients of earlier batches wait for an optimizer step.
+        # `_stepped`: an optimizer has stepped in the current batch. `_backward`: a backward pass
+        # has run in it. `_pending`: gradients of earlier batches wait for an optimizer step.
         # `_in_step`: the loop is inside the block of `step`.
         self.should_stop = self._stepped = self._backward = self._pending = self._in_step = False
         for gate in self.gates:

@@ -79,8 +79,9 @@ class ClientDP(Defense):
     ================  ===========================  ======================  =====================
 
     Sampling amplifies privacy only under central trust, and only if nobody but the server knows
-    which clients took part. With the other two kinds of trust the server knows them, each round
-    counts without amplification, and neighbours differ in the data of one client, which are replaced (``2 * clip``).
+    which clients took part. With the other two kinds of trust the server knows them, so that each
+    round counts without amplification, and neighbours differ in one client's data, which are
+    replaced by any other data (``2 * clip``).
 
     Epsilon does not cover numbers that clients send besides their update (the number of examples,
     metrics), logs of leakage, and decisions to increase the noise that depend on data.

@@ -104,7 +104,7 @@ def test_batches_that_were_not_told_are_unknown(tmp_path):
         return Message(content=content, reply_to=asked)
 
     mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=1.0)])
-    with pytest.warns(UserWarning, match="no batch of the round was handed over"):
+    with pytest.warns(UserWarning, match="no batch of the round was reported"):
         assert mod(message(), context(), silent).has_error()
 
 

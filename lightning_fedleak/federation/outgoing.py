@@ -190,28 +190,28 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        shared = self._begin_round(round_, sent)
+        tensors = self._begin_round(round_, sent)
         start = time.perf_counter()
         try:
-            update = difference(sent, returned, trained=shared)
+            update = difference(sent, returned, trained=tensors)
         except UpdateError as error:
-            return self._withhold(sent, shared, str(error))
+            return self._withhold(sent, tensors, str(error))
         if self.dp is None:
             update = {}  # only the check was needed, because a look computes the difference again
 
         def leave(look: RoundLook | None, events: Sequence[engine.GateEvent] = ()) -> Leaving:
             """Return the reply with the update."""
-            state = self._release(sent, returned, update, shared)
+            state = self._release(sent, returned, update, tensors)
             return Leaving(state, False, tuple(events), look)
 
         def look_once() -> RoundLook:
             """Attack the update with new noise, and with a copy of the compression."""
             state, noise_std, method = returned, 0.0, ""
             if self.dp is not None:
-                state = moved(sent, self.dp.rehearsed(update, shared))
+                state = moved(sent, self.dp.rehearsed(update, tensors))
                 noise_std = self.dp.own_noise_std
             if self.compression is not None and not self.compression.defers:
-                change = difference(sent, state, trained=shared)
+                change = difference(sent, state, trained=tensors)
                 compression = copy.copy(self.compression)
                 compression.memory = dict(compression.memory)
                 state, method = moved(sent, compression.send(change)), compression.method
@@ -232,11 +232,11 @@ class OutgoingUpdates:
         except Exception as error:  # the client's data may have caused it
             cause = f"the look failed: {engine.reason(error)}"
             if self.gates:
-                return self._withhold(sent, shared, cause)
+                return self._withhold(sent, tensors, cause)
             engine.announce(f"RoundObserver: in round {round_} {cause}. The update leaves")
             return leave(None)
         if action in ("withhold", "raise"):
-            zero = self._zero(sent, shared) if action == "withhold" else None
+            zero = self._zero(sent, tensors) if action == "withhold" else None
             answer = f"withheld ({'; '.join(event.gate for event in events)})"
             leaving = Leaving(zero, action == "withhold", tuple(events), look, answer)
         else:
@@ -275,8 +275,8 @@ class OutgoingUpdates:
             log.error("lightning-fedleak: %s\n%s", cause, trace)  # lines of code, no private text
             if self.dp is None and not (self.zero or self.secure_aggregation):
                 return Leaving(None, True, (), None, answer)
-            shared = self._begin_round(round_, sent)
-            return replace(self._withhold(sent, shared, cause), answer=answer)
+            tensors = self._begin_round(round_, sent)
+            return replace(self._withhold(sent, tensors, cause), answer=answer)
         seconds = time.perf_counter() - start
         try:
             return self.leaves(round_, sent, returned, batches, seconds=seconds)
@@ -287,15 +287,15 @@ class OutgoingUpdates:
     def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
         """Begin the round, and return the trained tensors that were sent."""
         self.observer.begin(round_, sent)
-        shared = {name: sent[name] for name in self.observer.trained_names()}
+        tensors = {name: sent[name] for name in self.observer.trained_names()}
         if self.dp is not None:
             self.dp.check_affords_another()
-            if self.observer.shares_twice(shared):
+            if self.observer.shares_twice(tensors):
                 raise UpdateError(
                     "a tied parameter has two names: share it once, by trained_state(model)"
                 )
-            self.dp.check_rounding(shared)
-        return shared
+            self.dp.check_rounding(tensors)
+        return tensors
 
     # ---- looks and gates --------------------------------------------------------------------
 
@@ -380,25 +380,32 @@ class OutgoingUpdates:
     # ---- the returned state -----------------------------------------------------------------
 
     def _release(
-        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, shared: State
+        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, tensors: State
     ) -> dict[str, Tensor]:
-        """Return the state that leaves if no gate withholds it: noised, then compressed."""
+        """Return the state that leaves if no gate withholds it: noised, then compressed.
+
+        Args:
+            sent: the state that this client got.
+            returned: the state that it has trained.
+            update: the difference of the two; None for zero.
+            tensors: the trained tensors of ``sent``.
+        """
         if self.dp is not None:
-            returned = moved(sent, self.dp.privatized(update, shared))
+            returned = moved(sent, self.dp.privatized(update, tensors))
         if self.compression is not None:
-            update = difference(sent, returned, trained=shared)
+            update = difference(sent, returned, trained=tensors)
             return moved(sent, self.compression.send(update))
         return {n: t.detach().clone() for n, t in returned.items()}
 
-    def _zero(self, sent: State, shared: State) -> dict[str, Tensor] | None:
+    def _zero(self, sent: State, tensors: State) -> dict[str, Tensor] | None:
         """Return the state that leaves in place of a withheld update; None if nothing leaves."""
         if self.dp is not None:
-            return self._release(sent, sent, None, shared)
+            return self._release(sent, sent, None, tensors)
         if self.secure_aggregation or self.zero:
             return {n: t.detach().clone() for n, t in sent.items()}
         return None
 
-    def _withhold(self, sent: State, shared: State, cause: str) -> Leaving:
+    def _withhold(self, sent: State, tensors: State, cause: str) -> Leaving:
         """Record why an update that cannot be read or attacked is withheld; return the reply."""
         round_ = self.observer.round_
         self.observer.engine.record_decision(
@@ -415,7 +422,7 @@ class OutgoingUpdates:
             )
         )
         self._announce(f"the update of round {round_} did not leave: {cause}")
-        return Leaving(self._zero(sent, shared), True, (), None)
+        return Leaving(self._zero(sent, tensors), True, (), None)
 
     # ---- state for a client's next process --------------------------------------------------
 

@@ -76,8 +76,8 @@ def read_look(
         scored: whether the client's texts are known, so that the attacks' guesses were scored.
     """
     if scored:
-        shared = bool(engine.fit and engine.fit.lineup.trained)
-        outcomes = engine.results.add(look, outcomes, utility, shared=shared)
+        is_shared = bool(engine.fit and engine.fit.lineup.trained)
+        outcomes = engine.results.add(look, outcomes, utility, shared=is_shared)
         values, now = engine.results.new_values(), dict(engine.results.look_values)
     else:
         further = {f"utility/{name}": float(value) for name, value in utility.items()}

@@ -523,6 +523,7 @@ class _TransformersWatch(Watch):
         return Path(str(self.trainer.args.output_dir)) / f"checkpoint-{step}"
 
     def _stop(self) -> None:
+        """Stop the Trainer after this step, because a gate stops the run."""
         super()._stop()
         self.trainer.control.should_training_stop = True
 

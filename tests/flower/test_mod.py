@@ -252,7 +252,7 @@ def test_under_noise_of_its_own_a_client_answers_training_alone(tmp_path, kind, 
 
     reply = FedLeakMod(ForClient(tmp_path), dp=account)(message(kind=kind), context(), never)
     assert reply.has_error()
-    assert f"answers training alone, and not '{kind}'" in reply.error.reason
+    assert f"answers only training, and not '{kind}'" in reply.error.reason
     assert account(None).accountant.steps == 0
 
 

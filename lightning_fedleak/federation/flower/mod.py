@@ -118,8 +118,8 @@ class FedLeakMod:
             if adds_noise:
                 return _refuse(
                     message,
-                    "under a ClientDP whose noise the client adds, the client answers training "
-                    f"alone, and not '{message_type}': evaluate on the server "
+                    "under a ClientDP whose noise the client adds, the client answers only "
+                    f"training, and not '{message_type}': evaluate on the server "
                     "(fraction_evaluate=0)",
                 )
             return call_next(message, context)
@@ -143,8 +143,8 @@ class FedLeakMod:
         if protocol is not None:
             names = federation.parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
-            sent = codec.sent_state.items()
-            check_masks(protocol, dp, [t for n, t in sent if names.get(n) in trained])
+            tensors = codec.sent_state.items()
+            check_masks(protocol, dp, [t for n, t in tensors if names.get(n) in trained])
         _recall(outgoing, context)
         try:
             return self._answer(outgoing, codec, message, lambda: call_next(message, context))

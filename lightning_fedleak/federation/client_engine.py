@@ -173,8 +173,7 @@ class ClientEngine(Engine):
             for channel in fit.channels:
                 results |= results_of(channel, look)
         return fit.pool(results, look.step)[0] or {
-            series: unknown(fit.series[series].metrics_of(series), _NO_LOSS)
-            for series in all_series
+            s: unknown(fit.series[s].metrics_of(s), _NO_LOSS) for s in all_series
         }
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:

@@ -198,6 +198,8 @@ class DefendedMixin(Trainer):
             change.
     """
 
+    # `_n_batches`: the batches of all calls of `train`. `_is_setting_up`: `train` makes its loader.
+    # `_is_in_step`: a training step runs. `_row_count_leaks`: the number of rows depends on data.
     _n_batches = 0
     _is_setting_up = _is_in_step = _row_count_leaks = False
 
@@ -211,6 +213,7 @@ class DefendedMixin(Trainer):
         dataset: Any = arguments.get("train_dataset", kwargs.get("train_dataset"))
         super().__init__(*args, **kwargs)
         names = {cls.__name__ for cls in type(self).__mro__}
+        # Examples of DPOTrainer are pairs: a chosen and a rejected text.
         self._has_pairs = self._per_sample and "DPOTrainer" in names
         self.outside_epsilon = outside_epsilon
         client: Client = "rank" if self.args.world_size == 1 else "world"

@@ -469,7 +469,7 @@ def peak_of_a_look(folder, replies):
     finally:
         tracemalloc.stop()
         gc.set_threshold(*threshold)
-    assert len(strategy._numbers) == replies
+    assert len(strategy._indices) == replies
     return peak, sum(t.nbytes for t in returned.values())
 
 

@@ -1,4 +1,8 @@
-"""Federated rounds: what an update leaks, seen by the client or by the server."""
+"""Federated rounds: attacks, gates and defences for the updates that clients share.
+
+Updates are observed on the client's side, before they leave, or on the server's side. The
+integrations with Flower and NVFlare are in :mod:`.flower` and :mod:`.nvflare`.
+"""
 
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
 from lightning_fedleak.federation.client_dp import ClientReleaseSettings as ClientReleaseSettings

@@ -1,8 +1,10 @@
-"""Client-level differential privacy: a client's update is clipped, noised, and accounted for.
+"""Client-level differential privacy of a federation's rounds: clipping, noise, and the account.
 
-In each round the sum of clipped updates gets Gaussian noise, and is divided by the *expected*
-number of clients, which depends on no data. A client that fails, withholds or returns an update
-that cannot be read counts as zero. All clients have the same weight.
+Each client's update is clipped. The sum of the clipped updates gets Gaussian noise, and is divided
+by the *expected* number of clients in a round, which does not depend on the data. If a client
+fails, withholds its update, or returns one that cannot be read, the update counts as zero. All
+clients have the same weight. The account keeps the epsilon that all releases (noised means, or
+noised updates) together have spent.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.messages import rank_zero_warn
 
-C = TypeVar("C")
+C = TypeVar("C")  # the type of a client's name
 
-MAX_HARDENINGS = 10  # each doubles the noise: at most 1024 times before an update is withheld
+# How often the noise may be doubled: up to 2**10 = 1024 times the first noise. If an update still
+# exceeds a gate then, it is withheld.
+MAX_HARDENINGS = 10
 
 ClientSampling = Literal["all", "poisson", "fixed"]
 Trusted = Literal["central", "local", "secure_aggregation"]
@@ -41,7 +45,7 @@ class ClientReleaseSettings:
     Attributes:
         dropouts: the number of clients in a round whose share of the noise may be missing, with
             ``trust="secure_aggregation"``.
-        seed: the seed of the noise, for tests only. Whoever knows it can remove the noise, so
+        seed: the seed of the noise, for tests only. Anyone who knows it can subtract the noise, so
             epsilon is infinite.
     """
 
@@ -57,12 +61,12 @@ class ClientDP(Defense):
 
     - ``"central"``: a trusted server sees every update, and adds noise to the sum (:meth:`mean`).
       The guarantee holds against whoever sees the models of all rounds.
-    - ``"local"``: each client adds the whole noise itself (:meth:`privatized`). The guarantee also
+    - ``"local"``: each client adds all of the noise itself (:meth:`privatized`). The guarantee also
       holds against the server.
     - ``"secure_aggregation"``: each client adds a share of the noise (:meth:`privatized`), and the
-      server sees only the sum, which has the whole noise. The guarantee holds against a server that
-      does not break the aggregation, while at most ``dropouts`` clients fail or reveal their share
-      to the server. A secure aggregation rounds to whole numbers, which is not accounted.
+      server sees only the sum, which has all of the noise. The guarantee holds against a server
+      that does not break the aggregation, if at most ``dropouts`` clients fail or reveal their
+      share to the server. A secure aggregation rounds to integers, which is not accounted for.
 
     The sampling of clients (:meth:`drawn`) defines the neighbours:
 
@@ -74,12 +78,13 @@ class ClientDP(Defense):
     ``"fixed"``       a client's data replaced     ``2 * clip``            prv, rdp, filter
     ================  ===========================  ======================  =====================
 
-    Sampling amplifies privacy only under central trust, and while only the server knows who took
-    part. Otherwise the server knows the participants, each round counts in full, and neighbours
-    differ by one client's data replaced by any other (``2 * clip``).
+    Sampling amplifies privacy only under central trust, and only if nobody but the server knows
+    which clients took part. With the other two kinds of trust the server knows them, so that each
+    round counts without amplification, and neighbours differ in one client's data, which are
+    replaced by any other data (``2 * clip``).
 
-    Not covered: numbers that clients send besides their update (the number of examples, metrics),
-    logs of leakage, and decisions to increase the noise that depend on data.
+    Epsilon does not cover numbers that clients send besides their update (the number of examples,
+    metrics), logs of leakage, and decisions to increase the noise that depend on data.
 
     Examples:
         >>> from lightning_fedleak import ClientDP
@@ -89,22 +94,23 @@ class ClientDP(Defense):
 
     Args:
         clip: the largest 2-norm of a client's update, over all shared tensors together.
-        noise_multiplier: the standard deviation of the noise on the sum, divided by ``clip``. None
-            computes it from ``target_epsilon`` and ``rounds``.
+        noise_multiplier: the standard deviation of the noise on the sum, divided by ``clip``. With
+            None it is computed from ``target_epsilon`` and ``rounds``.
         clients: the number of clients in the federation.
-        per_round: the number of clients in a round: the mean (``"poisson"``) or the exact number
-            (``"fixed"``). Leave it out with ``"all"``.
-        sampling: the sampling of a round's clients.
+        per_round: the number of clients in a round: the mean number (``"poisson"``) or the exact
+            number (``"fixed"``). Leave it out with ``"all"``.
+        sampling: how the clients of a round are sampled, see above.
         trust: who adds the noise, see above.
-        target_delta: the delta of the guarantee; below one over ``clients``.
+        target_delta: the delta of the guarantee, which must be below ``1 / clients``.
         target_epsilon: the budget of all rounds together. A round that would exceed it is refused.
         rounds: the planned number of rounds, from which the noise multiplier is computed.
-        accountant: ``"prv"`` (tight, as PLD), ``"rdp"``, or ``"filter"``. With a filter the noise
-            can be increased (:meth:`harden` doubles it, at most ten times) within
-            (``target_epsilon``, ``target_delta``).
-        ledger: a file that keeps the count of releases through a crash. ``<ledger>.terms`` next to
-            it holds the terms of the account. With ``trust="central"`` the server keeps the ledger,
-            otherwise each client keeps its own.
+        accountant: ``"prv"`` (a tight accountant, like PLD), ``"rdp"`` (Renyi accounting), or
+            ``"filter"`` (a Renyi filter). With a filter the noise can be increased during the run
+            (:meth:`harden` doubles it, at most ten times) within (``target_epsilon``,
+            ``target_delta``).
+        ledger: a file that keeps the count of releases if the process crashes. The file
+            ``<ledger>.terms`` next to it holds the terms of the account. With ``trust="central"``
+            the server keeps the ledger, otherwise each client keeps its own.
         release: the number of shares of noise that may be missing, and a seed for tests:
             :class:`ClientReleaseSettings`.
 
@@ -144,7 +150,7 @@ class ClientDP(Defense):
         needs_epsilon = computes_noise or accountant == "filter"
         if (computes_noise and rounds is None) or (needs_epsilon and target_epsilon is None):
             raise DefenseError(
-                "ClientDP: give noise_multiplier, or target_epsilon and rounds; accountant='filter'"
+                "ClientDP: pass noise_multiplier, or target_epsilon and rounds. accountant='filter'"
                 " keeps a budget, and needs target_epsilon"
             )
         self.clients = clients
@@ -198,7 +204,8 @@ class ClientDP(Defense):
     def own_noise_std(self) -> float:
         """The standard deviation of a client's noise on each entry of its update; 0 without noise.
 
-        The shares of all but ``dropouts`` clients add up to the whole noise.
+        Under a secure aggregation it is that of a share: the shares of all clients of a round, even
+        without ``dropouts`` of them, add up to all of the noise.
         """
         if self.trust == "central":
             return 0.0
@@ -215,9 +222,10 @@ class ClientDP(Defense):
         return self.own_noise_std / math.sqrt(self.per_round)
 
     def relative_noise(self, numbers: int) -> float:
-        """Return the norm of the mean's noise, divided by the largest norm of the mean without it.
+        """Return the norm of the noise on the mean, divided by the largest norm of a mean update.
 
-        It depends on no data. Above 1 the noise exceeds what clients learned in a round.
+        It does not depend on data. Above 1 the noise is larger than what clients learned in a
+        round.
 
         Args:
             numbers: the number of trained entries.
@@ -226,7 +234,7 @@ class ClientDP(Defense):
 
     @property
     def accountant(self) -> Accountant | RenyiFilter:
-        """The accountant. Its noise multipliers are divided by the sensitivity, not by the clip."""
+        """The accountant. Its noise multipliers are relative to the sensitivity, not to clip."""
         return self._budget.accountant
 
     @property
@@ -236,7 +244,7 @@ class ClientDP(Defense):
 
     @property
     def acts_on_gradients(self) -> bool:
-        """Whether updates are changed before they leave: always."""
+        """Whether updates are changed before they leave a client or the server: always true."""
         return True
 
     def settings(self) -> dict[str, bool | int | float | str]:
@@ -248,7 +256,7 @@ class ClientDP(Defense):
         }
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Raise an error: this is no defence of a Trainer's steps.
+        """Raise an error, because this is not a defence of a Trainer's steps.
 
         Raises:
             DefenseError: always.
@@ -260,32 +268,32 @@ class ClientDP(Defense):
 
     @property
     def can_harden(self) -> bool:
-        """Whether the noise can be increased: it takes ``accountant="filter"``.
+        """Whether the noise can be increased, which needs ``accountant="filter"``.
 
-        It cannot under a secure aggregation. A client increases only its own share, and the sum
-        would have less noise than this client's account assumes.
+        Under a secure aggregation it cannot. A client would increase only its own share, and the
+        sum would have less noise than the client's account assumes.
         """
         return self.trust != "secure_aggregation" and self._budget.can_harden
 
     def harden(self) -> str | None:
-        """Double the noise from the next release on; return the change, or None at the limit."""
+        """Double the noise from the next release on; return the change in words, or None."""
         return self._budget.harden() if self.can_harden else None
 
     # ---- a round ----------------------------------------------------------------------------
 
     def drawn(self, clients: Sequence[C]) -> list[C]:
-        """Sample the clients of a round, with randomness of the operating system.
+        """Return the sampled clients of a round, with randomness of the operating system.
 
         Args:
             clients: all clients of the federation.
 
         Raises:
-            DefenseError: their number is not the ``clients`` of this object.
+            DefenseError: the number of clients is not ``clients`` of this object.
         """
         if len(clients) != self.clients:
             raise DefenseError(
-                f"ClientDP(clients={self.clients}) draws from all clients of the federation, and "
-                f"{len(clients)} are there: draw also those that cannot be reached"
+                f"ClientDP(clients={self.clients}) samples from all clients of the federation, but "
+                f"{len(clients)} are there: pass also clients that cannot be reached"
             )
         source = random.SystemRandom()
         if self.sampling == "fixed":
@@ -296,31 +304,32 @@ class ClientDP(Defense):
         return list(clients)
 
     def mean(self, updates: Mapping[C, Update | None], like: Update) -> Release:
-        """Return the noised mean of a round's updates, on a trusted server: one release.
+        """Return the noised mean of a round's updates, on a trusted server. It is one release.
 
         All clients have the same weight. If updates arrive one after the other, use :meth:`begin`.
 
         Args:
-            updates: the update of every sampled client; None if it failed or withheld, which counts
-                as zero. So does an update that cannot be read (other names or shapes, NaN).
-            like: tensors with the names, shapes and dtypes of what is shared.
+            updates: the update of every sampled client; None if the client failed or withheld it,
+                which counts as zero. An update that cannot be read (other names or shapes, NaN)
+                counts as zero too.
+            like: tensors with the names, shapes and dtypes of the shared parameters.
 
         Raises:
             DefenseError: the same as in :meth:`begin`.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
-        sums = self.begin(updates, like)
+        update_sum = self.begin(updates, like)
         for client, update in updates.items():
             if update is not None:
-                sums.add(client, update)
-        return sums.end()
+                update_sum.add(client, update)
+        return update_sum.end()
 
     def begin(self, clients: Collection[C], like: Update) -> UpdateSum[C]:
         """Begin a release on a trusted server. Updates are added as they arrive.
 
         Args:
             clients: the sampled clients.
-            like: tensors with the names, shapes and dtypes of what is shared.
+            like: tensors with the names, shapes and dtypes of the shared parameters.
 
         Raises:
             DefenseError: the server does not add the noise, or there are more clients than could be
@@ -335,18 +344,18 @@ class ClientDP(Defense):
         check_integer(name, len(clients), at_least=0, at_most=max_clients, hint=hint)
         return UpdateSum(clients, like, self.clip, self._release_sum)
 
-    def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
-        """Return the noised mean of a sum of clipped updates: one release."""
-        std = self._record_release() * sums.clip
-        return self._add_noise(sums.total, std, sums.like, 1 / self.per_round)
+    def _release_sum(self, update_sum: UpdateSum[Any]) -> dict[str, Tensor]:
+        """Return the noised mean of a sum of clipped updates, and count it as one release."""
+        std = self._record_release() * update_sum.clip
+        return self._add_noise(update_sum.total, std, update_sum.like, 1 / self.per_round)
 
     def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
-        """Return a client's update, clipped and with its own noise: one release of this client.
+        """Return a client's clipped update with the client's noise. It is one release.
 
         Args:
-            update: the update; None withholds it. Zero with the same noise then leaves, and also in
-                place of an update that cannot be read (NaN): a failure would reveal the data.
-            like: tensors with the names, shapes and dtypes of what is shared.
+            update: the update; None to withhold it. A withheld update, or one that cannot be read
+                (NaN), is replaced by zero with the same noise: a failure would reveal the data.
+            like: tensors with the names, shapes and dtypes of the shared parameters.
 
         Raises:
             DefenseError: the server adds the noise.
@@ -357,10 +366,11 @@ class ClientDP(Defense):
         return self._add_noise(clipped_update, self.own_noise_std, like)
 
     def rehearsed(self, update: Update | None, like: Update) -> dict[str, Tensor]:
-        """Return a rehearsal of :meth:`privatized`, with independent noise and not accounted.
+        """Return the same as :meth:`privatized`, but with independent noise, and not accounted for.
 
-        It must not be released. Attacks read it in place of the released update: a decision from it
-        depends on noise that nobody else sees, so that the account of the release still holds.
+        The result must not be released. Attacks read it in place of the update that is released.
+        So the decision to withhold depends on noise that nobody sees, and the account of the
+        release still holds.
         """
         clipped_update = self._clip_or_zero(update, like)
         return self._add_noise(clipped_update, self.own_noise_std, like, stream="rehearsal")
@@ -374,11 +384,11 @@ class ClientDP(Defense):
         self._budget.check_affords_another()
 
     def check_client(self, *, masked: bool, mend: str) -> None:
-        """Raise an error if a client's own noise, or its account after a restart, does not hold.
+        """Refuse a setup in which a client's noise is too small, or its account could be lost.
 
         Args:
             masked: whether a secure aggregation hides each client's update from the server.
-            mend: the way to set one up, for the message.
+            mend: what to do to set up a secure aggregation, for the message.
 
         Raises:
             DefenseError: there is no ledger, or an update with a share of noise is not masked.
@@ -386,22 +396,23 @@ class ClientDP(Defense):
         problem = None
         if self.ledger is None:
             problem = (
-                "a client's process may end: give ClientDP(ledger=...), a path for each client"
+                "a restart of a client's process would lose its account: pass "
+                "ClientDP(ledger=...), a path for each client"
             )
         elif self.trust == "secure_aggregation" and not masked:
             problem = (
                 "ClientDP(trust='secure_aggregation'): nothing here masks this client's update, "
-                f"whose share of noise is less than the whole: {mend}"
+                f"which has only a share of the noise: {mend}"
             )
         if problem:
             raise DefenseError(problem)
 
     def check_rounding(self, like: Update) -> None:
-        """Refuse a model whose dtype rounds a client's share of noise away.
+        """Refuse a model whose dtype is so coarse that it rounds a client's share of noise away.
 
-        Shares add up to the whole noise only before rounding. Rounding to steps of one standard
-        deviation changes the distribution of the sum by ``exp(-2 pi^2)``, 3e-9. With far larger
-        steps a share has no effect.
+        Shares add up to all of the noise only before they are rounded. Rounding to steps of one
+        standard deviation of a share changes the distribution of the sum by ``exp(-2 pi^2)``, 3e-9.
+        With far larger steps a share has no effect.
 
         Args:
             like: the trained tensors that were sent.
@@ -417,25 +428,29 @@ class ClientDP(Defense):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise DefenseError(
                     f"ClientDP: '{name}' was sent in {dtype} in steps of {step:.2g}, which round a "
-                    f"share of noise of {std:.2g} away: send float32, or clip higher"
+                    f"share of noise of {std:.2g} away: send float32, or increase clip"
                 )
 
     def check_server(self, owner: str) -> None:
-        """Raise an error if the server's noise, or its account after a restart, does not hold.
+        """Refuse a server that would not add the noise, or whose account could be lost.
+
+        Args:
+            owner: the name of the class that runs on the server, for the message.
 
         Raises:
             DefenseError: the server does not add the noise, or there is no ledger.
         """
         if self.trust != "central" or self.ledger is None:
             raise DefenseError(
-                f"{owner} adds the noise on the server: give ClientDP(trust='central', ledger=...)"
+                f"{owner} adds the noise on the server: pass ClientDP(trust='central', ledger=...)"
             )
 
     def _clip_or_zero(self, update: Update | None, like: Update) -> dict[str, Tensor]:
+        """Return a client's clipped update; zero if it is withheld or cannot be read."""
         if self.trust == "central":
             raise DefenseError(
-                "ClientDP(trust='central'): the server adds the noise. For noise of the client's "
-                "own say trust='local'"
+                "ClientDP(trust='central'): the server adds the noise. If the client is to add it, "
+                "pass trust='local'"
             )
         if update is not None:
             try:
@@ -454,7 +469,15 @@ class ClientDP(Defense):
     def _add_noise(
         self, total: Update, std: float, like: Update, scale: float = 1.0, stream: str = "client"
     ) -> dict[str, Tensor]:
-        """Return a sum with noise that is used once, times ``scale``, in the dtypes of ``like``."""
+        """Return ``scale`` times a sum with new noise, in the dtypes of ``like``.
+
+        Args:
+            total: the sum, or one update, by name.
+            std: the standard deviation of the noise on each entry of ``total``.
+            like: tensors with the dtypes of the result.
+            scale: the factor by which the sum and its noise are multiplied.
+            stream: the name of the noise's random stream: one for releases, one for rehearsals.
+        """
         release, self._releases = self._releases, self._releases + 1
         base, noised = base_of(self._entropy, self.seed), {}
         for index, (name, tensor) in enumerate(total.items()):
@@ -470,12 +493,12 @@ class ClientDP(Defense):
         return self._budget.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the count of releases; the account never runs backwards."""
+        """Load the count of releases of a checkpoint. No count ever decreases."""
         self._budget.load_state_dict(state, self._budget.accountant.steps)
         self._budget.check_not_overdrawn()
 
     def _terms(self) -> dict[str, object]:
-        """Return the terms of the account, which those of an existing ledger must equal."""
+        """Return the terms of the account. The terms of an existing ledger must be the same."""
         return {
             "unit": "client",
             "clients": self.clients,
@@ -485,15 +508,16 @@ class ClientDP(Defense):
         }
 
     def _describe_guarantee(self) -> str:
+        """Return the guarantee in words: against whom it holds, and what it covers."""
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can subtract the noise (for tests only)"
         adversary = {
-            "central": "whoever sees the models of all rounds, but for the trusted server",
-            "local": "whoever sees each client's updates, the server among them",
+            "central": "whoever sees the models of all rounds, except the trusted server",
+            "local": "whoever sees each client's updates, including the server",
             "secure_aggregation": (
-                "a server that sees only the sum of updates, while the aggregation hides the parts "
-                f"and at most {self.dropouts} clients of a round drop out or collude; its rounding "
-                "to whole numbers is not accounted"
+                "a server that sees only the sum of updates, if the aggregation hides single "
+                f"updates and at most {self.dropouts} clients of a round drop out or collude; its "
+                "rounding to integers is not accounted for"
             ),
         }[self.trust]
         neighbours = "replaced by any other data" if self.replaces else "added or removed"
@@ -502,18 +526,18 @@ class ClientDP(Defense):
             f"against {adversary}: (epsilon, delta)-differential privacy of one client, all of its "
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."
             f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
-            "why noise was turned up in sight of data."
+            "decisions to increase the noise that depend on data."
         )
 
 
 def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
-    """Return the expected number of clients in a round."""
+    """Check ``sampling`` and ``per_round``; return the expected number of clients in a round."""
     check_choice("ClientDP: sampling", sampling, get_args(ClientSampling))
     if sampling == "all":
         hint = "with sampling='all' each client takes part"
         check_choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
         return float(clients)
-    hint = f"sampling={sampling!r} needs per_round=, clients of a round"
+    hint = f"sampling={sampling!r} needs per_round=, the number of clients in a round"
     value: Any = per_round
     value = check_number("ClientDP: per_round", value, above=0, at_most=clients, hint=hint)
     if sampling == "fixed" and value % 1:
@@ -528,7 +552,7 @@ def _check_trust(
     check_choice("ClientDP: trust", trust, get_args(Trusted))
     adds_shares = trust == "secure_aggregation"
     if adds_shares:
-        hint = "shares of noise add up only where it is known how many clients take part"
+        hint = "shares of noise add up only if the number of clients in a round is known"
         name = "ClientDP: with trust='secure_aggregation' sampling"
         check_choice(name, sampling, ("fixed", "all"), hint=hint)
     name, limit = "ClientDP: dropouts", math.ceil(per_round) - 1 if adds_shares else 0

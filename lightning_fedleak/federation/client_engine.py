@@ -1,4 +1,8 @@
-"""The engine of one client in the rounds of a federation: it reads updates, not single steps."""
+"""The engine of one client in the rounds of a federation, which attacks updates of whole rounds.
+
+An engine runs attacks, scores their guesses and logs the results. One engine of the federation
+calibrates the attacks; each client has a :class:`ClientEngine` for its updates and its log.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +21,28 @@ from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, ModelCall, Step, plain_call
 
+# Reasons of unknown results, as the logs show them.
 _NOT_SCORED = (
-    "whoever looks here does not hold the client's texts, so that what was read off the update "
-    "cannot be scored"
+    "the observer does not hold the client's texts, so guesses from the update cannot be scored"
 )
-_NO_LOSS = "the client's batches hold nothing that a loss was computed on"
+_NO_LOSS = "the client's batches hold no token that a loss was computed on"
 
 
 class ClientEngine(Engine):
     """An engine that attacks the updates of one client, with attacks calibrated by another engine.
 
     Args:
-        origin: the engine of the federation, which has begun.
-        run: the origin's run, with the rank of this client.
-        stage: the stage of the updates.
-        destination: the destination of this client's results.
+        origin: the engine of the federation, whose run has begun. It has calibrated the attacks.
+        run: the run of ``origin``, with the rank of this client.
+        stage: the stage of the updates: shared for a client's, aggregate for their sum.
+        destination: the loggers and the folder of this client's results.
 
     Attributes:
-        spent: the client of the newest round, and the defences that account for it.
+        spent: the client, and the defences whose spent privacy its last line of the log shows.
     """
 
     def __init__(self, origin: Engine, run: Run, stage: Stage, destination: Destination) -> None:
-        # Results are in the order of the channels.
+        # Results are in the order of the channels: the parts of an engine for one kind of attack.
         order = [type(channel) for channel in origin.channels]
         attacks = sorted(origin.selection.attacks, key=lambda a: order.index(family_of(a)))
         super().__init__(
@@ -52,7 +56,7 @@ class ClientEngine(Engine):
             *(run, destination, self.series, self.selection.attacks),
             *(self.jsonl, self.record, None),
         )
-        lineup = origin._fit.lineup
+        lineup = origin._fit.lineup  # the attacks that run, with the plan of each
         plans = {plan.attack.name: plan for plan in lineup.plans}
         channels = [channel for channel in self.channels if channel.attacks]
         for channel in channels:
@@ -76,18 +80,19 @@ class ClientEngine(Engine):
         """Attack the update of a client's round, and score the guesses.
 
         Args:
-            look: the look.
-            batches: the batches of the local steps; None if they are not known.
+            look: the look: one run of the attacks, on the update of this round.
+            batches: the batches of the local steps; None if they are unknown.
             take: a function that returns the update.
 
         Returns:
-            The outcomes. Without batches they are unknown, but for certificates.
+            The outcomes by series: the results of one attack at one stage. Without batches they are
+            unknown, except certificates, which can be checked without the client's texts.
         """
         fit = self._fit
-        played = [series for series in fit.series if series.attack in fit.lineup.playing]
+        all_series = [series for series in fit.series if series.attack in fit.lineup.playing]
         look.followed, look.training_step = True, Step(look.step)
-        if batches is None:  # games have no candidate texts
-            look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
+        if batches is None:  # membership games have no candidate texts
+            look.scope = frozenset(s for s in all_series if not fit.series[s].plays_games)
         else:
             self._read_batches(look, batches)
         self._arm(look)
@@ -95,19 +100,22 @@ class ClientEngine(Engine):
         look.training_step.gradients |= dict.fromkeys(look.stages, take)
         self._attack(look)
         look.stepped.add(0)
-        outcomes = self._round_outcomes(look, played, scored=batches is not None)
+        outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
         fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
         failure, fit.failure = fit.failure, None
         if failure is not None or outcomes is None:
-            return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in played}
+            return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in all_series}
         return outcomes
 
     def _read_batches(self, look: Look, batches: Sequence[Any]) -> None:
-        """Read the batches of a round's local steps."""
+        """Read the batches of a round's local steps, as the truth that guesses are scored against.
+
+        If a batch cannot be read, the look has an error, and its results are unknown.
+        """
         fit, step = self._fit, look.training_step
         try:
             if not batches:
-                raise BatchError("no batch of the round was handed over")
+                raise BatchError("no batch of the round was reported")
             for batch in [b if isinstance(b, TokenBatch) else fit.tap.read(b) for b in batches]:
                 if batch.crossing is None and batch.is_packed:
                     raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
@@ -117,17 +125,19 @@ class ClientEngine(Engine):
             step.error = reason(error)
         if any(map(fit.controls.may_play, fit.lineup.exposed)):
             try:
-                self._keep_round(step, batches)
-            except Exception as error:  # only the control of the attacks is unknown
+                self._record_round(step, batches)
+            except Exception as error:  # makes only the controls of the attacks unknown
                 step.round = LocalRound({}, why_not=reason(error))
 
-    def _keep_round(self, step: Step, batches: Sequence[Any]) -> None:
-        """Record from what a client's round can be repeated, starting at the sent model.
+    def _record_round(self, step: Step, batches: Sequence[Any]) -> None:
+        """Record what is needed to repeat a client's round from the sent model.
+
+        Controls need this: the repeated round is attacked with known words in place of its texts.
 
         Args:
-            step: the round, with the batches that were read.
-            batches: the batches of one client, with the learning rate of each step if it is known;
-                or for a sum of updates one batch for each step of each client.
+            step: the round as a step of the engine, with the batches that were read.
+            batches: the batches of one client, with the learning rate of each step if it was
+                reported; for a sum of updates, one batch for each step of each client.
         """
         run, summed = self.run, Stage.AGGREGATE in self.options.stages
         local = step.round = LocalRound.begin([*run.anatomy.root.parameters()])
@@ -135,7 +145,7 @@ class ClientEngine(Engine):
         local.clients = max(1, len(batches) // steps) if summed else 1
         n_per_step, remainder = divmod(len(batches), local.clients * steps)
         if remainder or not n_per_step:
-            local.why_not = "which of its batches each step was computed on is not known"
+            local.why_not = "it is unknown on which of the batches each step was computed"
         rates = getattr(batches, "rates", ()) or [None] * (local.clients * steps)
         dtype = AUTOCAST.get(run.precision)
         for n_steps, rate in enumerate(rates, 1):
@@ -147,29 +157,31 @@ class ClientEngine(Engine):
 
     @contained
     def _arm(self, look: Look) -> None:
+        """Prepare the channels of a look before the update is read."""
         for channel in self._fit.channels_in(look):
             channel.arm()
 
     @contained
     def _round_outcomes(
-        self, look: Look, played: Sequence[Series], *, scored: bool
+        self, look: Look, all_series: Sequence[Series], *, scored: bool
     ) -> dict[Series, Outcome]:
+        """Return the outcomes of a round by series; if ``scored`` is false, without scores."""
         fit, results = self._fit, dict[Series, Result]()
         if not scored:
-            return {series: self._without_truth(look, series) for series in played}
+            return {series: self._without_truth(look, series) for series in all_series}
         with look.clock(fit.run.device):
             for channel in fit.channels:
                 results |= results_of(channel, look)
         return fit.pool(results, look.step)[0] or {
-            series: unknown(fit.series[series].metrics_of(series), _NO_LOSS) for series in played
+            s: unknown(fit.series[s].metrics_of(s), _NO_LOSS) for s in all_series
         }
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:
-        """Return why a series has no rate without the truth, and the certificates of its guess."""
+        """Return a series' outcome without the client's texts: no rate, but certificates."""
         channel, answer = self._fit.series[series], look.answers.get(series)
         metrics = channel.metrics_of(series)
         if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
-            outcome = unknown(metrics, "what it reads is not shared")
+            outcome = unknown(metrics, "the parameters that the attack reads are not shared")
             return replace(outcome, exposed=False)
         if isinstance(answer, Unknown):
             return unknown(metrics, answer.why, applies=answer.applies)
@@ -179,7 +191,7 @@ class ClientEngine(Engine):
 
     @contained
     def rounds_end(self) -> None:
-        """Log what defences have spent in all rounds of this client, with or without a look."""
+        """Log the privacy that defences spent in all rounds of this client, also without a look."""
         client, defenses = self.spent
         if self.report is not None:
             self.results.latest |= self.report.write_between_looks({}, defenses, client)

@@ -1,4 +1,4 @@
-"""A threshold on what a round's update leaks, judged before the update leaves."""
+"""A threshold on the leakage of a round's update, judged before the update leaves the client."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Action = Literal["withhold", "harden", "raise", "warn"]
 class RoundGate(Threshold):
     """A threshold on the leakage of a round's update, which decides before the update leaves.
 
-    Every round is judged by its own value, not by one that is pooled over rounds. An *unknown*
-    value counts as a breach: the attack failed, waits for its first result, does not run, or reads
-    something that is not shared. A rate at or below the threshold also counts as a breach if it is
-    measured on fewer than 16 texts of the round or fewer than 16 non-members. A metric that no
-    update of this federation can have is refused at setup.
+    Each round is judged by the value of that round, not by a value that is pooled over rounds. An
+    *unknown* value counts as a breach: the attack failed, waits for its first result, does not run,
+    or reads parameters that are not shared. A rate at or below the threshold also counts as a
+    breach if it is measured on fewer than 16 texts of the round or fewer than 16 non-members. A
+    metric that no update of this federation can have is refused at setup.
 
-    In the first round of a LoRA its B is zero, and no words can be recovered *yet*. A gate on words
-    lets one such update of each client pass, and not a second one.
+    In the first round of a LoRA, its matrix B is zero, and no words can be recovered *yet*. A gate
+    on words lets one such update of each client pass, but not a second one.
 
     Examples:
         >>> from lightning_fedleak import RoundGate
@@ -34,21 +34,21 @@ class RoundGate(Threshold):
 
     Args:
         metric: The name in the logs, ``"leakage/<attack>/<metric>"`` or
-            ``"leakage/worst/<family>"``. For membership only the AUC can be watched, not a rate of
-            the attack's own threshold.
+            ``"leakage/worst/<family>"``. Of a membership attack only the AUC can be watched, not
+            the rates at the threshold that the attack sets.
         at_most: The largest value that is allowed.
-        action: The action for a breach.
+        action: The action after a breach.
 
             - ``"withhold"``: The update does not leave. Under a :class:`ClientDP` whose noise the
-              client adds, zero with that noise leaves in its place. Under a secure aggregation zero
-              leaves. Otherwise nothing leaves, which *reveals one bit*.
+              client adds, it is replaced by zero with that noise. Under a secure aggregation it is
+              replaced by zero. Otherwise nothing leaves, which *reveals one bit* about the data.
             - ``"harden"``: The noise of the client's ClientDP is increased until the update passes.
-              If that is impossible, or the value is unknown, the update is withheld: no noise makes
-              an unknown value known.
+              If that is impossible, or the value is unknown, the update is withheld: more noise
+              does not make an unknown value known.
             - ``"raise"``: :class:`~lightning_fedleak.LeakageLimitExceeded` is raised. The client
-              fails, which the server sees, so this is refused with noise that the client adds.
-            - ``"warn"``: The update leaves with a warning.
-        patience: The number of consecutive unknown values of a client that pass.
+              fails, and the server sees that. So this is refused if the client adds noise.
+            - ``"warn"``: The update leaves, and a warning is logged.
+        patience: The number of consecutive unknown values of a client that may pass.
         name: The name in the logs, ``gate/<name>``; by default the metric without ``leakage/``.
 
     Raises:
@@ -71,10 +71,10 @@ class RoundGate(Threshold):
         super().__init__(metric, at_most, action=round_action, patience=patience, name=name)
 
     def watch_rounds(self, observer: RoundObserver) -> None:
-        """Check that the observer logs the metric, and that it can judge an update.
+        """Check that the observer logs the metric, and that the metric can judge an update.
 
         Raises:
-            ValueError: It does not. The message names the metrics that exist or can be watched.
+            ValueError: One of these is false. The message names the metrics that can be watched.
         """
         names = observer.engine.metric_names()
         if self.metric not in names:
@@ -100,9 +100,9 @@ class RoundGate(Threshold):
         value, source, reason = self._value(look)
         source = source if is_worst(self.metric) else ""
         event = GateEvent(self.metric, look.round_, value, math.nan, math.nan, self.at_most)
-        read = look.now.get(source or self.metric, math.nan)
+        logged = look.now.get(source or self.metric, math.nan)
         return replace(
-            event, source=source, why=reason, read=read, gate=self.name, client=look.client
+            event, source=source, why=reason, read=logged, gate=self.name, client=look.client
         )
 
     def why_not_yet(self, look: RoundLook) -> str | None:
@@ -112,9 +112,9 @@ class RoundGate(Threshold):
     def _value(self, look: RoundLook) -> tuple[float, str, str]:
         """Return the value to judge, the log name of the breach, and why the value is unknown.
 
-        The highest known value above the threshold decides, whatever other values are unknown.
-        Without one, the watched metric must be known, and no attack may have too few candidates or
-        an insensitive control.
+        If values are above the threshold, the highest of them decides, even if others are unknown.
+        If none is, the watched metric must be known, no attack may have too few candidates, and no
+        control (the same attack on known words) may show that the attack does not work.
         """
         roots = [name.rpartition("/")[0] for name in self._watched]
         if not is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
@@ -128,11 +128,11 @@ class RoundGate(Threshold):
             source = max(breaches, key=lambda name: judged[name].value)
             return judged[source].value, source, judged[source].why
         value = look.now.get(self.metric, math.nan)
-        weak = [look.too_few[root] for root in roots if root in look.too_few]
-        weak += [j.why for j in judged.values() if math.isnan(j.value)]  # the control is low
-        if not math.isnan(value) and not weak:
+        doubts = [look.too_few[root] for root in roots if root in look.too_few]
+        doubts += [j.why for j in judged.values() if math.isnan(j.value)]  # a failed control
+        if not math.isnan(value) and not doubts:
             return value, "", ""
         failures = [look.unknown[root] for root in roots if root in look.unknown]
         pending = [look.not_yet[root] for root in roots if root in look.not_yet]
         default = "no result yet, or an attack that does not run here"
-        return math.nan, "", [*weak, *failures, *pending, *look.unknown.values(), default][0]
+        return math.nan, "", [*doubts, *failures, *pending, *look.unknown.values(), default][0]

@@ -1,6 +1,8 @@
-"""Reports of the batches of a client's local steps, from its training to the observer.
+"""Reports the batches of a client's local steps from its training to the observer of its update.
 
-The training may run in the observer's thread, in another thread, or in another process.
+The training calls :func:`trained_on` for each batch, or uses :class:`TrainedOn` or
+:func:`report_batches`. The receiver is :func:`recording` if the training runs in the same thread,
+and :class:`HandOver` if it runs in another thread or process.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ if TYPE_CHECKING:
     import transformers
 
 FOLDER = "FEDLEAK_LOCAL_STEPS"
-"""Environment variable: the folder in which processes that a client starts report batches."""
+"""The environment variable with the folder in which child processes of a client report batches."""
 
 
 class Recorded(list[Any]):
-    """The batches of a round's local steps, by reference.
+    """The list of the reported batches of a round's local steps, not copied.
 
     Attributes:
-        rates: the learning rate of each optimizer step; None if it was not reported.
+        rates: the learning rate of each optimizer step so far; None if the step did not report it.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class Recorded(list[Any]):
 
     @property
     def learning_rate(self) -> float | None:
-        """The mean over the local steps; None if no step reported one, NaN if not all did."""
+        """The mean over the steps; None if no step reported a rate, NaN if only some steps did."""
         rates = [rate for rate in self.rates if rate is not None]
         if not rates:
             return None
@@ -56,15 +58,16 @@ class Recorded(list[Any]):
         self.rates.append(rate)
 
 
+# The receiver of this thread's reports inside a block of `recording`.
 _BATCHES: ContextVar[Recorded | None] = ContextVar("fedleak_trained_on", default=None)
 
 
 @contextmanager
 def recording() -> Iterator[Recorded]:
-    """Keep every batch that :func:`trained_on` reports inside the block, by reference.
+    """Return a context that yields the list of the batches reported inside it, not copied.
 
-    It gets reports of the thread that runs the block. :class:`HandOver` also gets those of other
-    threads and processes.
+    It receives only reports of the thread that runs the block. :class:`HandOver` also receives
+    reports of other threads and processes.
     """
     batches = Recorded()
     token = _BATCHES.set(batches)
@@ -75,18 +78,24 @@ def recording() -> Iterator[Recorded]:
 
 
 class HandOver:
-    """Takes the reports of :func:`trained_on` from other threads and from child processes.
+    """Receives the reports of :func:`trained_on` from other threads and from child processes.
 
-    It is for an engine that does not run the training where it looks at updates. A batch of another
-    process passes through a file of mode 0600 in a folder of this client. The file is removed as
-    soon as it is read. If several processes train one model, that of ``RANK`` 0 counts the
-    optimizer steps. A process serves one client.
+    It is for federations that train in another thread or process than the one that attacks the
+    update. A child process writes each batch to a file with mode 0600 in the client's folder. The
+    file is removed as soon as it is read. If several processes train one model, only the optimizer
+    steps of the process with ``RANK`` 0 are counted. A process can receive for one client only.
 
     Args:
         folder: a folder of the client that is used for nothing else.
+
+    Attributes:
+        folder: the folder.
+        process: the id of the process that receives.
+        recorded: the batches that other threads of this process reported since :meth:`take`.
     """
 
-    _served: ClassVar[HandOver | None] = None
+    # The object that receives in this process; None if none does.
+    _active: ClassVar[HandOver | None] = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,57 +103,57 @@ class HandOver:
         self.recorded = Recorded()
 
     def open(self) -> None:
-        """Begin to listen. Processes that are started from now on report to this object.
+        """Begin to receive, also from processes that are started from now on.
 
         Raises:
-            RuntimeError: another object listens in this process.
+            RuntimeError: another object receives in this process.
         """
-        if HandOver._served not in (None, self):
-            raise RuntimeError("two clients run in one process: give each a process of its own")
+        if HandOver._active not in (None, self):
+            raise RuntimeError("two clients run in one process: run each in a separate process")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[FOLDER] = str(self.folder)
-        HandOver._served = self
+        HandOver._active = self
         self.take()
 
     def take(self) -> Recorded:
-        """Return the batches that were reported since the last call, and forget them.
+        """Return the batches that were reported since the last call, and delete their files.
 
         Raises:
-            ValueError: other users may access a file, or it holds no batch.
+            ValueError: other users may access a file, or it does not hold a batch.
         """
         recorded, self.recorded = self.recorded, Recorded()
         for path in sorted(self.folder.glob("*.safetensors")):
             check_private(path)
             with safe_open(path, "pt") as file:
-                facts = file.metadata()
+                metadata = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             path.unlink()
-            if "rate" not in facts:
-                leaves = {**tensors, **json.loads(facts["values"])}
+            if "rate" not in metadata:
+                leaves = {**tensors, **json.loads(metadata["values"])}
                 ordered = [leaves[str(n)] for n in range(len(leaves))]
-                tree = pytree.treespec_loads(facts["tree"])
+                tree = pytree.treespec_loads(metadata["tree"])
                 recorded.append(pytree.tree_unflatten(ordered, tree))
-            elif facts["rank"] == "0":
-                recorded.add_step(json.loads(facts["rate"]))
+            elif metadata["rank"] == "0":
+                recorded.add_step(json.loads(metadata["rate"]))
         return recorded
 
     def close(self) -> None:
-        """Stop listening, and remove reports that were not read."""
-        if HandOver._served is self:
+        """Stop receiving, and remove reports that were not read."""
+        if HandOver._active is self:
             self.take()
             self.folder.rmdir()
-            HandOver._served = None
+            HandOver._active = None
             os.environ.pop(FOLDER, None)
 
 
 class _Sender:
-    """Reports the batches of a process to the process that has started it."""
+    """Writes the reports of a process into files for the process that has started it."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # the number of the next file
 
     def append(self, batch: Any) -> None:
-        """Write a batch."""
+        """Write a batch: its tensors, and the other values and its structure as JSON."""
         leaves, tree = pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         tensors = {
             str(n): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -158,21 +167,22 @@ class _Sender:
         """Write that an optimizer step was taken."""
         self._write({}, {"rate": json.dumps(rate)})
 
-    def _write(self, tensors: Mapping[str, Tensor], facts: dict[str, str]) -> None:
+    def _write(self, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        """Write a report into a new file; sorted names give the order of the reports."""
         rank = os.environ.get("RANK", "0")
-        # The process id distinguishes processes of one round, which all count from 0.
+        # All processes of a round count files from 0, so their ids make the names unique.
         name = f"{next(self._numbers):09d}.{rank}.{os.getpid()}.safetensors"
-        save_private(Path(os.environ[FOLDER]) / name, tensors, facts | {"rank": rank})
+        save_private(Path(os.environ[FOLDER]) / name, tensors, metadata | {"rank": rank})
 
 
 _SENDER = _Sender()
 
 
-def _listener() -> Recorded | _Sender | None:
+def _receiver_of_thread() -> Recorded | _Sender | None:
     """Return the receiver of this thread's reports; None if there is no receiver."""
     if (recorded := _BATCHES.get()) is not None:
         return recorded
-    hand_over = HandOver._served
+    hand_over = HandOver._active
     if hand_over is not None and hand_over.process == os.getpid():
         return hand_over.recorded
     return _SENDER if FOLDER in os.environ else None
@@ -181,33 +191,33 @@ def _listener() -> Recorded | _Sender | None:
 def trained_on(batch: Any, *, learning_rate: float | None = None, step: bool = True) -> None:
     """Report a batch of this round's local training to the observer of the update.
 
-    Call it in your own training loop, for every batch of every local step. It does nothing if there
-    is no observer. A Lightning Trainer takes the callback :class:`TrainedOn` instead, and the
-    Trainers of transformers and TRL take :func:`report_batches`.
+    Call it in your own training loop, for every batch of every local step. It does nothing if no
+    observer receives reports. With a Lightning Trainer use the callback :class:`TrainedOn` instead,
+    and with a Trainer of transformers or TRL use :func:`report_batches`.
 
     Args:
-        batch: the batch that the model takes.
+        batch: the batch that the model gets.
         learning_rate: the learning rate of the step, if a schedule changes it over steps or rounds;
-            None for that of the observer's optimizer.
+            None for the learning rate of the observer's optimizer.
         step: whether an optimizer step follows; False for a batch whose gradient is accumulated.
     """
-    listener = _listener()
-    if listener is not None:
-        listener.append(batch)
+    receiver = _receiver_of_thread()
+    if receiver is not None:
+        receiver.append(batch)
         if step:
-            listener.add_step(learning_rate)
+            receiver.add_step(learning_rate)
 
 
 def _report_step(optimizer: Optimizer) -> None:
     """Report an optimizer step with its learning rate; NaN if parameter groups differ in it."""
-    listener = _listener()
-    if listener is not None:
+    receiver = _receiver_of_thread()
+    if receiver is not None:
         rates = {float(group["lr"]) for group in optimizer.param_groups}
-        listener.add_step(rates.pop() if len(rates) == 1 else math.nan)
+        receiver.add_step(rates.pop() if len(rates) == 1 else math.nan)
 
 
 class TrainedOn(EitherCallback):
-    """A callback that reports every batch and every optimizer step of a fit, with its rate.
+    """A Lightning callback that reports every batch, and every optimizer step with its rate.
 
     Examples:
         >>> import lightning as L
@@ -229,7 +239,7 @@ class TrainedOn(EitherCallback):
 
 
 def report_batches(trainer: transformers.Trainer) -> None:
-    """Have a Trainer of transformers or TRL report every batch and every optimizer step.
+    """Make a Trainer of transformers or TRL report every batch and every optimizer step.
 
     It wraps ``training_step``, because a callback does not get the batch.
 

@@ -39,8 +39,10 @@ with require_package("nvflare", "lightning_fedleak.federation.nvflare needs NVFl
 Withheld = Literal["zero", "error"]
 
 TASKS = ("train", "validate", "submit_model")
-"""The tasks of NVFlare's own workflows whose results depend on the client's data."""
-_MODELS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+"""The tasks of NVFlare's workflows whose results depend on the client's data."""
+# The kinds of data that are a model: full weights, or the difference of two models.
+_MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+# The file in a run's folder with the client's state, for its next process.
 _MEMORY_FILE = "fedleak.json"
 _PACKAGE = __name__.partition(".")[0]
 
@@ -59,7 +61,7 @@ class LoadedModels(Filter):  # type: ignore[misc, unused-ignore]
 
 
 class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
-    """A filter of task results that defends, attacks and gates an update before it leaves.
+    """A filter of task results that attacks, gates and defends an update before it leaves.
 
     ::
 
@@ -74,7 +76,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     The training script reports its batches: with ``TrainedOn()`` among the callbacks of a Lightning
     Trainer, ``report_batches(trainer)`` for a Trainer of transformers or TRL, or
     :func:`~lightning_fedleak.federation.trained_on` in a loop. NVFlare may run the script in a
-    thread or in a process. If it reports no batches, every result is unknown and passes no gate.
+    thread or in another process. If it reports no batches, every result of an attack is *unknown*,
+    and an unknown result passes no gate.
 
     By default a **withheld update** is replaced by zero, that is, by the model that was sent or by
     a zero difference, because a workflow may abort on a client error or on a round without results.
@@ -120,6 +123,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         self._outgoing: federation.OutgoingUpdates | None = None
         self._hand_over: federation.HandOver | None = None
         self._memory_file: Path | None = None
+        # Of the current task: its id, the round, the model that was sent, and the start time.
         self._sent: tuple[str, int | None, State, float] | None = None
         self._data_kind = DataKind.WEIGHTS
         self._sent_arrays: Mapping[str, object] = {}
@@ -159,6 +163,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             self._outgoing.observer.end()
 
     def _set_up(self, fl_ctx: FLContext) -> None:
+        """Make the observer, the gates and the ClientDP of this site, and receive its reports."""
         site, job = fl_ctx.get_identity_name(), fl_ctx.get_job_id()
         observer: federation.RoundObserver = _call_job_code(self.observer, site)
         observer.federation = observer.federation or f"nvflare-{job}"
@@ -200,10 +205,10 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             return
         assert self._hand_over is not None
         self._hand_over.take()  # discards the batches of a task that failed
-        own = self._outgoing.observer.model.state_dict()
+        model_state = self._outgoing.observer.model.state_dict()
         # The mean over clients may have another dtype than the model that the client trains.
         state = {
-            n: t.to(own[n].dtype if n in own else t.dtype, copy=True)
+            n: t.to(model_state[n].dtype if n in model_state else t.dtype, copy=True)
             for n, t in read_state(sent.data).items()
         }
         self._sent_arrays = sent.data
@@ -212,6 +217,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
     @property
     def _adds_noise(self) -> bool:
+        """Whether this client adds the noise of a ClientDP."""
         return self._outgoing is not None and self._outgoing.dp is not None
 
     # ---- results ----------------------------------------------------------------------------
@@ -253,8 +259,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             "leave without noise",
         )
 
-    def _refuse(self, fl_ctx: FLContext, why: str) -> Shareable:
-        self.log_warning(fl_ctx, f"FedLeakFilter: {why}")
+    def _refuse(self, fl_ctx: FLContext, cause: str) -> Shareable:
+        """Log the cause, and return an error as the reply, which does not state the cause."""
+        self.log_warning(fl_ctx, f"FedLeakFilter: {cause}")
         return make_reply(ReturnCode.EXECUTION_RESULT_ERROR)
 
     def _answer_training(
@@ -432,6 +439,7 @@ def _call_job_code(path: str, site: str) -> Any:
 
 
 def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[federation.RoundGate]:
+    """Return the gates with the given arguments of :class:`RoundGate`."""
     return [federation.RoundGate(**gate) for gate in settings]
 
 
@@ -446,4 +454,4 @@ def _dxo_of(shareable: Shareable | None) -> DXO | None:
 def _model_of(shareable: Shareable | None) -> DXO | None:
     """Return the model in a message, or the difference of two models; None if it has neither."""
     content = _dxo_of(shareable)
-    return content if content is not None and content.data_kind in _MODELS else None
+    return content if content is not None and content.data_kind in _MODEL_KINDS else None

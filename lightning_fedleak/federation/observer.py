@@ -1,7 +1,7 @@
-"""Attacks on the updates of a federation's rounds, on the client's side or on the server's.
+"""Attacks the updates of a federation's rounds, on the client's or the server's side.
 
-Channels, attacks, names and files are those of :class:`~lightning_fedleak.LeakageMonitor`. There is
-no Trainer, and the x axis is the round.
+:class:`RoundObserver` runs the same attacks, and writes the same files with the same names, as
+:class:`~lightning_fedleak.LeakageMonitor`. It needs no Trainer, and its x axis is the round.
 """
 
 from __future__ import annotations
@@ -35,32 +35,37 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SUM = "sum"
-"""The client's name for the sum of all clients' updates."""
+"""The name that stands for a client if the update is the sum, or mean, of all clients' updates."""
 
 Side = Literal["client", "server"]
 
 
 @dataclass(frozen=True)
 class RoundSettings(core.WatchSettings):
-    """The rarely changed settings of a :class:`RoundObserver`, those of a monitor included.
+    """The rarely changed settings of a :class:`RoundObserver`, including those of a monitor.
 
     An observer sets stages and clients itself, and writes neither recovered texts nor a report.
 
     Attributes:
-        fresh: whether clients begin each round with a fresh optimizer.
-        federation: the name of the federation, the same for all of its observers, which makes them
-            one run in a report. A second federation needs another name.
+        fresh: whether clients begin each round with a new optimizer, without state of earlier
+            rounds.
+        federation: the name of the federation. A report shows all observers with the same name as
+            one run. A second federation needs another name.
     """
 
     fresh: bool = True
     federation: str | None = None
 
     def refuse(self, watcher: str, *names: str) -> None:
-        """Refuse settings that a watcher does not have, and every watcher but RoundObserver.
+        """Refuse settings that do not apply to a watcher, and every watcher but RoundObserver.
+
+        Args:
+            watcher: the name of the class that got these settings.
+            names: the names of the settings that do not apply to it.
 
         Raises:
-            ValueError: the watcher watches no rounds, or one of the settings is set. The message
-                names the first such setting.
+            ValueError: the watcher watches no rounds, or one of the named settings is set. The
+                message names the first such setting.
         """
         if watcher != "RoundObserver":
             raise ValueError(f"{watcher} watches no rounds: pass settings=WatchSettings(...)")
@@ -69,7 +74,7 @@ class RoundSettings(core.WatchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundRun(core.Run):
-    """A federation as a run of the engine, in one process. A hash of a client's name is its rank.
+    """A federation as a run of the engine, in one process. The hash of a client's name is its rank.
 
     Attributes:
         optimizers: the optimizer that the server prescribed.
@@ -97,7 +102,7 @@ class _RoundRun(core.Run):
 
 
 class RoundObserver:
-    """Attacks what clients return in the rounds of a federation, and logs how much it leaks::
+    """Attacks the states that clients return in a federation's rounds, and logs what they leak::
 
         observer = RoundObserver(model, partial(torch.optim.AdamW, lr=1e-4), local_steps=10)
         for round_ in range(rounds):
@@ -106,15 +111,16 @@ class RoundObserver:
                 observer.look(returned, client, batches=client_batches)
         observer.end()
 
-    **Who knows the truth.** Only the client holds its texts: on its side ``batches=`` are those of
-    its local steps, and every result is scored. On the server's side there are none
-    (``batches=None``): results are *unknown*, but for certificates, which an adversary can check
-    without the texts.
+    **Who can score the attacks.** A *look* is one run of the attacks on one update. Only the client
+    holds its texts. On its side ``batches=`` are the batches of its local steps, and every guess is
+    scored against them. On the server's side there are none (``batches=None``): results are
+    *unknown*, except certificates, which an adversary can check without the texts.
 
-    Attacks are calibrated once, on the first model that is sent, and follow those of later rounds.
-    Results, numbers only, go to ``leakage.jsonl`` in ``folder``, a line for each round, client and
-    attack, to ``run.jsonl``, and to TensorBoard. What fails is *unknown* and counted in
-    ``monitor/failures``. Rates of membership games are pooled over the rounds of a client.
+    Attacks are calibrated once, on the first model that is sent, and are adapted to the model of
+    each later round. Results are only numbers. They go to ``leakage.jsonl`` in ``folder``, with a
+    line for each round, client and attack, to ``run.jsonl``, and to TensorBoard. The result of an
+    attack that fails is *unknown*, and counted in ``monitor/failures``. Rates of membership games
+    are pooled over the rounds of a client.
 
     Examples:
         >>> from functools import partial
@@ -141,23 +147,24 @@ class RoundObserver:
     Args:
         model: a model of the clients' architecture, with the same ``requires_grad``. Nothing else
             may use it: the weights that are sent are loaded into it.
-        optimizer: a function that makes the optimizer that the server prescribed. It is never
-            stepped.
+        optimizer: a function of the trained parameters that makes the optimizer that the server
+            prescribed. It is never stepped.
         local_steps: the number of optimizer steps in a round.
         attacks: attacks that read updates, see :class:`~lightning_fedleak.LeakageMonitor`.
         folder: the folder of the files.
-        side: the side on which updates are seen, for the record: ``"client"`` or ``"server"``.
-        defenses: the defences that act on the returned update, so that attacks know of them and the
-            record has their budgets. A :class:`~lightning_fedleak.GradientCompression` is applied
-            by :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
+        side: the side on which updates are observed, for the record: ``"client"`` or ``"server"``.
+        defenses: the defences that act on the returned update. Attacks take them into account, and
+            the record has their budgets. The observer does not apply them:
+            :class:`OutgoingUpdates`, and so Flower's mod and NVFlare's filter, apply a
+            :class:`~lightning_fedleak.GradientCompression`.
         games: the settings of membership games.
-        max_overhead: the largest share of the time of rounds that looks may take (:meth:`due`).
-            With None, and under a gate, there is a look in every round. Calibration is not counted.
+        max_overhead: the largest fraction of the time of rounds that looks may take (:meth:`due`).
+            With None, and if there is a gate, each round has a look. Calibration is not counted.
         settings: the rarely changed settings: :class:`RoundSettings`.
 
     Attributes:
-        engine: the engine that calibrates the attacks, and knows the names of logged values.
-        run: the federation, as attacks know it.
+        engine: the engine that calibrates the attacks, and has the names of logged values.
+        run: the federation, in the form in which attacks read facts about it.
         round_: the number of the current round; -1 before the first.
         next_look: the round of the next look that ``max_overhead`` allows, by client.
 
@@ -189,7 +196,8 @@ class RoundObserver:
         self.engine = core.Engine(*core.parts_of(attacks, settings, games, local_steps=local_steps))
         if any(c.attacks for c in self.engine.channels if c.at_weights):
             raise ValueError(
-                "attacks on trained weights read no update of a round: run `fedleak memorization`"
+                "attacks on trained weights read no update of a round: run `fedleak memorization` "
+                "on the trained model"
             )
         self.model = model
         self.side: Side = side
@@ -213,11 +221,12 @@ class RoundObserver:
         self.engine.open(self.run)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
-        self._keys_sent: dict[str, str] = {}
-        self._is_stale = False
-        self._failures: dict[str, str] = {}
+        self._sent_names: dict[str, str] = {}  # the sent name of each parameter
+        self._is_stale = False  # whether the attacks are not adapted to the sent model yet
+        self._failures: dict[str, str] = {}  # why an attack could not be adapted, by its name
         self._clients: dict[tuple[str | int, Stage], ClientEngine] = {}
-        self._returned: dict[tuple[str | int, Stage], tuple[int, str]] = {}
+        # By client and stage: the newest round in which it returned a state, and the state's hash.
+        self._returned_hashes: dict[tuple[str | int, Stage], tuple[int, str]] = {}
         self.round_ = -1
 
     # ---- a round ----------------------------------------------------------------------------
@@ -226,31 +235,32 @@ class RoundObserver:
         """Begin a round: load the model that is sent.
 
         Args:
-            round_: the number of the round, larger than that of the round before. The same number
-                continues the round: the same model is sent to another client.
+            round_: the number of the round, larger than that of the previous round. The same number
+                continues a round, in which the same model is sent to another client.
             sent: the state that clients get: of the whole model, of its trained parameters, or of a
                 PEFT adapter, by the names of ``model``. It must not change until the round is over.
 
         Raises:
             UpdateError: names or shapes differ from the model's, or a trained parameter is missing.
-            ValueError: an attack cannot read this model, the round is an earlier one, or another
-                model was sent in the same round.
+            ValueError: an attack cannot read this model, ``round_`` is smaller than before, or
+                another model was sent in the same round.
         """
         check_integer("round_", round_, at_least=max(self.round_, 0), hint="rounds go upwards")
         if round_ == self.round_ and self._sent is not None:
             if not updates.equal_states(sent, self._sent):
                 raise ValueError(
-                    f"another model is sent in round {round_} than before: give each client an "
-                    "observer of its own"
+                    f"in round {round_} another model was sent before: use a separate observer for "
+                    "each client"
                 )
             return
-        self._keys_sent = updates.load_sent(self.model, self._names, sent)
+        self._sent_names = updates.load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
         if self._sent is None:
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
 
     def _destination(self, round_: int) -> core.Destination:
+        """Return the folder and the facts for the record of the federation."""
         return core.Destination(
             self.folder,
             training={
@@ -266,8 +276,8 @@ class RoundObserver:
         )
 
     def trained_names(self) -> list[str]:
-        """Return those of the sent names that belong to trained parameters."""
-        assert self._sent is not None, "begin(round_, sent) says which names are sent"
+        """Return the names in the sent state that belong to trained parameters."""
+        assert self._sent is not None, "call begin(round_, sent) first"
         parameters = dict(self.model.named_parameters())
         model_names = ((n, self._names[n]) for n in self._sent if n in self._names)
         return [n for n, name in model_names if parameters[name].requires_grad]
@@ -292,28 +302,29 @@ class RoundObserver:
 
         Args:
             returned: the state that the client returns.
-            client: the client. :data:`SUM` stands for the mean over clients, which a server under
-                secure aggregation sees; it is logged as ``leakage_aggregate/...``.
-            batches: the batches of the local steps, one for each step; None if they are not known.
-                Those of ``recording`` may have several batches in an accumulated step.
-            learning_rate: the mean over the local steps, if a schedule changes it within a round
-                or over rounds. By default it is the rate that ``recording`` recorded, or the
-                optimizer's.
-            noise_std: the standard deviation of the known noise on each entry of ``returned``.
-            compression: the method by which ``returned`` was compressed; None takes that of the
-                ``defenses``.
+            client: the client. :data:`SUM` means that ``returned`` is the mean over clients, which
+                a server under secure aggregation sees. It is logged as ``leakage_aggregate/...``.
+            batches: the batches of the local steps, one for each step; None if they are unknown.
+                The batches of ``recording`` may have several for one step with accumulation.
+            learning_rate: the mean learning rate over the local steps, if a schedule changes it
+                within a round or over rounds. By default it is the rate that ``recording`` has
+                recorded, or the optimizer's.
+            noise_std: the standard deviation of the noise that is known to be on each entry of
+                ``returned``.
+            compression: the method by which ``returned`` was compressed, empty for none; None for
+                the method of the ``defenses``.
             utility: further values of this round, logged as ``utility/<name>``.
-            logged: whether to log the look at once. Otherwise :meth:`log` logs it, or
-                :meth:`forget` takes it back.
+            logged: whether to log the look at once. If not, :meth:`log` logs it later, or
+                :meth:`forget` discards it.
 
         Returns:
-            The results. Those of an update that cannot be read are *unknown*.
+            The results of the look. If the update cannot be read, they are *unknown*.
 
         Raises:
             RuntimeError: no round has begun.
         """
         if (sent := self._sent) is None:
-            raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
+            raise RuntimeError("no round has begun: call begin(round_, sent) before look(...)")
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         engine = self._engine_of(client, stage)
         look, utility = core.Look(self.round_), utility or {}
@@ -322,12 +333,13 @@ class RoundObserver:
             learning_rate = batches.learning_rate
 
         def take() -> GradientSnapshot:
+            """Return the update, with the tensors that the attacks read by their roles."""
             self._check_new(client, stage, returned)
             if batches and stage is Stage.SHARED:
                 steps = len(batches.rates if isinstance(batches, Recorded) else batches)
                 if steps != self.local_steps:
                     raise UpdateError(
-                        f"the client took {steps} steps in this round, and not "
+                        f"the client took {steps} steps in this round, not "
                         f"local_steps={self.local_steps} (trained_on(batch, step=False) "
                         "accumulates)"
                     )
@@ -370,7 +382,7 @@ class RoundObserver:
         return round_look
 
     def _declared_compression(self, client: str | int) -> str:
-        """Return the method by which the defences compressed a client's update."""
+        """Return the method by which the defences compressed a client's update; empty for none."""
         defenses = [d for d in self.run.defenses if d.compression is not None]
         if client == SUM or any(d.defers for d in defenses):
             return AVERAGED if defenses else ""
@@ -379,10 +391,10 @@ class RoundObserver:
     def _check_new(self, client: str | int, stage: Stage, returned: State) -> None:
         """Raise an error for a state that the client has returned in an earlier round."""
         digest = hash_tensors(returned)
-        round_, earlier = self._returned.get((client, stage), (self.round_, ""))
+        round_, earlier = self._returned_hashes.get((client, stage), (self.round_, ""))
         if round_ < self.round_ and earlier == digest:
-            raise UpdateError(f"the client returned what it returned in round {round_} already")
-        self._returned[client, stage] = (self.round_, digest)
+            raise UpdateError(f"the client returned the same state as in round {round_}")
+        self._returned_hashes[client, stage] = (self.round_, digest)
 
     def _refresh(self, look: core.Look, engine: core.Engine) -> None:
         """Adapt the attacks to the model that was sent, at the first look of a round."""
@@ -406,8 +418,8 @@ class RoundObserver:
 
         Args:
             look: a look that was made with ``logged=False``.
-            beside: further values by log name.
-            defenses: the defences that have spent on this round, besides the observer's own.
+            beside: further values to log, by log name.
+            defenses: the defences whose spent privacy is logged, besides those of the observer.
         """
         engine, values = look.engine, {**look.values, **(beside or {})}
         spending = [*self.run.defenses, *(d for d in defenses if d not in self.run.defenses)]
@@ -423,9 +435,9 @@ class RoundObserver:
     def paid(
         self, client: str | int, seconds: float, round_seconds: float, beside_seconds: float = 0.0
     ) -> None:
-        """Plan a client's next look by the cost of this look.
+        """Plan a client's next look by the time that this look took.
 
-        It is in the next round if an attack can read nothing yet (``results.Waiting.soon``).
+        If an attack cannot recover anything yet, the next look is in the next round.
 
         Args:
             client: the client whose update was looked at.
@@ -436,14 +448,14 @@ class RoundObserver:
         engines = (e for (name, _), e in self._clients.items() if client in (name, SUM))
         waiting = any(engine.results.waiting for engine in engines)
         if self._cadence is not None and not waiting:
-            # At least 1%, so that looks go on even if the other work uses up the allowed share.
+            # At least 1% of the round, so that looks go on even if other work takes too long.
             free = max(round_seconds - beside_seconds / self._cadence.share, round_seconds / 100)
             self.next_look[client] = self._cadence.after_look(self.round_, seconds, free)
 
     def forget(self, look: RoundLook) -> None:
-        """Take back a client's newest look, which was not logged.
+        """Discard a client's newest look, which was not logged, so that no rate counts it.
 
-        No rate may count it, for example because the update did not leave.
+        It is called for an update that did not leave in this form.
         """
         if look.before:  # empty if the look failed before it was counted
             look.engine.results.load_state_dict(look.before["results"])
@@ -454,37 +466,41 @@ class RoundObserver:
             look.engine.fit.controls.restore(look.before["controls"])
 
     def _keys(self) -> dict[str, str]:
-        """Return the sent name of every role that an attack reads."""
+        """Return the sent name of every role that an attack reads, such as ``head.weight``."""
         assert self.engine.fit is not None
         anatomy, lineup = self.run.anatomy, self.engine.fit.lineup
-        first = {id(p): n for n, p in self.model.named_parameters()}
+        names = {id(p): n for n, p in self.model.named_parameters()}
         roles = dict.fromkeys(r for plan in lineup.exposed for r in plan.roles)
-        return {role: self._keys_sent[first[id(anatomy.parameter(role))]] for role in roles}
+        return {role: self._sent_names[names[id(anatomy.parameter(role))]] for role in roles}
 
     def _engine_of(self, client: str | int, stage: Stage) -> ClientEngine:
         """Return the engine of a client, and create it at the first look."""
         if (client, stage) not in self._clients:
             destination = core.Destination(self.folder, (), self._boards(client), client=client)
-            # The rank seeds the games: the same in each process and for each order of looks.
+            # The rank seeds the games, so it must not depend on the process or the order of looks.
             run = replace(self.run, rank=zlib.crc32(str(client).encode()))
             self._clients[client, stage] = ClientEngine(self.engine, run, stage, destination)
         return self._clients[client, stage]
 
     def _boards(self, client: str | int) -> list[SummaryWriter]:
-        """Return the writer of a client's own TensorBoard run, in a list; empty without one."""
+        """Return a list with the writer of a client's TensorBoard run; empty if there is none."""
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
         name = f"client_{client}" if client != SUM else SUM
         try:
             return [core.BoardLogger(self.folder / "tensorboard" / name).writer]
-        except Exception as error:  # a disk that is full must not end a round
+        except Exception as error:  # a full disk must not end a round
             core.announce(f"RoundObserver: no TensorBoard of client {client}: {core.reason(error)}")
             return []
 
-    # ---- what is written --------------------------------------------------------------------
+    # ---- the end of the federation ----------------------------------------------------------
 
     def end(self, how: str = "finished") -> None:
-        """End the federation; ``how`` is ``"finished"`` or the class of an exception."""
+        """End the federation, and close its files.
+
+        Args:
+            how: the outcome for the record: ``"finished"``, or the class name of an exception.
+        """
         self.run.rounds[0] = self.round_ + 1
         for engine in self._clients.values():
             engine.rounds_end()
@@ -510,7 +526,7 @@ class RoundObserver:
         return worst + [n for family in results.families for n in results.headlines(family)]
 
     def never_judged(self, name: str) -> str | None:
-        """Return why a gate on this log name could judge no update; None if it could."""
+        """Return the reason why a gate on this log name cannot judge any update; None if it can."""
         return core.why_never_judged(self.engine, name, fresh=self.settings.fresh)
 
 
@@ -520,7 +536,7 @@ def _in_rounds(engine: core.Engine) -> list[core.Channel]:
 
 
 def _state_of(engine: core.Engine) -> dict[str, Any]:
-    """Return the state that a look changes: results, and the games that rates are pooled over."""
+    """Return a copy of the state that a look changes: results, pooled games and controls."""
     states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
     assert engine.fit is not None
     controls = engine.fit.controls.state()

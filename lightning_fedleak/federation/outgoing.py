@@ -1,4 +1,8 @@
-"""A client's outgoing updates, which are attacked, gated and defended before they leave."""
+"""Attacks, gates and defends the updates of a client before they leave: :class:`OutgoingUpdates`.
+
+In each round the trained state is checked, the attacks run on the update as the server would get it
+(a *look*), the gates judge their results, and the noised and compressed update leaves, or none.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +25,24 @@ from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
 
+# A function that returns the state that a client has trained, and the batches of its local steps.
 Training = Callable[[], tuple[State, Sequence[Any]]]
-"""Returns the state that a client has trained, and the batches of its local steps."""
 
 log = logging.getLogger(__name__)
 
-_NEXT = "next_look"
+_NEXT_KEY = "next_look"
+# The decisions on an update, from the weakest to the strongest. If gates differ, the strongest one
+# is carried out.
 _STRENGTH = ("leave", "warn", "harden", "withhold", "raise")
-"""The decisions on an update, from the weakest to the strongest; of several gates it counts."""
 
-TELLS = (
-    "that this client withholds tells the server one bit about its data: the update was above the "
-    "threshold. With ClientDP a withheld update is zero plus noise, which nobody can distinguish"
+# Notes that are shown when an update is withheld without noise.
+_LEAK_NOTE = (
+    "a withheld update tells the server one bit about this client's data: the update was above the "
+    "threshold. With ClientDP it would be zero plus noise, which nobody can distinguish from others"
 )
-DILUTES = (
-    "zero leaves in its place. It counts in the mean over clients with this client's weight, and "
-    "so holds the model back at what was sent"
+_ZERO_NOTE = (
+    "zero leaves in its place. It enters the mean over clients with this client's weight, and so "
+    "keeps the mean closer to the model that was sent"
 )
 
 
@@ -48,8 +54,8 @@ class Leaving:
         state: the state that is returned to the server, by the sent names; None if nothing leaves.
         withheld: whether the client's update is withheld.
         events: the events of the gates that acted.
-        look: the look at the update; None if the update could not be read, or ``max_overhead``
-            allowed no look.
+        look: the results of the attacks on the update; None if the update could not be read, or
+            ``max_overhead`` allowed no look.
         answer: the message to the server if nothing leaves.
     """
 
@@ -61,21 +67,22 @@ class Leaving:
 
 
 class OutgoingUpdates:
-    """The updates that leave one client. Each is defended, attacked, and gated before it leaves.
+    """Attacks, gates and defends each update of one client before it leaves.
 
-    With a :class:`ClientDP` of local trust, or under secure aggregation, attacks read a
-    *rehearsal*: the clipped update with noise from the same distribution. The released update has
-    independent noise. So the account of the release also covers the decision to withhold, which
-    depends on the data and on noise that nobody sees. It covers neither the decision to increase
-    the noise (``action="harden"``) nor the logs.
+    If the client adds noise itself (a :class:`ClientDP` with ``trust="local"`` or
+    ``"secure_aggregation"``), attacks read a *rehearsal*: the clipped update with noise from the
+    same distribution. The released update has independent noise. So the account of the release also
+    covers the decision to withhold, which depends on the data and on noise that nobody sees. It
+    covers neither the decision to increase the noise (``action="harden"``) nor the logs.
 
-    A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last,
-    with this client's own error memory. With error feedback attacks read the update before
-    compression, because all of it leaves over time. A withheld update is not added to the memory.
+    A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last.
+    Each client has a copy of it with an error memory. With error feedback attacks read the update
+    before compression, because all of it leaves over time. A withheld update is not added to the
+    memory.
 
-    Under a secure aggregation the server sees only the sum. So a withheld update, or one that
-    cannot be read, leaves as zero, masked like every other update: the server does not see which
-    client withheld, and no client is missing in the aggregation.
+    Under a secure aggregation the server sees only the sum. So a withheld or unreadable update is
+    replaced by zero, masked like every other update: the server does not see which client withheld
+    its update, and no client is missing in the aggregation.
 
     Examples:
         >>> from functools import partial
@@ -98,14 +105,14 @@ class OutgoingUpdates:
         client: the client's name in the logs.
         secure_aggregation: whether updates are masked, so that the server sees only the sum of all
             clients.
-        zero: whether a withheld update leaves as zero, in the server's sight. It is for engines
-            whose rounds fail if a client sends nothing.
+        zero: whether a withheld update is replaced by zero, which the server sees. It is for
+            frameworks whose rounds fail if a client sends nothing.
 
     Attributes:
-        dp: the ClientDP that adds this client's noise; None if it adds none.
-        compression: the compression of updates; None without one.
-        unknown: the number of unknown values in a row so far, by gate.
-        unread: the round whose update left while nothing could be read yet, by gate.
+        dp: the ClientDP that adds this client's noise; None if the client adds none.
+        compression: this client's copy of the compression; None without one.
+        unknown: the number of consecutive unknown values so far, by gate.
+        unread: the round whose update left because nothing could be recovered yet, by gate.
 
     Raises:
         ValueError: a gate watches a value that is not logged, two gates have one name, or a gate
@@ -135,20 +142,20 @@ class OutgoingUpdates:
             gate.watch_rounds(observer)
             problem = None
             if names.count(gate.name) > 1:
-                problem = f"two RoundGates are named '{gate.name}': give one another name="
+                problem = f"two RoundGates have the name '{gate.name}': pass another name= to one"
             elif gate.action == "raise" and self.dp is not None:
                 problem = (
-                    "RoundGate(action='raise') ends a client's round by what its data show, which "
-                    "no noise of the ClientDP hides: use action='withhold'"
+                    "RoundGate(action='raise') ends a client's round depending on its data, and "
+                    "no noise of the ClientDP hides that: use action='withhold'"
                 )
             elif gate.action == "harden" and (self.dp is None or not self.dp.can_harden):
                 problem = (
-                    "RoundGate(action='harden') turns up noise that this client adds: give "
+                    "RoundGate(action='harden') increases the noise that this client adds: pass "
                     "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
                 )
             if problem:
                 raise ValueError(problem)
-            # Recorded when the first round begins.
+            # The engine records these when the first round begins.
             threshold = (gate.metric, gate.at_most)
             observer.engine.subscribe(facts=gate.facts, threshold=threshold)
 
@@ -183,29 +190,31 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        shared = self._begin_round(round_, sent)
+        tensors = self._begin_round(round_, sent)
         start = time.perf_counter()
         try:
-            update = difference(sent, returned, trained=shared)
+            update = difference(sent, returned, trained=tensors)
         except UpdateError as error:
-            return self._withhold(sent, shared, str(error))
+            return self._withhold(sent, tensors, str(error))
         if self.dp is None:
-            update = {}  # only the check was needed: a look computes its own difference
+            update = {}  # only the check was needed, because a look computes the difference again
 
         def leave(look: RoundLook | None, events: Sequence[engine.GateEvent] = ()) -> Leaving:
-            state = self._release(sent, returned, update, shared)
+            """Return the reply with the update."""
+            state = self._release(sent, returned, update, tensors)
             return Leaving(state, False, tuple(events), look)
 
         def look_once() -> RoundLook:
+            """Attack the update with new noise, and with a copy of the compression."""
             state, noise_std, method = returned, 0.0, ""
             if self.dp is not None:
-                state = moved(sent, self.dp.rehearsed(update, shared))
+                state = moved(sent, self.dp.rehearsed(update, tensors))
                 noise_std = self.dp.own_noise_std
             if self.compression is not None and not self.compression.defers:
-                change = difference(sent, state, trained=shared)
-                trial = copy.copy(self.compression)
-                trial.memory = dict(trial.memory)
-                state, method = moved(sent, trial.send(change)), trial.method
+                change = difference(sent, state, trained=tensors)
+                compression = copy.copy(self.compression)
+                compression.memory = dict(compression.memory)
+                state, method = moved(sent, compression.send(change)), compression.method
             return observer.look(
                 state,
                 self.client,
@@ -221,36 +230,36 @@ class OutgoingUpdates:
         try:
             look, events, action = self._judge(look_once)
         except Exception as error:  # the client's data may have caused it
-            why = f"the look failed: {engine.reason(error)}"
+            cause = f"the look failed: {engine.reason(error)}"
             if self.gates:
-                return self._withhold(sent, shared, why)
-            engine.announce(f"RoundObserver: in round {round_} {why}. The update leaves")
+                return self._withhold(sent, tensors, cause)
+            engine.announce(f"RoundObserver: in round {round_} {cause}. The update leaves")
             return leave(None)
         if action in ("withhold", "raise"):
-            zero = self._zero(sent, shared) if action == "withhold" else None
+            zero = self._zero(sent, tensors) if action == "withhold" else None
             answer = f"withheld ({'; '.join(event.gate for event in events)})"
             leaving = Leaving(zero, action == "withhold", tuple(events), look, answer)
         else:
             leaving = leave(look, events)
         self._write(look, events, action)
         if seconds is not None:
-            beside = max(0.0, time.perf_counter() - start - look.seconds)
-            observer.paid(self.client, look.seconds, seconds, beside)
+            other_seconds = max(0.0, time.perf_counter() - start - look.seconds)
+            observer.paid(self.client, look.seconds, seconds, other_seconds)
         return leaving
 
     def answer(
         self, round_: int, sent: State, train: Training, start: float | None = None
     ) -> Leaving:
-        """Return the part of a round's result that may leave, also if the training fails.
+        """Train, and return the part of the result that may leave, even if the training fails.
 
-        If it fails under a ClientDP whose noise this client adds, zero leaves with the same noise.
+        If it fails under a ClientDP whose noise this client adds, zero with the same noise leaves.
         So a failure that the data caused stays hidden.
 
         Args:
             round_: the number of the round.
             sent: the state that this client got.
             train: a function that returns the trained state, and the batches of the local steps.
-            start: the start of the training by ``time.perf_counter``; None for now.
+            start: the time at which the training began, by ``time.perf_counter``; None for now.
 
         Raises:
             UpdateError: the sent state does not fit the observer's model.
@@ -261,13 +270,13 @@ class OutgoingUpdates:
             returned, batches = train()
         except Exception as error:  # its message may quote private text, and is not sent
             answer = f"training failed: {engine.reason(error)}"
-            why = str(error) if isinstance(error, UpdateError) else answer
+            cause = str(error) if isinstance(error, UpdateError) else answer
             trace = "".join(traceback.format_tb(error.__traceback__))
-            log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
+            log.error("lightning-fedleak: %s\n%s", cause, trace)  # lines of code, no private text
             if self.dp is None and not (self.zero or self.secure_aggregation):
                 return Leaving(None, True, (), None, answer)
-            shared = self._begin_round(round_, sent)
-            return replace(self._withhold(sent, shared, why), answer=answer)
+            tensors = self._begin_round(round_, sent)
+            return replace(self._withhold(sent, tensors, cause), answer=answer)
         seconds = time.perf_counter() - start
         try:
             return self.leaves(round_, sent, returned, batches, seconds=seconds)
@@ -278,15 +287,15 @@ class OutgoingUpdates:
     def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
         """Begin the round, and return the trained tensors that were sent."""
         self.observer.begin(round_, sent)
-        shared = {name: sent[name] for name in self.observer.trained_names()}
+        tensors = {name: sent[name] for name in self.observer.trained_names()}
         if self.dp is not None:
             self.dp.check_affords_another()
-            if self.observer.shares_twice(shared):
+            if self.observer.shares_twice(tensors):
                 raise UpdateError(
                     "a tied parameter has two names: share it once, by trained_state(model)"
                 )
-            self.dp.check_rounding(shared)
-        return shared
+            self.dp.check_rounding(tensors)
+        return tensors
 
     # ---- looks and gates --------------------------------------------------------------------
 
@@ -295,12 +304,12 @@ class OutgoingUpdates:
     ) -> tuple[RoundLook, list[engine.GateEvent], str]:
         """Return a look at the update, the events of the gates that act on it, and the decision.
 
-        The noise is increased, and the update looked at again, as long as a gate asks for that.
+        As long as the decision is to harden, the noise is increased and the update attacked again.
         """
         while True:
             look = look_once()
-            acting = {gate: event for gate in self.gates if (event := self._event(gate, look))}
-            events, actions = [*acting.values()], [str(gate.action) for gate in acting]
+            breaches = {gate: event for gate in self.gates if (event := self._event(gate, look))}
+            events, actions = [*breaches.values()], [str(gate.action) for gate in breaches]
             action = max(["leave", *actions], key=_STRENGTH.index)
             if action != "harden":
                 return look, events, action
@@ -326,26 +335,33 @@ class OutgoingUpdates:
         return event if event.value > gate.at_most else None
 
     def _leaves_unread(self, gate: RoundGate, look: RoundLook) -> bool:
-        """Return whether the update may leave without a decision: once, if it is unreadable yet."""
+        """Return whether an update may leave undecided, because nothing can be recovered from it.
+
+        Only one round's update of a client may leave for this reason.
+        """
         is_first = self.unread.get(gate.name, look.round_) == look.round_
         return is_first and gate.why_not_yet(look) is not None
 
     def _write(self, look: RoundLook, events: Sequence[engine.GateEvent], action: str) -> None:
-        """Log a look and the decisions of the gates; announce the strongest."""
+        """Log a look and the decisions of the gates, and announce the strongest decision.
+
+        Raises:
+            LeakageLimitExceeded: the decision is to raise.
+        """
         record = self.observer.engine.record_decision
         for gate in self.gates if action not in ("withhold", "raise") else ():
             event = gate.read(look)
             if math.isnan(event.value) and self._leaves_unread(gate, look):
                 self.unread[gate.name] = look.round_
                 record(engine.decision_of(event, "not yet"))
-        acted = {event.gate: event for event in events}
-        values = {f"gate/{gate.name}": float(gate.name in acted) for gate in self.gates}
+        event_of = {event.gate: event for event in events}
+        values = {f"gate/{gate.name}": float(gate.name in event_of) for gate in self.gates}
         self.observer.log(look, values, () if self.dp is None else (self.dp,))
         for event in events:
             record(engine.decision_of(event, "withheld" if action == "withhold" else action))
-        strongest = (g for g in self.gates if g.name in acted and g.action in (action, "harden"))
+        strongest = (g for g in self.gates if g.name in event_of and g.action in (action, "harden"))
         for gate in [*strongest][:1]:
-            event = acted[gate.name]
+            event = event_of[gate.name]
             if action == "raise":
                 raise engine.LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
             if action == "withhold":
@@ -354,33 +370,43 @@ class OutgoingUpdates:
                 engine.announce(f"RoundGate '{event.gate}' warns {event}")
 
     def _announce(self, message: str) -> None:
+        """Announce that an update is withheld, with notes on what that reveals and changes."""
         if self.dp is None and not self.secure_aggregation:
-            message += f"\n  Note: {TELLS}." + (f"\n  Note: {DILUTES}." if self.zero else "")
+            message += f"\n  Note: {_LEAK_NOTE}." + (
+                f"\n  Note: {_ZERO_NOTE}." if self.zero else ""
+            )
         engine.announce(message)
 
     # ---- the returned state -----------------------------------------------------------------
 
     def _release(
-        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, shared: State
+        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, tensors: State
     ) -> dict[str, Tensor]:
-        """Return the state that leaves if no gate withholds it: noised, then compressed."""
+        """Return the state that leaves if no gate withholds it: noised, then compressed.
+
+        Args:
+            sent: the state that this client got.
+            returned: the state that it has trained.
+            update: the difference of the two; None for zero.
+            tensors: the trained tensors of ``sent``.
+        """
         if self.dp is not None:
-            returned = moved(sent, self.dp.privatized(update, shared))
+            returned = moved(sent, self.dp.privatized(update, tensors))
         if self.compression is not None:
-            update = difference(sent, returned, trained=shared)
+            update = difference(sent, returned, trained=tensors)
             return moved(sent, self.compression.send(update))
         return {n: t.detach().clone() for n, t in returned.items()}
 
-    def _zero(self, sent: State, shared: State) -> dict[str, Tensor] | None:
+    def _zero(self, sent: State, tensors: State) -> dict[str, Tensor] | None:
         """Return the state that leaves in place of a withheld update; None if nothing leaves."""
         if self.dp is not None:
-            return self._release(sent, sent, None, shared)
+            return self._release(sent, sent, None, tensors)
         if self.secure_aggregation or self.zero:
             return {n: t.detach().clone() for n, t in sent.items()}
         return None
 
-    def _withhold(self, sent: State, shared: State, why: str) -> Leaving:
-        """Record why an update that cannot be read or looked at is withheld."""
+    def _withhold(self, sent: State, tensors: State, cause: str) -> Leaving:
+        """Record why an update that cannot be read or attacked is withheld; return the reply."""
         round_ = self.observer.round_
         self.observer.engine.record_decision(
             engine.GateLine(
@@ -391,52 +417,56 @@ class OutgoingUpdates:
                 client=self.client,
                 metric="",
                 source="",
-                reason=why,
+                reason=cause,
                 hardened=(),
             )
         )
-        self._announce(f"the update of round {round_} did not leave: {why}")
-        return Leaving(self._zero(sent, shared), True, (), None)
+        self._announce(f"the update of round {round_} did not leave: {cause}")
+        return Leaving(self._zero(sent, tensors), True, (), None)
 
     # ---- state for a client's next process --------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """Return the state that :meth:`recall` loads in this client's next process."""
+        """Return the counts that :meth:`recall` loads in this client's next process."""
         memory = {f"gate/{gate.name}": self.unknown.get(gate.name, 0) for gate in self.gates}
         memory |= {f"unread/{name}": round_ for name, round_ in self.unread.items()}
         if self.client in self.observer.next_look:
-            memory[_NEXT] = self.observer.next_look[self.client]
+            memory[_NEXT_KEY] = self.observer.next_look[self.client]
         return memory
 
     def recall(self, memory: Mapping[str, int] | None) -> None:
-        """Load the state of an earlier process of this client.
+        """Load the counts of an earlier process of this client.
 
-        It holds the number of unknown values that each gate let pass, and the round of the next
-        look.
+        They are the number of consecutive unknown values of each gate, the round in which it let an
+        update leave undecided, and the round of the next look.
 
         Args:
-            memory: the state from :meth:`memory`; None in a client's first process.
+            memory: the result of :meth:`memory`; None in a client's first process.
         """
         for key, value in (memory or {}).items():
             prefix, _, name = key.partition("/")
             counts = {"gate": self.unknown, "unread": self.unread}.get(prefix)
             if counts is not None:
                 counts[name] = int(value)
-            elif key == _NEXT:
+            elif key == _NEXT_KEY:
                 self.observer.next_look[self.client] = int(value)
 
 
 def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientCompression | None:
-    """Return a copy of the compression among an observer's defences, with a memory of its own."""
+    """Return a copy of the compression among an observer's defences, with an empty error memory.
+
+    Raises:
+        DefenseError: the compression would act before the noise, or on a sum.
+    """
     defenses = observer.run.defenses
     compression = next((d for d in defenses if isinstance(d, GradientCompression)), None)
     if compression is None:
         return None
     if dp is not None and dp.trust != "local":
         raise DefenseError(
-            f"GradientCompression beside ClientDP(trust='{dp.trust}') would carry what is not "
-            "noised into later rounds: use ClientDP(trust='local')"
+            f"GradientCompression with ClientDP(trust='{dp.trust}') would keep an error without "
+            "noise for later rounds: use ClientDP(trust='local')"
         )
-    fresh = copy.copy(compression)
-    fresh.memory = {}
-    return fresh
+    client_compression = copy.copy(compression)
+    client_compression.memory = {}
+    return client_compression

@@ -1,4 +1,8 @@
-"""The result of the attacks on one client's update in one round."""
+"""The results of the attacks on one client's update in one round: :class:`RoundLook`.
+
+A *look* is one run of the attacks, here on the update of a round. A *game* is a membership attack
+on candidate texts, of which some were trained on. A *series* is one attack's results at one stage.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,22 @@ class RoundLook:
 
     Attributes:
         round_: the number of the round.
-        client: the client; :data:`SUM` for the sum of all clients' updates.
-        values: the values by log name. Rates of games are pooled over the client's rounds. NaN is
-            unknown, and pending values are missing.
+        client: the client; ``"sum"`` for the sum of all clients' updates.
+        values: the values by log name. Rates of games are pooled over the client's rounds. NaN
+            means unknown. Values that need more rounds are missing.
         now: the same values of only this round.
-        unknown: the reasons of unknown results, by the start of their log names.
-        not_yet: the reasons why nothing can be read yet, by the same names and the family's worst.
-        too_few: the reasons why this round has too few candidates for a decision, by the same
-            names.
-        seconds: the duration of the look. At the first look of a round that includes adapting the
-            attacks to the model that was sent.
+        unknown: the reasons why results are unknown, by series: the start of their log names.
+        not_yet: the reasons why nothing can be recovered yet, by series, and by the log name of the
+            worst value of a family of attacks.
+        too_few: the reasons why this round has too few candidates for a decision, by series.
+        seconds: the duration of the look. At the first look of a round it includes the time to
+            adapt the attacks to the model that was sent.
         look: the look of the engine, with its clock.
         engine: the engine of the client.
         outcomes: the outcomes by series.
-        before: the state of results and channels before this look was counted; empty if it was not
-            counted.
-        utility: further values, by name.
+        before: the state of the engine's results before this look was counted; empty if the look
+            failed before that.
+        utility: further values of the round, such as a loss, by name.
     """
 
     round_: int
@@ -69,11 +73,11 @@ def read_look(
         client: the client.
         before: the state of the engine's results before the look.
         utility: further values, by name.
-        scored: whether the truth is known.
+        scored: whether the client's texts are known, so that the attacks' guesses were scored.
     """
     if scored:
-        shared = bool(engine.fit and engine.fit.lineup.trained)
-        outcomes = engine.results.add(look, outcomes, utility, shared=shared)
+        is_shared = bool(engine.fit and engine.fit.lineup.trained)
+        outcomes = engine.results.add(look, outcomes, utility, shared=is_shared)
         values, now = engine.results.new_values(), dict(engine.results.look_values)
     else:
         further = {f"utility/{name}": float(value) for name, value in utility.items()}
@@ -100,17 +104,26 @@ def failed_look(
     engine: ClientEngine,
     client: str | int,
     before: Mapping[str, Any],
-    why: str,
+    cause: str,
     utility: Mapping[str, float],
 ) -> RoundLook:
-    """Return a look whose results are all unknown, and call nothing that may have failed."""
+    """Return a look whose results are all unknown, without calls that may have failed before.
+
+    Args:
+        look: the look of the engine, with its clock.
+        engine: the engine of the client.
+        client: the client.
+        before: the state of the engine's results before the look.
+        cause: the reason why the look failed.
+        utility: further values, by name.
+    """
     results = engine.results
     names = {series.log_name for series in results.playing}
     metrics = [f"{s.log_name}/{m}" for s in results.playing for m in engine.series[s].metrics_of(s)]
     worst = [f"{WORST}/{family}" for family in results.families]
     values = dict.fromkeys([*metrics, *worst], math.nan)
     results.failures += len(names)
-    unknown, outcomes = dict.fromkeys(names, why), results.all_unknown(why)
+    unknown, outcomes = dict.fromkeys(names, cause), results.all_unknown(cause)
     return RoundLook(
         *(look.step, client, values, values, unknown, {}, {}),
         seconds=0.0,
@@ -125,10 +138,11 @@ def failed_look(
 def _not_yet(
     outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
 ) -> dict[str, str]:
-    """Return why results are pending, and why the worst of a family is if nothing else fails.
+    """Return the reasons why nothing can be recovered from the update yet, by log name.
 
-    Games that still need candidate texts are excluded: more texts in this round would give them a
-    result.
+    The worst value of a family of attacks is included if one of its attacks has such a reason and
+    no attack of the family has failed. Games that still need candidate texts are left out, because
+    more texts in this round would give them a result.
     """
     reasons = {
         series.log_name: outcome.pending
@@ -145,9 +159,13 @@ def _not_yet(
 
 
 def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
-    """Return the values that are logged without the truth: certificates, and no rates."""
+    """Return the values that are logged if the client's texts are unknown.
+
+    They are certificates, claims of an attack that can be checked without the texts, and whether
+    the attack can read the update at all. They include no rates.
+    """
     values = {f"{series.log_name}/exposed": float(o.exposed) for series, o in outcomes.items()}
     for series, outcome in outcomes.items():
-        known = ((name, value) for name, value in outcome.extra.items() if not math.isnan(value))
-        values |= {f"{series.log_name}/{name}": value for name, value in known}
+        extra = ((name, value) for name, value in outcome.extra.items() if not math.isnan(value))
+        values |= {f"{series.log_name}/{name}": value for name, value in extra}
     return values

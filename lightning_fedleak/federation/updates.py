@@ -1,9 +1,9 @@
-"""Computes and checks the update that a client of a round shares.
+"""Computes, checks, clips and sums the updates that clients share in a round of a federation.
 
-An update is the difference of two state dicts. It needs neither Flower nor another engine:
-functions take the state that was *sent* to a client and the state that it *returned*, two mappings
-from names to tensors. They hold a whole model or only its trained parameters, for example the state
-of a PEFT adapter.
+An update is the difference of two states: the state that the server *sent* to a client, and the
+state that the client *returned*. A state is a mapping from names to tensors. It holds a whole model
+or only its trained parameters, for example the state of a PEFT adapter. No package for federated
+learning is needed here.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.model.snapshots import NotYet, Stage, UpdateSnapshot
-from lightning_fedleak.model.taps import UpdateError as UpdateError  # handed on
+from lightning_fedleak.model.taps import UpdateError as UpdateError
 from lightning_fedleak.validate import check_integer
 
 State = Mapping[str, Tensor]
-"""Tensors by name, as ``state_dict`` gives them."""
+"""Tensors by name, as in a ``state_dict``."""
 
 Update = Mapping[str, Tensor]
-"""Changes of trained parameters by name, as :func:`~lightning_fedleak.federation.difference`."""
+"""Changes of trained parameters by name, as :func:`difference` returns them."""
 
-C = TypeVar("C")
+C = TypeVar("C")  # the type of a client's name
 
-_MAX_NAMES = 3  # so many names fit into one line of a message
+_MAX_NAMES = 3  # the number of names that fit into one line of a message
 
 
 def observe(
@@ -54,17 +54,18 @@ def observe(
         optimizer: an optimizer of the class and with the settings that the server prescribed. The
             update is divided by its learning rate; it is never stepped.
         local_steps: the number of optimizer steps in the round.
-        trained: the names of the trained tensors. All others must be returned unchanged. None
-            stands for all floating-point tensors.
-        learning_rate: the mean over the local steps, if a schedule changes it within a round.
+        trained: the names of the trained tensors. All other tensors must be returned unchanged.
+            None means all floating-point tensors.
+        learning_rate: the mean learning rate over the local steps, if a schedule changes it within
+            a round. None means the optimizer's learning rate.
         round_: the number of the round, from 0: the snapshot's ``step``.
-        stage: the stage at which the update was seen.
+        stage: the stage at which the update was observed, such as ``Stage.SHARED``.
         fresh: whether the optimizer began the round without state of earlier rounds.
-        noise_std: the standard deviation of the known noise of a defence on each entry of
-            ``returned``.
+        noise_std: the standard deviation of the noise that a defence is known to have added to each
+            entry of ``returned``; 0 without noise.
 
     Returns:
-        ``(sent - returned) / learning_rate`` by name, float32 (float64 where that was sent).
+        ``(sent - returned) / learning_rate`` by name, in float32, or float64 if sent in float64.
 
     Raises:
         UpdateError: no update can be read from the two states. The message says why.
@@ -75,11 +76,11 @@ def observe(
     change = difference(sent, returned, trained=trained)
     unchanged = not any(bool(t.any()) for t in change.values())
     if unchanged and rate == 0:
-        raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
+        raise NotYet("the learning rate is 0, so nothing was changed and nothing is shared")
     if not (rate > 0 and math.isfinite(rate)):
         raise UpdateError(
-            f"an update has no scale at learning rate {rate}: it must be positive and finite, "
-            "and each step must report it"
+            f"an update cannot be divided by a learning rate of {rate}: it must be positive and "
+            "finite, and if a step reports it, each step of the round must"
         )
     if unchanged:
         raise UpdateError(
@@ -101,7 +102,7 @@ def observe(
 def difference(
     sent: State, returned: State, *, trained: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Return ``returned - sent`` of the trained tensors, in float32 (float64 if sent in that).
+    """Return ``returned - sent`` of the trained tensors, in float32, or float64 if sent in float64.
 
     Examples:
         >>> import torch
@@ -127,7 +128,7 @@ def difference(
         if (after.shape, after.dtype) != (before.shape, before.dtype):
             raise UpdateError(
                 f"'{name}' was sent with {_form(before)} and came back with {_form(after)}: return "
-                "what is trained in the shape and dtype in which it was sent"
+                "each tensor in the shape and dtype in which it was sent"
             )
         before, after = before.detach(), after.detach().to(before.device)
         if name not in trained_names:
@@ -140,7 +141,7 @@ def difference(
         dtype = torch.float64 if before.dtype == torch.float64 else torch.float32
         change[name] = after.to(dtype) - before.to(dtype)
         if not bool(change[name].isfinite().all()):
-            source = "the client's update" if bool(before.isfinite().all()) else "what was sent"
+            source = "the client's update" if bool(before.isfinite().all()) else "the sent state"
             raise UpdateError(f"{source} holds NaN or infinity in '{name}'")
     return change
 
@@ -150,14 +151,14 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         sent: the state that the client got.
-        update: the update by name; tensors without one are copied.
+        update: the update by name. Tensors of ``sent`` that it does not name are copied.
 
     Raises:
         UpdateError: a name of the update was not sent.
     """
     unknown = [n for n in update if n not in sent]
     if unknown:
-        raise UpdateError(f"the update names {_list_names(unknown)}, which was not sent")
+        raise UpdateError(f"the update has a tensor that was not sent: {_list_names(unknown)}")
     return {
         name: (before.detach() + update[name].to(before.device)).to(before.dtype)
         if name in update
@@ -167,11 +168,11 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_state(arrays: Mapping[str, object], before: State | None = None) -> dict[str, Tensor]:
-    """Return the state that arrays in numpy or torch hold.
+    """Return the state that numpy or torch arrays hold.
 
     Args:
-        arrays: the arrays by name.
-        before: the state to which they are the difference; None if they are the state itself.
+        arrays: the arrays by name: a state, or the difference of two states.
+        before: the state from which the difference was taken; None if the arrays are a state.
 
     Raises:
         UpdateError: a name of the difference is not in ``before``.
@@ -188,18 +189,18 @@ def convert_like(state: State, arrays: Mapping[str, object]) -> dict[str, object
 
 
 def array_in(meta: Mapping[str, object]) -> str | None:
-    """Return the name of the first value beside a model that holds an array, or None."""
+    """Return the name of the first value in a model's meta data that holds an array, or None."""
     names = (n for n, v in meta.items() if any(getattr(x, "ndim", 0) for x in tree_leaves(v)))
     return next(names, None)
 
 
 def joint_norm(update: Mapping[str, Tensor]) -> float:
-    """Return the 2-norm of all tensors together, added up in float64."""
+    """Return the 2-norm of all tensors together, summed in float64."""
     return math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the trained parameters, tied ones only once: what a client has to share.
+    """Return copies of the parameters that a client shares: the trained ones, tied ones only once.
 
     Examples:
         >>> import torch
@@ -213,34 +214,37 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 def parameter_names(model: nn.Module) -> dict[str, str]:
     """Return a map from each name that a state dict may use to the parameter's name in ``model``.
 
-    Those are the names in ``model`` and in the language model inside it, all of tied parameters
-    among them, and for a PEFT model those of its adapter's state
-    (``get_peft_model_state_dict``), which leave the adapter's name out.
+    A state dict may use the names in ``model``, including all names of a tied parameter. For a PEFT
+    model it may also use the names of the adapter's state (``get_peft_model_state_dict``), in which
+    the adapter's name is left out.
     """
-    first = {id(p): n for n, p in model.named_parameters()}
-    named = dict(model.named_parameters(remove_duplicate=False))
-    names = {n: first[id(p)] for n, p in named.items()}
+    first_names = {id(p): n for n, p in model.named_parameters()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = {n: first_names[id(p)] for n, p in parameters.items()}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         adapters = getattr(module, "peft_config", None)
         if not isinstance(adapters, Mapping):
             continue
-        for name, parameter in named.items():
-            inside = name.removeprefix(prefix)
+        for name, parameter in parameters.items():
+            inner_name = name.removeprefix(prefix)
             for adapter in adapters:
-                short = inside.replace(f".modules_to_save.{adapter}.", ".")
-                names.setdefault(short.replace(f".{adapter}", ""), first[id(parameter)])
+                short = inner_name.replace(f".modules_to_save.{adapter}.", ".")
+                names.setdefault(short.replace(f".{adapter}", ""), first_names[id(parameter)])
     return names
 
 
 @torch.no_grad()
 def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[str, str]:
-    """Load a sent state into a model, and return the sent name of each parameter.
+    """Load a sent state into a model, and return each parameter's name in the sent state.
 
     Args:
         model: the model. All of its trained parameters must be sent.
-        names: the names of its parameters, see :func:`parameter_names`.
+        names: the map from names in a state to the model's names, see :func:`parameter_names`.
         sent: the state that clients get.
+
+    Returns:
+        The names in ``sent`` by the parameters' names in ``model``.
 
     Raises:
         UpdateError: names or shapes differ from the model's, or its dtypes cannot hold the values.
@@ -252,7 +256,7 @@ def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[s
     missing = [n for n, p in parameters.items() if p.requires_grad and n not in keys]
     if unknown or missing:
         raise UpdateError(
-            f"the observer's {type(model).__name__} is not set up as the clients' models are: "
+            f"the observer's {type(model).__name__} differs from the clients' models: "
             f"'{[*unknown, *missing][0]}' is {'sent' if unknown else 'trained'} and not "
             f"{'a parameter of it' if unknown else 'sent'}"
         )
@@ -277,6 +281,7 @@ def equal_states(a: State, b: State) -> bool:
 
 
 def _read_rate(optimizer: Optimizer) -> float:
+    """Return the learning rate of an optimizer, which must be the same in all groups."""
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if len(rates) > 1:
         raise UpdateError(
@@ -286,6 +291,7 @@ def _read_rate(optimizer: Optimizer) -> float:
 
 
 def _check_names(sent: State, returned: State) -> None:
+    """Raise an error if two states do not hold the same names."""
     if different := sorted(sent.keys() ^ returned.keys()):
         raise UpdateError(
             "the client must return what it was sent, under the same names: only one of both has "
@@ -294,18 +300,20 @@ def _check_names(sent: State, returned: State) -> None:
 
 
 def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, where NaN equals NaN."""
+    """Return whether two tensors are equal if NaN counts as equal to NaN."""
     return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def _form(tensor: Tensor) -> str:
+    """Return a tensor's shape and dtype, in words."""
     return f"shape {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _list_names(names: list[str]) -> str:
-    listed = ", ".join(f"'{n}'" for n in names[:_MAX_NAMES])
+    """Return the first names in quotes, and the number of further names."""
+    first_names = ", ".join(f"'{n}'" for n in names[:_MAX_NAMES])
     n_further = len(names) - _MAX_NAMES
-    return f"{listed} and {n_further} more" if n_further > 0 else listed
+    return f"{first_names} and {n_further} more" if n_further > 0 else first_names
 
 
 def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
@@ -322,11 +330,11 @@ def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
     mismatches = sorted(update.keys() ^ like.keys())
     mismatches += [n for n, t in update.items() if n in like and t.shape != like[n].shape]
     if mismatches:
-        raise UpdateError(f"'{mismatches[0]}' has another name or shape than what is shared")
+        raise UpdateError(f"'{mismatches[0]}' has another name or shape than the shared tensors")
     norm = joint_norm(update)
     if not math.isfinite(norm):
         raise UpdateError("the update holds NaN or infinity, or numbers whose squares overflow")
-    # Rounding errors of the norm and of the products are below 1e-12.
+    # The margin of 1e-12 covers the rounding errors of the norm and of the products in float64.
     scale = 1.0 if norm <= clip * (1 - 1e-12) else clip / norm * (1 - 1e-12)
     return {n: update[n].detach().double() * scale for n in like}
 
@@ -337,8 +345,8 @@ class Release:
 
     Attributes:
         update: the noised mean of the clients' clipped updates, by name, in the dtype of ``like``.
-        zeros: the reason for each client that counted as zero. No noise hides it, so the trusted
-            server must not publish it.
+        zeros: for each client whose update counted as zero, the reason. No noise hides these, so
+            the trusted server must not publish them.
     """
 
     update: dict[str, Tensor]
@@ -352,13 +360,14 @@ class UpdateSum(Generic[C]):
 
     Args:
         clients: the sampled clients of the round.
-        like: tensors with the names, shapes and dtypes of what is shared.
-        clip: the largest norm of an update.
+        like: tensors with the names, shapes and dtypes of the shared parameters.
+        clip: the 2-norm to which each update is clipped.
         release: a function that returns the noised mean of the sum, and accounts for it.
 
     Attributes:
-        total: the sum so far, by name.
-        zeros: the reason for each client that counts as zero so far; at first for all of them.
+        total: the sum so far, by name, in float64.
+        zeros: for each client whose update counts as zero so far, the reason. At first these are
+            all clients.
     """
 
     def __init__(
@@ -371,7 +380,7 @@ class UpdateSum(Generic[C]):
         self.clients, self.like, self.clip = frozenset(clients), like, clip
         self.total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
         self.zeros: dict[C, str] = dict.fromkeys(clients, "failed or withheld")
-        self._waiting = set(clients)
+        self._awaited = set(clients)
         self._release = release
 
     def add(self, client: C, update: Update) -> None:
@@ -381,11 +390,11 @@ class UpdateSum(Generic[C]):
             UpdateError: the client was not sampled, or has sent an update before: two updates of a
                 client would change the sum by twice the accounted sensitivity.
         """
-        if client not in self._waiting:
+        if client not in self._awaited:
             raise UpdateError(
-                f"an update of client {client!r}, which was not drawn or has sent one already"
+                f"an update came from client {client!r}, which was not sampled or sent one already"
             )
-        self._waiting.remove(client)
+        self._awaited.remove(client)
         try:
             clipped_update = clipped(update, self.clip, self.like)
         except UpdateError as error:
@@ -396,7 +405,7 @@ class UpdateSum(Generic[C]):
             self.total[name] += tensor.to(self.total[name].device)
 
     def add_returned(self, client: C, sent: State, returned: State) -> None:
-        """Add the update between a sent and a returned state; zero if it cannot be read.
+        """Add the difference of a returned and a sent state; it is zero if it cannot be read.
 
         Raises:
             UpdateError: the same as in :meth:`add`.
@@ -409,7 +418,7 @@ class UpdateSum(Generic[C]):
             self.add(client, update)
 
     def end(self) -> Release:
-        """Return the noised mean: one release.
+        """Return the noised mean, which counts as one release.
 
         Raises:
             BudgetSpent: one more release would cost more than ``target_epsilon``.

@@ -1,6 +1,7 @@
-"""Leakage in a training loop of one's own, and under transformers' Trainer, and defences there.
+"""Measures leakage, or applies defences, in the user's own loop or in transformers' Trainer.
 
-What needs transformers' Trainer is loaded when it is first used, since that needs accelerate.
+The classes for transformers' Trainer are imported when they are first used, because they need
+accelerate.
 """
 
 from typing import TYPE_CHECKING

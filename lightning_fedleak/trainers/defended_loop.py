@@ -1,4 +1,9 @@
-"""Defences in a training loop of one's own."""
+"""Lets defences act in the user's own training loop: :class:`DefendedLoop`.
+
+It makes the loader, computes each loss within the defences, and checks that each batch has exactly
+one optimizer step. :func:`save_defenses` and :func:`load_defenses` keep the states of the defences
+in a checkpoint, for this loop and for a defended Trainer.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +31,11 @@ from lightning_fedleak.trainers.loop import (
 )
 
 DEFENSES = "defenses.safetensors"
-"""File in a checkpoint with the states of the defences: releases and account, no secret."""
+"""The file in a checkpoint with the states of the defences: the privacy account, no secret."""
 
 
 def save_defenses(release: UpdateRelease, folder: Path, rank: int) -> None:
-    """Write the states of the defences into a checkpoint's folder, only in the first process."""
+    """Write the states of the defences into a checkpoint's folder, if this process has rank 0."""
     if rank == 0:
         save_state(folder / DEFENSES, release.state_dict())
 
@@ -44,23 +49,24 @@ def load_defenses(release: UpdateRelease, folder: Path) -> None:
     path = folder / DEFENSES
     if not path.exists():
         raise DefenseError(
-            f"{release.owner}: {folder} has no {DEFENSES}, so what was released before it is not "
-            "known. Go on from a whole checkpoint, or begin a new run from its weights."
+            f"{release.owner}: {folder} has no {DEFENSES}, so the privacy spent before it is "
+            "unknown. Resume from a checkpoint with this file, or begin a new run from its weights."
         )
     release.load_state_dict(load_state(path))
 
 
 class DefendedLoop(Host):
-    """Lets defences act in a loop of one's own, before an update leaves the client.
+    """Lets defences act in the user's own training loop, before an update leaves the client.
 
-    It yields the batches of one epoch each time that it is iterated over, by the loader that the
-    defences make: under :class:`~lightning_fedleak.DPSGD` Poisson samples of the loader's data. No
-    more batch comes once the budget is spent. ``loss(compute, batch)`` computes the loss of a batch
-    within the defences, in pieces where DPSGD has ``max_physical_batch_size``. Everything else is
-    the loop's: backward, ``step``, ``zero_grad``, schedulers. Under DPSGD each batch, also an empty
-    one, has its step before the next is asked for. What a step's places are is as under
-    :class:`~lightning_fedleak.DefendedStrategy`; processes of DistributedDataParallel are one
-    client (``client="world"`` there).
+    Each iteration over this object yields the batches of one epoch, from the loader that the
+    defences make. Under :class:`~lightning_fedleak.DPSGD` they are Poisson samples of the loader's
+    data. Once the privacy budget is spent, no further batch is yielded. ``loss(compute, batch)``
+    computes the loss of a batch within the defences, in pieces if DPSGD has
+    ``max_physical_batch_size``. The loop itself calls backward, ``step``, ``zero_grad`` and the
+    schedulers. Under DPSGD it must do so for each batch before it takes the next one, even if the
+    batch is empty. In each step the defences act at the same stages as in
+    :class:`~lightning_fedleak.DefendedStrategy`. The processes of DistributedDataParallel are one
+    client (``client="world"`` of that strategy).
 
     Examples:
         >>> import torch
@@ -82,21 +88,22 @@ class DefendedLoop(Host):
         (6, True)
 
     Args:
-        model: the model that the loop trains, in train mode; under DDP the wrapped model.
-        optimizer: the optimizer or the optimizers, also as Accelerate has prepared them.
-        loader: the loader of the training data, as torch makes it: Accelerate must not have
-            prepared it.
+        model: the model that the loop trains, in train mode; with DistributedDataParallel, the
+            wrapped model.
+        optimizer: the optimizer or the optimizers. Accelerate may have prepared them.
+        loader: the torch loader of the training data. Accelerate must not have prepared it.
         defenses: the defences, in the order in which they act.
-        epochs: the number of epochs of the loop, those of the runs that it resumes included.
+        epochs: the number of epochs of the loop, including those of the runs that it resumes.
         steps: the number of optimizer steps of the loop, in place of ``epochs``.
-            ``target_epsilon`` needs one of the two.
+            ``target_epsilon`` of DPSGD needs one of the two.
         precision: ``"bf16-mixed"`` if the loss is computed under autocast. The default is the
             precision of the weights.
 
     Raises:
-        DefenseError: the defences do not fit each other. When the loop begins also: no guarantee
-            can hold under the model, the optimizer or the loader. In the loop also: a batch is
-            taken before the last one was released and its gradients set to None, or is taken twice.
+        DefenseError: the defences do not fit each other. When the loop begins also: the model, the
+            optimizer or the loader breaks their guarantee. In the loop also: the next batch is
+            taken, or its loss computed, before the previous batch had its optimizer step and its
+            gradients were set to None, or a batch is used twice.
     """
 
     name = "DefendedLoop"
@@ -119,23 +126,23 @@ class DefendedLoop(Host):
         self.model, self._loader = model, loader
         self._root = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizers = torch_optimizers(optimizer)
-        self._epochs, self._planned = epochs, steps
+        self._epochs, self._planned_steps = epochs, steps
         self._precision = precision or precision_of(None, self._root)
         self._device = next(model.parameters()).device
-        self._samples = any(defense.per_sample for defense in self._fedleak.defenses)
+        self._per_sample = any(defense.per_sample for defense in self._fedleak.defenses)
         self.batch_number: int = 0
-        self.should_stop = self._waiting = False
+        self.should_stop = self._awaits_step = False
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> DefendedLoop:
         """Let the defences prepare model, loader and optimizers."""
         self._fedleak.end()
-        self._waiting = False
+        self._awaits_step = False
         check_whole(self._root, self.name, error=DefenseError)
         if self._fedleak.client == "world" and self.reducer is None:
             raise DefenseError(
-                "DefendedLoop: several processes are one client, and nothing reduces their "
-                "gradients. Wrap the model in DistributedDataParallel."
+                "DefendedLoop: several processes train one client's model, but nothing averages "
+                "their gradients. Wrap the model in DistributedDataParallel."
             )
         try:
             self._fedleak.open(self, self._root, self._device, self._precision, None)
@@ -150,7 +157,7 @@ class DefendedLoop(Host):
         leaf = next(m for m in self._root.modules() if not [*m.children()])
         self._handles = [
             leaf.register_forward_pre_hook(self._check_autocast),
-            self.optimizers[0].register_step_post_hook(self._stepped),
+            self.optimizers[0].register_step_post_hook(self._record_step),
         ]
         return self
 
@@ -168,12 +175,12 @@ class DefendedLoop(Host):
         """Yield the batches of an epoch, until the budget is spent.
 
         Raises:
-            DefenseError: examples are accounted, and the batch before was not released.
+            DefenseError: DPSGD acts, and the previous batch had no optimizer step.
         """
         for batch in takewhile(lambda _: not self.should_stop, self._batches):
             self._check_released()
             self.batch_number += 1
-            self._waiting = self._samples
+            self._awaits_step = self._per_sample
             yield self.to_device(batch)
         self._check_released()
 
@@ -181,21 +188,21 @@ class DefendedLoop(Host):
         """Return the loss of a batch, computed within the defences.
 
         Args:
-            compute: a function that takes the batch, or rows of it, and returns their loss: the
-                forward pass.
+            compute: a function that runs the forward pass on the batch, or on some of its rows, and
+                returns their loss.
             batch: the batch that this loop has yielded.
 
         Raises:
-            DefenseError: gradients of the last step are still there, autocast is not declared, or
-                no batch waits for its release.
+            DefenseError: gradients of the last step are still there, the model runs under an
+                autocast that ``precision`` does not name, or the batch had its step already.
         """
         has_gradients = any(p.grad is not None for p in self._root.parameters())
-        if self._samples and (has_gradients or not self._waiting):
+        if self._per_sample and (has_gradients or not self._awaits_step):
             raise DefenseError(
                 "DefendedLoop: gradients are there before backward, or this batch was released "
-                "already, or did not come from this loop. Iterate over the DefendedLoop, and take "
-                "one loss, one optimizer.step() and zero_grad(set_to_none=True) for each batch; "
-                "for accumulation there is max_physical_batch_size."
+                "already, or did not come from this loop. Iterate over the DefendedLoop, and call "
+                "one loss, one optimizer.step() and zero_grad(set_to_none=True) for each batch. To "
+                "accumulate gradients, use DPSGD(max_physical_batch_size=...)."
             )
         loss: Tensor = self._fedleak.training_step(compute, batch)
         return loss
@@ -213,12 +220,12 @@ class DefendedLoop(Host):
         load_defenses(self._fedleak, Path(folder))
 
     def count_steps(self, per_epoch: int) -> int | None:
-        """Return ``steps``, or those of ``epochs``."""
+        """Return the planned number of optimizer steps: ``steps``, or that of ``epochs``."""
         steps = None if self._epochs is None else self._epochs * per_epoch
-        return self._planned or steps
+        return self._planned_steps or steps
 
     def stop(self) -> None:
-        """Yield no more batch."""
+        """Let the loop yield no further batch."""
         self.should_stop = True
 
     def to_device(self, batch: Any) -> Any:
@@ -226,21 +233,24 @@ class DefendedLoop(Host):
         return tree_map(lambda v: v.to(self._device) if hasattr(v, "to") else v, batch)
 
     def _check_released(self) -> None:
-        if self._waiting:
+        """Raise an error if the previous batch had no optimizer step."""
+        if self._awaits_step:
             raise DefenseError(
-                "DefendedLoop: the batch before was not released. Call loss, backward and "
-                "optimizer.step() for each batch before the next, also for an empty one: skip and "
-                "collect none. For accumulation there is max_physical_batch_size."
+                "DefendedLoop: the previous batch was not released. Call loss, backward and "
+                "optimizer.step() for each batch before the next, even if it is empty: do not skip "
+                "or collect batches. To accumulate, use DPSGD(max_physical_batch_size=...)."
             )
 
-    def _stepped(self, *_: object) -> None:
+    def _record_step(self, *_: object) -> None:
+        """Count an optimizer step, which released the current batch."""
         self.step += 1
-        self._waiting = False
+        self._awaits_step = False
 
     def _check_autocast(self, *_: object) -> None:
+        """Raise an error if the forward pass runs under an autocast other than ``precision``."""
         dtype = autocast_dtype(self._device)
         if dtype not in (None, AUTOCAST.get(self._precision)):
             raise DefenseError(
-                f"DefendedLoop: the model runs under autocast to {dtype}, and precision is "
-                f"{self._precision!r}. Pass precision='bf16-mixed' with bfloat16."
+                f"DefendedLoop: the model runs under autocast to {dtype}, but precision is "
+                f"{self._precision!r}. Use autocast to bfloat16. Pass precision='bf16-mixed'."
             )

@@ -1,8 +1,9 @@
-"""The user's training loop, as the engine sees it.
+"""The user's training loop, in the form in which the engine reads it.
 
 :class:`Loop` holds the loop's model, optimizers and progress. :class:`LoopRun` makes a
-:class:`~lightning_fedleak.engine.Run` of it. The functions below them check which models and
-optimizers a loop may have, and find out whether gradients are there for a step.
+:class:`~lightning_fedleak.engine.Run` from it, from which the engine and the attacks read facts.
+The functions below them refuse models and optimizers whose gradients cannot be read, and find out
+whether the optimizers have gradients for a step.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from lightning_fedleak.model.whole_models import explain_shards
 from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.zero import ZeROStep
 
+# Parts of the names of optimizers that step during the backward pass, and keep no gradient.
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
-"""Parts of the names of optimizers that step during the backward pass, and keep no gradient."""
 
 T = TypeVar("T")
 
@@ -47,20 +48,20 @@ class Loop:
         model: The trained model.
         optimizers: The optimizers, unwrapped from Accelerate. A DP optimizer of another library
             stays wrapped, see ``inner_optimizers``.
-        loader: The loader of the training data; None if it is not known.
+        loader: The loader of the training data; None if it is unknown.
         precision: The precision, as in :class:`WatchSettings`.
         scaler: The GradScaler, if there is one.
         tokenizer: The tokenizer of the run.
-        epochs: The planned number of epochs; None if it is not known.
-        planned_steps: The planned number of optimizer steps; None if it is not known.
+        epochs: The planned number of epochs; None if it is unknown.
+        planned_steps: The planned number of optimizer steps; None if it is unknown.
         utility: The user's metrics by name.
         steps: The number of optimizer steps so far, skipped ones included.
         batches: The number of batches so far.
         watched: The metrics by which something other than a gate stops training or selects
             checkpoints.
-        stage_reached: A function that an integration calls when ``p.grad`` holds the gradient of
-            the next optimizer step.
-        zero: DeepSpeed's optimizer, if its engine trains the model; there is then no other.
+        stage_reached: A function to call when ``p.grad`` holds the gradient of the next optimizer
+            step. Only the integration with transformers' Trainer sets it.
+        zero: The only optimizer, if DeepSpeed's engine trains the model; None otherwise.
         temperature: The divisor of the logits in the loss.
         fit_copy: A function that trains a copy of the model on other rows; None if there is none.
         rollouts: Generates completions of the prompts, if TRL trains by reinforcement learning.
@@ -99,21 +100,21 @@ class Loop:
 
     @property
     def sharded_by(self) -> str:
-        """Return the name of what shards gradients over the processes; empty if nothing does."""
+        """Return the method that shards gradients over processes; empty if they are whole."""
         if self.zero is not None:
             return f"ZeRO-{self.zero.stage}"
         return "FSDP2" if any(isinstance(p, DTensor) for p in self.model.parameters()) else ""
 
     @property
     def release(self) -> UpdateRelease | None:
-        """Return the release, which applies defences before an optimizer step; None without any."""
+        """Return the object that applies defences before each step; None without defences."""
         releases = map(release_of, self.optimizers)
         return next((release for release in releases if release is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun(core.Run):
-    """One run of a loop, with what the engine needs to know of it.
+    """One run of a loop, with the facts that the engine and the attacks need.
 
     Attributes:
         loop: The training loop.
@@ -131,7 +132,7 @@ class LoopRun(core.Run):
 
         Args:
             loop: The loop.
-            anatomy: The parts of its model.
+            anatomy: The parts of the loop's model.
             client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
             assumed: The capabilities of the adversary.
 
@@ -141,13 +142,13 @@ class LoopRun(core.Run):
         """
         rank, processes = rank_and_world_size()
         under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
-        noising = core.declared(loop.optimizers, under_ddp=under_ddp)
-        if noising and loop.release is not None:
+        dp_optimizers = core.declared(loop.optimizers, under_ddp=under_ddp)
+        if dp_optimizers and loop.release is not None:
             raise ValueError(
-                f"{noising[0].name} makes its gradient of single examples', so that what the "
-                "defenses do to gradients would be lost: use one of both"
+                f"{dp_optimizers[0].name} computes its gradient from per-example ones, and so "
+                "discards what the defenses do to gradients: use one of the two"
             )
-        defenses = noising if loop.release is None else loop.release.defenses
+        defenses = dp_optimizers if loop.release is None else loop.release.defenses
         zero = loop.zero
         return cls(
             anatomy=anatomy,
@@ -171,7 +172,7 @@ class LoopRun(core.Run):
     def watch_release(
         self, stage_reached: core.StageReached, before_defense: core.BeforeDefense
     ) -> list[Callable[[], None]]:
-        """Call the functions as the release reaches its stages; see :class:`Run`."""
+        """Make the release call the functions at its stages; see :class:`Run`."""
         if (release := self.loop.release) is None:
             return super().watch_release(stage_reached, before_defense)
         return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
@@ -186,12 +187,12 @@ class LoopRun(core.Run):
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether every layer, or its gradient, is sharded over the processes."""
+        """Return whether weights or gradients are sharded over the processes."""
         return self.loop.zero is not None or super().is_sharded
 
     @property
     def progress(self) -> tuple[int, float] | None:
-        """Return the epoch and the processed share of its batches; None if not known."""
+        """Return the epoch, from 0, and the processed fraction of its batches; None if unknown."""
         try:
             length = len(self.loop.loader)
         except TypeError:
@@ -207,19 +208,19 @@ class LoopRun(core.Run):
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether the model is compiled; hooks on it would make torch compile it again."""
+        """Return whether the model is compiled. Hooks on it would make torch compile it again."""
         return is_compiled(self.loop.model)
 
     def check_first_forward(self) -> Callable[[], None]:
         """Check in the first forward pass with gradients that autocast matches ``precision``.
 
-        Forward passes without gradients are ignored: TRL's trainers generate texts in them.
+        Forward passes without gradients are ignored, because TRL's trainers generate texts there.
 
         Returns:
             A function that removes the check.
 
         Raises:
-            ValueError: The two differ. The forward pass raises it; the message names the argument.
+            ValueError: The two differ. It is raised later, by the forward pass.
         """
 
         def check(*_: object) -> None:
@@ -229,9 +230,9 @@ class LoopRun(core.Run):
             dtype = autocast_dtype(self.device)
             if dtype != core.AUTOCAST.get(self.precision):
                 raise ValueError(
-                    f"the model runs under autocast to {dtype}, and {self.watcher} has precision="
-                    f"{self.precision!r}: pass 'bf16-mixed' or '16-mixed' under autocast, else "
-                    "nothing"
+                    f"the model runs under autocast to {dtype}, but {self.watcher} has precision="
+                    f"{self.precision!r}: pass 'bf16-mixed' or '16-mixed' under autocast, and no "
+                    "precision without autocast"
                 )
 
         handle = self.anatomy.embedding.register_forward_pre_hook(check)
@@ -256,11 +257,11 @@ class LoopRun(core.Run):
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
 
     def fit_copy(self, model: nn.Module, rows: Any) -> None:
-        """Train a copy of the model on other rows, as the integration does; see :class:`Run`."""
+        """Train a copy of the model on other rows, by ``loop.fit_copy``; see :class:`Run`."""
         (self.loop.fit_copy or super().fit_copy)(model, rows)
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
-        """Return the user's metrics logged so far; None: all."""
+        """Return the user's metrics of these names logged so far; all of them for None."""
         return core.chosen_metrics(self.loop.utility, names)
 
 
@@ -271,11 +272,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def precision_of(mixed: str | None, model: nn.Module) -> str:
-    """Return the precision of a model as Lightning spells it.
+    """Return the precision of a model, in Lightning's spelling.
 
     Args:
-        mixed: The mixed precision as Accelerate spells it: ``"bf16"`` or ``"fp16"``. With any other
-            value the dtype of the weights is the precision.
+        mixed: The mixed precision in Accelerate's spelling: ``"bf16"`` or ``"fp16"``. With any
+            other value the dtype of the weights is the precision.
         model: The model.
     """
     weights = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}
@@ -312,28 +313,28 @@ def check_whole(
         error: The class of the error.
 
     Raises:
-        ValueError: It is such a model; or another class, if ``error`` names it. The message says
-            why, and what to do.
+        ValueError: The model is one of these. If ``error`` is another class, that is raised. The
+            message says why, and what to do.
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
     is_fsdp2 = takes_fsdp2 and any(isinstance(module, FSDPModule) for module in model.modules())
     is_sharded = not is_fsdp2 and any(isinstance(p, DTensor) for p in model.parameters())
     reason = None
     if "DeepSpeedEngine" in names:
-        instead = "give the engine itself" if takes_fsdp2 else "use DDP (torchrun)"
+        instead = "pass the engine itself" if takes_fsdp2 else "use DDP (torchrun)"
         reason = (
             "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so "
-            f"that p.grad is not the shared gradient: {instead}"
+            f"p.grad is not the shared gradient: {instead}"
         )
     elif "FullyShardedDataParallel" in names or is_sharded:
         instead = "load it whole and use DDP (torchrun), or Lightning with ModelParallelStrategy"
         if takes_fsdp2:
             instead = "use FSDP2 (fully_shard, or fsdp_version 2 of accelerate)"
         reason = (
-            "FSDP and tensor parallelism keep a part of each gradient in every process: " + instead
+            "FSDP and tensor parallelism keep a shard of each gradient in every process: " + instead
         )
     elif "DataParallel" in names:
-        reason = "DataParallel copies the model at each step: start one process a card by torchrun"
+        reason = "DataParallel copies the model at each step: start one process per GPU by torchrun"
     elif is_fsdp2:
         reason = explain_shards(model, rank_and_world_size()[1])
     if reason:
@@ -341,7 +342,7 @@ def check_whole(
 
 
 def wrappers_of(trainer: Any, *, takes_fsdp2: bool = False) -> list[str]:
-    """Return the names of unsupported classes in which transformers' Trainer will wrap its model.
+    """Return the names of unsupported classes that transformers' Trainer will wrap its model in.
 
     Args:
         trainer: The Trainer.
@@ -357,7 +358,7 @@ def wrappers_of(trainer: Any, *, takes_fsdp2: bool = False) -> list[str]:
 
 
 def steps_in_backward(optim: object) -> bool:
-    """Return whether the optimizer that ``optim=`` of TrainingArguments names keeps no gradient."""
+    """Return whether the optimizer of ``TrainingArguments(optim=...)`` steps during backward."""
     return any(name in str(optim).lower() for name in _STEPS_IN_BACKWARD)
 
 
@@ -365,7 +366,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
     """Return the optimizer, unwrapped from Accelerate.
 
     Raises:
-        TypeError: It is not an optimizer.
+        TypeError: It is not a torch optimizer.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -383,16 +384,16 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if any(getattr(wrapper, "scaler", None) is not None for wrapper in optimizers):
         raise ValueError(
-            "Watch cannot observe the optimizer step that Accelerate patches under fp16: use "
-            "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
+            "Watch cannot read gradients in an optimizer step that Accelerate patches for fp16: "
+            "use mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
         )
     return [unwrapped(wrapper) for wrapper in optimizers]
 
 
 def holds_unreduced(model: nn.Module) -> bool:
-    """Return whether FSDP2 holds gradients that are accumulated and not yet reduced."""
+    """Return whether FSDP2 holds accumulated gradients that it has not reduced yet."""
     states: Any = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
-    groups = (  # a state has several parameter groups since torch 2.13, before it one
+    groups = (  # a state has several parameter groups since torch 2.13, and one before
         group
         for state in states
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -411,7 +412,7 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
     Args:
         optimizers: The optimizers. The ``summed_grad`` in which Opacus accumulates a virtual batch
             counts as a gradient too.
-        zeros: Whether a gradient of zeros counts. Otherwise its values are read, which waits for
+        zeros: Whether a gradient of only zeros counts. If not, the values are read, which waits for
             the device.
     """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
@@ -423,14 +424,15 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
 
 @contextmanager
 def before_backward(on_backward: Callable[[], object]) -> Iterator[None]:
-    """Call ``on_backward`` before every ``torch.autograd.backward`` of the block.
+    """Return a context that calls ``on_backward`` before every ``torch.autograd.backward`` in it.
 
-    Nested calls, and calls of the engine itself, are not reported.
+    Backward passes inside another one, and those of the engine itself, are left out.
     """
     original = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        torch.autograd.backward = original  # activation checkpointing calls it in its backward
+        # Activation checkpointing calls it again inside the backward pass.
+        torch.autograd.backward = original
         try:
             if not is_observed():
                 on_backward()

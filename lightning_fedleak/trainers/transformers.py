@@ -1,4 +1,10 @@
-"""LeakageCallback: run the engine under transformers' Trainer and trainers derived from it."""
+"""Attacks the updates of transformers' Trainer and its subclasses: :class:`LeakageCallback`.
+
+The callback is what the user adds to a Trainer. It forwards the Trainer's events to a
+:class:`_TransformersWatch`, which runs the engine: at some optimizer steps, called *looks*, the
+attacks read the gradients right before the step. The results are logged, and *gates*, thresholds on
+logged metrics, may stop the run.
+"""
 
 from __future__ import annotations
 
@@ -46,36 +52,37 @@ from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
-"""File in a checkpoint with the state that a resumed run loads."""
+"""The file in a checkpoint with the state that a resumed run loads."""
 _USAGE = "trainer.add_callback(LeakageCallback(trainer, ...))"
-_PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
-"""TRL's trainers whose preference pairs can be queried on the trained weights."""
-_ROLLOUTS = {"GRPOTrainer", "RLOOTrainer"}
-"""TRL's trainers whose prompts can be queried on the trained weights."""
-_NOT_LIKELIER = dict.fromkeys(_PAIRS, "makes rejected texts less likely")
-_NOT_LIKELIER |= dict.fromkeys(_ROLLOUTS, "trains on texts that it writes")
+# TRL's trainers that PreferenceMargin can attack by the preference pairs of their data.
+_PAIR_TRAINERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
+# TRL's trainers that PolicyDrift and RewardGain can attack by the prompts of their data.
+_PROMPT_TRAINERS = {"GRPOTrainer", "RLOOTrainer"}
+# TRL's trainers that do not make the texts of their data more likely, each with what it does
+# instead. Attacks that compare likelihoods of texts are refused there.
+_NOT_LIKELIER = dict.fromkeys(_PAIR_TRAINERS, "makes rejected texts less likely")
+_NOT_LIKELIER |= dict.fromkeys(_PROMPT_TRAINERS, "trains on texts that it writes")
 _NOT_LIKELIER["RewardTrainer"] = "trains a score of texts and not their likelihood"
-"""TRL's trainers that do not make the texts of the data more likely, and what they do instead."""
 
 
 class LeakageCallback(TrainerCallback, Reported):
     """Attack the updates of a run of transformers' Trainer, log the results, and gate the run.
 
-    Pass the Trainer, because its callbacks get neither the batch nor the Trainer. This one wraps
-    ``training_step`` during training, and ``train`` permanently, so that the files are closed after
-    any exception. Results go to ``trainer.log``, and to the same files as those of
-    :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and random numbers are bit-identical
-    to the run without it.
+    Pass the Trainer, because the Trainer gives its callbacks neither the batch nor itself. The
+    callback wraps ``training_step`` during training to get the batch, and ``train`` permanently to
+    close its files after any exception. Results go to ``trainer.log``, and to the same files as
+    those of :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and random numbers are
+    bit-identical to the run without it.
 
     It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP,
     accelerate's FSDP2, and DeepSpeed's ZeRO without offload. FSDP1 and optimizers that step inside
     backward are refused. Under a Trainer in which defences act, see
     :func:`~lightning_fedleak.trainers.defended`, attacks read the defended updates.
 
-    A gate saves a checkpoint and then stops the run. A gate on the trained weights adds
-    ``eval_leakage/choose`` to the metrics of each evaluation: the loss if it accepts the weights,
-    and infinity otherwise. ``metric_for_best_model="leakage/choose"`` with
-    ``greater_is_better=False`` keeps the best accepted model.
+    A gate that is exceeded saves a checkpoint and then stops the run, by default. A gate on the
+    trained weights adds ``eval_leakage/choose`` to the metrics of each evaluation: the loss if the
+    gate accepts the weights, and infinity otherwise. ``metric_for_best_model="leakage/choose"``
+    with ``greater_is_better=False`` keeps the best accepted model.
 
     Examples:
         >>> import torch
@@ -127,7 +134,7 @@ class LeakageCallback(TrainerCallback, Reported):
         settings: core.WatchSettings | None = None,
     ) -> None:
         if not isinstance(trainer, transformers.Trainer):
-            raise TypeError(f"LeakageCallback needs the Trainer, so make that first: {_USAGE}")
+            raise TypeError(f"LeakageCallback needs the Trainer: make it first, then {_USAGE}")
         self.trainer = trainer
         (settings or core.WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
         folder = folder or str(trainer.args.output_dir)
@@ -136,19 +143,19 @@ class LeakageCallback(TrainerCallback, Reported):
         )
         self.engine = self.watch.engine
         bases = _NOT_LIKELIER.keys() & {base.__name__ for base in type(trainer).__mro__}
-        on_weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        listed, hint = [attack.name for attack in on_weights], ""
-        if bases <= _PAIRS:
+        weight_attacks = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        refused_names, hint = [attack.name for attack in weight_attacks], ""
+        if bases <= _PAIR_TRAINERS:
             hint = "; PreferenceMargin() attacks its preference pairs"
-            listed = [a.name for a in on_weights if getattr(a, "part", None) != "pairs"]
-        elif bases <= _ROLLOUTS:
+            refused_names = [a.name for a in weight_attacks if getattr(a, "part", None) != "pairs"]
+        elif bases <= _PROMPT_TRAINERS:
             hint = "; PolicyDrift() and RewardGain() attack its prompts"
-            listed = [a.name for a in on_weights if not isinstance(a, PromptAttack)]
-        if bases and listed and attacks != "auto":
+            refused_names = [a.name for a in weight_attacks if not isinstance(a, PromptAttack)]
+        if bases and refused_names and attacks != "auto":
             base = bases.pop()
             raise ValueError(
                 f"{base} {_NOT_LIKELIER[base]}, so likelihoods do not show what the weights were "
-                f"trained on: remove {', '.join(listed)} from attacks={hint}"
+                f"trained on: remove {', '.join(refused_names)} from attacks={hint}"
             )
         train = trainer.train
 
@@ -165,11 +172,15 @@ class LeakageCallback(TrainerCallback, Reported):
         trainer.train = train_and_close  # type: ignore[method-assign]
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
-        """Raise an error if it is passed in ``callbacks=`` of another Trainer than its own."""
+        """Raise an error: it was passed in ``callbacks=`` to a Trainer that is being made.
+
+        Raises:
+            ValueError: Always. That Trainer is not the one that this callback was created with.
+        """
         raise ValueError(f"LeakageCallback is for the Trainer it was created with: {_USAGE}")
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Find the model's parts, calibrate the attacks, and wrap ``training_step``."""
+        """Begin the run: find the model's parts, calibrate the attacks, wrap ``training_step``."""
         self.watch.__enter__()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -177,13 +188,13 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.before_step()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Finish a batch. After an optimizer step, log the results and evaluate the gates."""
+        """End a batch. After an optimizer step, log the results and evaluate the gates."""
         self.watch.batch_ends()
 
     on_substep_end = on_step_end
 
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
-        """Record the Trainer's metrics that are to be logged next to leakage."""
+        """Record the Trainer's metrics that the logs show next to leakage."""
         values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
         self.watch.note(core.chosen_metrics(values, self.watch.engine.options.utility))
 
@@ -197,7 +208,10 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.save_state()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Log the spent budget; attack the last weights before the best ones are loaded."""
+        """Log the spent privacy budget. If the training stops, also attack the trained weights.
+
+        After this event the Trainer may replace them by the weights of its best checkpoint.
+        """
         self.watch.engine.metrics_changed(epoch_ended=True)
         if self.trainer.control.should_training_stop:
             self.watch.engine.look_at_end()
@@ -212,22 +226,36 @@ class LeakageCallback(TrainerCallback, Reported):
 
 @dataclass(frozen=True, kw_only=True)
 class _TransformersRun(LoopRun):
-    """One run of a Trainer."""
+    """One run of a Trainer, as the engine reads it."""
 
     watcher: ClassVar[str] = "LeakageCallback"
 
     def watch_release(
         self, stage_reached: core.StageReached, before_defense: core.BeforeDefense
     ) -> list[Callable[[], None]]:
-        """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
-        if self.defenses or self.loop.zero:  # observed by a hook on the optimizer's step
+        """Call ``stage_reached`` when gradients are ready for the optimizer; see :class:`Run`.
+
+        The Trainer's event before a step is used for that. With defences or ZeRO it would be too
+        early, and a hook on the optimizer's step is used.
+        """
+        if self.defenses or self.loop.zero:
             return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
 
 
 class _TransformersWatch(Watch):
-    """A :class:`Watch` of a Trainer's run. :class:`LeakageCallback` calls its methods."""
+    """Watches a Trainer's run. :class:`LeakageCallback` calls its methods.
+
+    Args:
+        trainer: The Trainer.
+        arguments: The arguments of :class:`Watch` after the model and the optimizer.
+
+    Attributes:
+        trainer: The Trainer.
+        resumed_from: The checkpoint folder that ``train`` was called with; None without one.
+        has_optimizer: Whether the Trainer had an optimizer before ``train`` was called.
+    """
 
     run: ClassVar[type[LoopRun]] = _TransformersRun
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
@@ -237,17 +265,23 @@ class _TransformersWatch(Watch):
         super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
         self.trainer = trainer
         self.resumed_from: str | PathLike[str] | None = None
-        self.has_optimizer = False  # before the Trainer makes one
-        self._values: dict[str, float] = {}
-        self._ending = False
+        self.has_optimizer = False
+        self._unlogged: dict[str, float] = {}
+        self._is_ending = False
 
     def _begin(self) -> None:
+        """Make the loop from the Trainer, load the state of a resumed run, and begin the run.
+
+        Raises:
+            ValueError: The Trainer or an attack is not supported, or ``metric_for_best_model`` is a
+                leakage metric that cannot select a model.
+        """
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
-        self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
+        self._unlogged, self._is_ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
         zero = ZeROStep.of_engine(model, self.run.watcher)
-        # FSDP2 and ZeRO cast by policies of their own, and not by autocast.
+        # FSDP2 and ZeRO cast by their own policies, not by autocast.
         casts_itself = getattr(accelerator, "is_fsdp2", False) or zero is not None
         self.loop = Loop(
             model,
@@ -261,12 +295,12 @@ class _TransformersWatch(Watch):
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
             zero=zero,
-            temperature=float(getattr(args, "temperature", None) or 1.0),  # GRPO, RLOO
+            temperature=float(getattr(args, "temperature", None) or 1.0),  # of GRPO and RLOO
             fit_copy=self._fit_copy,
             rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
-            # The batches that a resumed run has seen already.
+            # Count the batches that the resumed run has processed already.
             steps_per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
             epochs, remaining = divmod(steps, steps_per_epoch)
             self.loop.batches = epochs * len(loader) + remaining * args.gradient_accumulation_steps
@@ -277,88 +311,100 @@ class _TransformersWatch(Watch):
                 self._saved = load_state(path)
             else:
                 rank_zero_info(
-                    f"LeakageCallback: {path} does not exist: looks and gates start anew"
+                    f"LeakageCallback: {path} does not exist, so looks and gates start from zero"
                 )
         super()._begin()
         if (best := self._best_metric()) is None:
             return
         available = [*self.engine.metric_names(), *([core.CHOOSE] if self._on_weights else [])]
-        start = f"metric_for_best_model='{best}'"
+        setting = f"metric_for_best_model='{best}'"
         if args.greater_is_better is not False:
             raise ValueError(
-                f"{start} is a leakage metric, where lower is better: set greater_is_better=False"
+                f"{setting} is a leakage metric, where lower is better: set greater_is_better=False"
             )
         if best == core.CHOOSE and best not in available:
             raise ValueError(
-                f"{start} needs a gate on the trained weights: LeakageCallback(trainer, "
+                f"{setting} needs a gate on the trained weights: LeakageCallback(trainer, "
                 "gates=[Threshold('leakage/combined/auc', at_most=0.7)])"
             )
         if best not in available:
             raise ValueError(
-                f"{start} is not logged.{core.names_there_are(best, available, self.run.watcher)}"
+                f"{setting} is not logged.{core.names_there_are(best, available, self.run.watcher)}"
             )
 
     def _fit_copy(self, model: nn.Module, rows: Any) -> None:
-        """Train a copy of the model by a second Trainer of the same class; see :class:`Run`.
+        """Train a copy of the model with a second Trainer of the same class; see :class:`Run`.
 
-        It is a copy of the Trainer, which trains other parts: its ``__init__`` would prepare model
-        and data again. It saves, evaluates and reports nothing, and has no callback of the user's.
+        The second Trainer is a shallow copy of the first, with another model, optimizer and data,
+        because its ``__init__`` would prepare model and data again. It saves, evaluates and reports
+        nothing, and has none of the user's callbacks.
+
+        Args:
+            model: The copy of the model.
+            rows: The rows to train it on.
 
         Raises:
-            ValueError: the optimizer is not the Trainer's own.
+            ValueError: The user made the optimizer, so that none can be made for the copy.
         """
         trainer = self.trainer
         if self.has_optimizer:
             raise ValueError(
-                "Memorization(reference='auto'): the optimizer was made before train(), for this "
-                "model alone: name it by TrainingArguments(optim=) or optimizer_cls_and_kwargs=, "
-                "in a new Trainer, or give a reference"
+                "Memorization(reference='auto'): the optimizer was made before train(), and only "
+                "for this model: make a new Trainer with TrainingArguments(optim=...) or "
+                "optimizer_cls_and_kwargs=, or pass reference= to Memorization"
             )
-        model = trainer.accelerator.unwrap_model(model, False, False)  # of autocast and compile
-        second, args = copy(trainer), copy(trainer.args)
-        for name in ("train", "training_step"):  # of this callback
-            vars(second).pop(name, None)
-        private = {n: v for n, v in vars(trainer).items() if n.startswith("_")}
-        for name in (n for n, value in private.items() if isinstance(value, dict | list | set)):
-            setattr(second, name, deepcopy(private[name]))  # metrics of TRL's trainers
+        model = trainer.accelerator.unwrap_model(model, False, False)  # from autocast and compile
+        trainer_copy, args = copy(trainer), copy(trainer.args)
+        for name in ("train", "training_step"):  # the wrappers that this callback has set
+            vars(trainer_copy).pop(name, None)
+        # TRL's trainers collect their metrics in private containers, which must not be shared.
+        internals = {n: v for n, v in vars(trainer).items() if n.startswith("_")}
+        for name in (n for n, value in internals.items() if isinstance(value, dict | list | set)):
+            setattr(trainer_copy, name, deepcopy(internals[name]))
         if args.max_steps > 0:
             args.max_steps = math.ceil(args.max_steps * len(rows) / len(self.loop.loader.dataset))
         args.logging_strategy = args.eval_strategy = IntervalStrategy.NO
         args.save_strategy, args.report_to = SaveStrategy.NO, []
         args.load_best_model_at_end = args.push_to_hub = args.eval_on_start = False
-        second.args, second.train_dataset, second.eval_dataset = args, rows, None
-        second.model = second.model_wrapped = model
-        vars(second).update(dict.fromkeys(("model_init", "optimizer", "lr_scheduler")))
-        second.neftune_noise_alpha = None  # whose hook is copied
-        second._memory_tracker = type(trainer._memory_tracker)(True)  # measures nothing
-        second.state, second.control = TrainerState(), TrainerControl()
-        handled = [DefaultFlowCallback()], model, second.processing_class, None, None
-        second.callback_handler = CallbackHandler(*handled)  # type: ignore[no-untyped-call]
+        trainer_copy.args, trainer_copy.train_dataset, trainer_copy.eval_dataset = args, rows, None
+        trainer_copy.model = trainer_copy.model_wrapped = model
+        vars(trainer_copy).update(dict.fromkeys(("model_init", "optimizer", "lr_scheduler")))
+        trainer_copy.neftune_noise_alpha = None  # its hook was copied with the model
+        # With skip_memory_metrics=True the tracker measures nothing.
+        trainer_copy._memory_tracker = type(trainer._memory_tracker)(True)
+        trainer_copy.state, trainer_copy.control = TrainerState(), TrainerControl()
+        handler_args = [DefaultFlowCallback()], model, trainer_copy.processing_class, None, None
+        trainer_copy.callback_handler = CallbackHandler(*handler_args)  # type: ignore[no-untyped-call]
         with TemporaryDirectory() as folder:
             args.output_dir = folder
-            second.create_accelerator_and_postprocess()
-            second.train()
+            trainer_copy.create_accelerator_and_postprocess()
+            trainer_copy.train()
 
     def _best_metric(self) -> str | None:
-        """Return the name of the leakage by which the Trainer selects its best checkpoint."""
+        """Return the leakage metric by which the Trainer selects its best model; None if none."""
         name = (self.trainer.args.metric_for_best_model or "").removeprefix("eval_")
         return name if name.startswith(("leakage", "monitor/", "gate/")) else None
 
     def _check(self, *_: str) -> None:
+        """Raise an error for a Trainer whose updates cannot be attacked.
+
+        Raises:
+            ValueError: The Trainer cannot be watched. The message says why.
+        """
         trainer, optim = self.trainer, self.trainer.args.optim
         super()._check(*wrappers_of(trainer, takes_fsdp2=True))
         if steps_in_backward(optim):
             raise ValueError(
-                f"LeakageCallback cannot observe gradients with optim={optim}, which updates "
-                "weights during backward: use another optimizer"
+                f"LeakageCallback cannot read gradients with optim={optim}, which updates weights "
+                "during backward: use another optimizer"
             )
         if sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
             raise ValueError(
-                "two LeakageCallbacks cannot wrap one training_step: use one with all attacks"
+                "the Trainer has two LeakageCallbacks: use one LeakageCallback with all attacks"
             )
 
     def _hook_optimizers(self) -> None:
-        """Wrap ``training_step`` until the run is over."""
+        """Wrap ``training_step``, and hook the optimizers that make the shared gradient inside."""
         trainer = self.trainer
         original = trainer.training_step
 
@@ -368,27 +414,28 @@ class _TransformersWatch(Watch):
                 return original(model, inputs, *args, **kwargs)
 
         self._removers.append(override(trainer, "training_step", training_step))
-        for optimizer in self.loop.inner_optimizers if self._steps_inside else ():
-            look = partial(self.engine.optimizer_steps, optimizer)
-            self._removers.append(before_real_step(optimizer, look))
+        for optimizer in self.loop.inner_optimizers if self._shares_in_step else ():
+            before_step = partial(self.engine.optimizer_steps, optimizer)
+            self._removers.append(before_real_step(optimizer, before_step))
 
     def before_step(self) -> None:
         """Run the attacks on the unscaled gradients, unless the scaler will skip the step."""
-        if not self._steps_inside:
+        if not self._shares_in_step:
             self.engine.optimizer_steps(self.loop.optimizers[0])
-            self._let_read()
+            self._show_gradients()
 
     @property
-    def _steps_inside(self) -> bool:
+    def _shares_in_step(self) -> bool:
         """Whether the shared gradient is made inside the step (DP optimizers, DeepSpeed ZeRO)."""
         return bool(self._run.defenses or self.loop.zero) and self.loop.release is None
 
     @core.contained
     @torch.no_grad()
-    def _let_read(self) -> None:
+    def _show_gradients(self) -> None:
+        """Unscale the gradients, and tell the engine that they are ready, if a look is due."""
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
         if self._look is None:
-            return  # reading found_inf would synchronize with the device
+            return  # checked first, because reading found_inf waits for the device
         if scaler is not None and scaler.is_enabled():
             state = scaler._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.READY:  # the Trainer unscales only to clip
@@ -399,14 +446,14 @@ class _TransformersWatch(Watch):
             self.loop.stage_reached(Stage.AGGREGATE, optimizer)
 
     def batch_ends(self) -> None:
-        """Log a look once its optimizer step is over."""
+        """End a batch, and log a look whose optimizer step is over."""
         self.loop.steps = int(self.trainer.state.global_step)
         self.engine.batch_ends(trained=True)
         self._flush()
 
     def end(self, error: type[BaseException] | None = None) -> None:
-        """End the run."""
-        self._ending = True
+        """End the run, and log its last values; see :meth:`Watch.end`."""
+        self._is_ending = True
         super().end(error)
         self._flush()
 
@@ -420,10 +467,13 @@ class _TransformersWatch(Watch):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Collect values until :meth:`_flush`, except metrics that the Trainer logs itself."""
         if not all(name.startswith("utility/") for name in metrics):
-            self._values.update(metrics)
+            self._unlogged.update(metrics)
 
     def log_hyperparams(self, settings: Mapping[str, Any]) -> None:
-        """Send the settings to W&B if the Trainer reports to it; W&B keeps the highest leakage."""
+        """Send the settings to W&B if the Trainer reports to it.
+
+        In the summary of its run W&B then keeps the highest value of each family of attacks.
+        """
         worst = [f"train/{core.WORST}/{family}" for family in self.engine.results.families]
         for run in self._callback_attributes("_wandb", "run"):
             run.config.update(dict(settings), allow_val_change=True)
@@ -433,7 +483,7 @@ class _TransformersWatch(Watch):
         """Upload the report to the runs of W&B and MLflow that the Trainer reports to."""
         for run in self._callback_attributes("_wandb", "run"):
             upload_to_wandb(run, page)
-        for mlflow in self._callback_attributes("_ml_flow"):  # MLflow's run has ended by now
+        for mlflow in self._callback_attributes("_ml_flow"):  # MLflow's run may have ended already
             run = mlflow.last_active_run()
             mlflow.MlflowClient().log_artifact(run.info.run_id, str(page))
 
@@ -446,37 +496,44 @@ class _TransformersWatch(Watch):
 
     def _flush(self) -> None:
         """Log the collected values, and leave ``control.should_log`` as it was."""
-        values, self._values = self._values, {}
+        values, self._unlogged = self._unlogged, {}
         if values:
-            due = self.trainer.control.should_log
-            # The `log` of a subclass may also log and reset its own running means.
+            should_log = self.trainer.control.should_log
+            # Not the `log` of a subclass, which may also log and reset its own running means.
             transformers.Trainer.log(self.trainer, values)
-            self.trainer.control.should_log = due
+            self.trainer.control.should_log = should_log
 
     def _log_to(self, run: LoopRun) -> list[Any]:
+        """Return the loggers of :class:`Watch`, and on the first process also this object."""
         return [*super()._log_to(run), *([self] if run.rank == 0 else [])]
 
     def _save(self, gate: core.Threshold, name: str) -> Path | None:
-        """Have the Trainer save a checkpoint after this step, and return its path."""
-        if self._ending or gate.action == "raise":
+        """Make the Trainer save a checkpoint after this step, and return its path.
+
+        None is returned if the run is ending, or the gate raises an error: nothing is saved then.
+        """
+        if self._is_ending or gate.action == "raise":
             return None
         self.trainer.control.should_save = True
         return self._checkpoint()
 
     def _checkpoint(self) -> Path:
+        """Return the folder of the checkpoint of the current step."""
         step = self.trainer.state.global_step
         return Path(str(self.trainer.args.output_dir)) / f"checkpoint-{step}"
 
     def _stop(self) -> None:
+        """Stop the Trainer after this step, because a gate stops the run."""
         super()._stop()
         self.trainer.control.should_training_stop = True
 
     def _training_facts(self, run: LoopRun) -> dict[str, object]:
+        """Return how the model is trained, for the record of the run."""
         args, zero = self.trainer.args, self.loop.zero
-        engine = " under DDP" if run.under_ddp else ""
-        engine = f" under {self.loop.sharded_by}" if run.is_sharded else engine
+        suffix = " under DDP" if run.under_ddp else ""
+        suffix = f" under {self.loop.sharded_by}" if run.is_sharded else suffix
         return super()._training_facts(run) | {
-            "strategy": f"{type(self.trainer).__name__}{engine}",
+            "strategy": f"{type(self.trainer).__name__}{suffix}",
             "max_steps": self.trainer.state.max_steps,
             "max_epochs": self.trainer.state.num_train_epochs,
             "accumulate_grad_batches": args.gradient_accumulation_steps,
@@ -485,19 +542,26 @@ class _TransformersWatch(Watch):
         }
 
     def choices(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the values that select a checkpoint, to be added to an evaluation's metrics."""
-        chosen: dict[str, float] = {}
+        """Return the values that select a checkpoint, to be added to an evaluation's metrics.
+
+        A leakage metric is infinity if it is unknown, or measured on weights that have changed
+        since.
+
+        Args:
+            metrics: The metrics of the evaluation.
+        """
+        values: dict[str, float] = {}
         loss, best = metrics.get("eval_loss"), self._best_metric()
         if loss is not None and self._on_weights:
-            chosen[core.CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
+            values[core.CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
         if best is not None and best != core.CHOOSE:
             weights, step = self.engine.weights, self.engine.run.step
             is_stale = (
                 self.engine.results.repeats_texts(best) and weights and weights.looked_at != step
             )
             value = math.nan if is_stale else self.latest.get(best, math.nan)
-            chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
-        return {f"eval_{name}": value for name, value in chosen.items()}
+            values[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
+        return {f"eval_{name}": value for name, value in values.items()}
 
     def save_state(self) -> None:
         """Write the state that a resumed run loads into the newest checkpoint."""

@@ -1,15 +1,16 @@
-"""Watch: run the engine in the user's own training loop.
+"""Attacks the updates of the user's own training loop: :class:`Watch`.
 
-The order of a run:
+The engine runs the attacks at some optimizer steps, called *looks*. *Gates* are thresholds on the
+logged results. The order of a run:
 
 1. ``with Watch(...)`` finds the parts of the model, restores a saved state, opens the engine, and
    hooks the optimizers.
-2. ``watch.step(batch)`` surrounds all that the loop does with one batch. It starts a look if one is
-   due. An optimizer that steps in it calls :meth:`Watch.optimizer_steps`: right before the step
-   the attacks read its gradients.
-3. At the end of the block the results of a look are logged, and gates may stop the loop.
-4. The end of ``with`` looks at the trained weights, unless an error has ended the loop. It writes
-   the report and removes every hook.
+2. ``with watch.step(batch)`` contains all that the loop does with one batch. It starts a look if
+   one is due. Right before an optimizer steps in this block, :meth:`Watch.optimizer_steps` lets the
+   attacks read its gradients.
+3. At the end of the block the results of the look are logged, and gates may stop the loop.
+4. At the end of ``with Watch(...)`` the trained weights are attacked, unless an error has ended the
+   loop. Then the report is written, and every hook is removed.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ if TYPE_CHECKING:
 class Watch(Reported):
     """Attack the gradients that a training loop would share, log what they leak, and apply gates.
 
-    ``step(batch)`` surrounds all that the loop does with one batch: forward, backward, and the
+    ``step(batch)`` contains all that the loop does with one batch: forward, backward, and the
     optimizer's step if one is due. Gradients may be accumulated over several batches, clipped,
-    scaled by a GradScaler, and split over several optimizers. A skipped step is recognised by its
-    gradients, which are gone although no optimizer stepped; it is not measured. Training is not
+    scaled by a GradScaler, and split over several optimizers. If gradients disappear although no
+    optimizer stepped, the loop has skipped the step, which is not measured. Training is not
     disturbed: weights, losses and random numbers are bit-identical to the loop without ``Watch``.
 
     Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) and
     DeepSpeed's engine all processes are one client, since gradients are reduced before any can be
-    read. In a :class:`~lightning_fedleak.trainers.DefendedLoop` the attacks read what it shares
-    after its defences. They read a DP optimizer of Opacus inside its step, once it has clipped and
-    added noise; a step that it skips is not counted. The DP optimizers of other libraries cannot be
-    read there, so that the leakage of what is shared is *unknown*.
+    read. In a :class:`~lightning_fedleak.trainers.DefendedLoop` the attacks read the defended
+    gradients. The gradients of Opacus' DP optimizer are read inside its step, once it has clipped
+    them and added noise; a step that it skips is not counted. Gradients cannot be read inside the
+    DP optimizers of other libraries, so the leakage of their shared gradients is *unknown*.
 
     Examples:
         >>> import torch
@@ -86,17 +87,18 @@ class Watch(Reported):
 
     Args:
         model: The model that the loop trains; under ``torch.compile`` the compiled model.
-        optimizer: The optimizer or the optimizers, also as Accelerate has prepared them.
+        optimizer: The optimizer or the optimizers. Accelerate may have prepared them.
         attacks: The attacks, with different names; or ``"auto"``: all that can read this model.
         gates: Thresholds on logged metrics.
         loader: The loader of the training data, whose length is an epoch. With it the trained
-            weights are tested as well: before the first step, at shares of an epoch, at its end.
-        folder: The folder of ``leakage.jsonl``, ``run.jsonl`` and the report. If it holds those of
-            another run, which this one does not resume, a new ``version_<n>`` in it is used.
+            weights are attacked too: before the first step, at fractions of an epoch, at its end.
+        folder: The folder of ``leakage.jsonl``, ``run.jsonl`` and the report. If it holds the files
+            of another run, which this one does not resume, a new folder ``version_<n>`` in it is
+            used.
         every_n_steps: Look at optimizer steps 0, n, 2n, ...
-        max_overhead: The largest share of the training time that looks take, in place of
-            ``every_n_steps``. With neither there are looks at steps 1, 2, 4, 8, ... until they have
-            taken 30 s, and then this share is .005.
+        max_overhead: The largest fraction of the training time that looks take, in place of
+            ``every_n_steps``. If both are None, there are looks at steps 1, 2, 4, 8, ... until they
+            have taken 30 s, and then this fraction is 0.005.
         games: The settings of membership games.
         settings: The rarely changed settings: :class:`WatchSettings`.
 
@@ -105,7 +107,7 @@ class Watch(Reported):
 
     Raises:
         ValueError: Arguments contradict each other, or the metric of a gate is not logged. When
-            ``with`` begins also: the model, a gate or an attack does not fit.
+            ``with`` begins also: the model, a gate or an attack is not supported in this loop.
     """
 
     engine: core.Engine
@@ -153,8 +155,8 @@ class Watch(Reported):
     def utility(self) -> dict[str, float]:
         """The user's metrics by name, such as ``"val_loss"``.
 
-        The loop sets each when it is measured, and the logs name the step of that moment: inside
-        ``step`` the current optimizer step, after it the number of steps that are over.
+        The loop sets each metric when it is measured, and the logs give the step at that time:
+        inside ``step`` the current optimizer step, after it the number of completed steps.
         """
         return self.loop.utility
 
@@ -162,17 +164,17 @@ class Watch(Reported):
     def _log_utility(self, *, epoch_ended: bool | None = False) -> None:
         """Log the metrics that the loop has set since the last call.
 
-        A metric whose value is another object was measured again, even if the values are equal.
+        A metric counts as set if its value is another object, even if the values are equal.
 
         Args:
-            epoch_ended: Whether an epoch has ended; None if the engine shall find out, even without
-                a new metric.
+            epoch_ended: Whether an epoch has ended; None if the engine is to find out, even if no
+                metric was set.
         """
-        now = dict(self.loop.utility)
-        measured = [name for name in now if now[name] is not self._earlier_utility.get(name)]
-        self._earlier_utility = now
-        if measured or epoch_ended is None:
-            self.engine.metrics_changed(measured=measured, epoch_ended=epoch_ended)
+        utility = dict(self.loop.utility)
+        names = [name for name in utility if utility[name] is not self._earlier_utility.get(name)]
+        self._earlier_utility = utility
+        if names or epoch_ended is None:
+            self.engine.metrics_changed(measured=names, epoch_ended=epoch_ended)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed loop loads: plain numbers, strings and tensors."""
@@ -188,7 +190,7 @@ class Watch(Reported):
     def choose(self, loss: float) -> float:
         """Log and return ``leakage/choose``, a value to select a checkpoint by: lower is better.
 
-        It is the loss if every gate on the trained weights allows them, and infinity otherwise.
+        It is the loss if every gate on the trained weights accepts them, and infinity otherwise.
         Call it on every process, after the optimizer step that made these weights.
 
         Args:
@@ -208,12 +210,12 @@ class Watch(Reported):
 
     @property
     def _on_weights(self) -> list[core.Threshold]:
-        """Return the gates on the trained weights."""
+        """The gates on the trained weights."""
         return [gate for gate in self.gates if gate.on_weights]
 
     def __enter__(self) -> Watch:
         """Begin the run: find the model's parts, calibrate the attacks, add hooks."""
-        self.end(InterruptedError)  # if an earlier run was not ended
+        self.end(InterruptedError)  # ends an earlier run that was not ended
         try:
             with shaped(self.loop.model.parameters()):
                 self._begin()
@@ -223,6 +225,11 @@ class Watch(Reported):
         return self
 
     def _begin(self) -> None:
+        """Begin the run: see item 1 of the module's docstring.
+
+        Raises:
+            ValueError: The model, a gate or an attack is not supported in this loop.
+        """
         engine, loop, settings = self.engine, self.loop, self.settings
         show_messages()
         self._check()
@@ -233,13 +240,14 @@ class Watch(Reported):
         if shards and client == "rank":
             raise ValueError(
                 f"{self.run.watcher}: {shards} reduces gradients over all processes before any can "
-                "be read, so that no process's own leaves it: pass client='world'"
+                "be read, so a single process is not a client: pass client='world'"
             )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
-        # Whether, in the current batch, an optimizer has stepped, and a backward pass has run;
-        # whether gradients of earlier batches are accumulated (open); whether a block is entered.
-        self.should_stop = self._stepped = self._backward = self._open = self._in_step = False
+        # `_stepped`: an optimizer has stepped in the current batch. `_backward`: a backward pass
+        # has run in it. `_pending`: gradients of earlier batches wait for an optimizer step.
+        # `_in_step`: the loop is inside the block of `step`.
+        self.should_stop = self._stepped = self._backward = self._pending = self._in_step = False
         for gate in self.gates:
             defenses = run.defenses if loop.release and gate.action == "harden" else ()
             save = partial(self._save, gate)
@@ -265,11 +273,11 @@ class Watch(Reported):
         training = {"optimizers": core.optimizers_of(loop.optimizers), **self._training_facts(run)}
         engine.begin(run, core.Destination(self.folder, loggers, boards, training))
         self._report_begins()
-        self._first_batch = loop.batches
+        self._n_earlier_batches = loop.batches
         engine.training_begins()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the run, and write its report if it is asked for. Exceptions are not suppressed."""
+        """End the run, and write its report if the settings say so. No exception is suppressed."""
         self.end(kind)
 
     def end(self, error: type[BaseException] | None = None) -> None:
@@ -297,7 +305,7 @@ class Watch(Reported):
                 self.close()
 
     def close(self) -> None:
-        """Remove every hook; may be called twice."""
+        """Remove every hook. It may be called twice."""
         removers, self._removers = self._removers, []
         for remove in removers:
             try:
@@ -318,7 +326,7 @@ class Watch(Reported):
         check_whole(self.loop.inner_model, self.run.watcher, wrappers, takes_fsdp2=True)
 
     def _check_gates(self) -> None:
-        """Raise an error for a gate whose metric is not logged, and for two gates of one name."""
+        """Raise an error for a gate whose metric is not logged, or two gates with one name."""
         logged = self.engine.metric_names()
         for gate in self.gates:
             if gate.metric not in logged:
@@ -327,10 +335,10 @@ class Watch(Reported):
                 raise ValueError(message + core.names_there_are(gate.metric, logged, watcher))
         names = [gate.name for gate in self.gates]
         for name in {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two gates are named '{name}': give one of them name=...")
+            raise ValueError(f"two gates have the name '{name}': pass another name= to one of them")
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        """Give values to all loggers; one that fails gets no more."""
+        """Give values to all loggers, and remove a logger that fails."""
         for logger in [*self._loggers]:
             try:
                 logger.log_metrics(values, step=step)
@@ -344,10 +352,11 @@ class Watch(Reported):
         self.engine.fail(error)
 
     def _save(self, gate: core.Threshold, name: str) -> Path | None:
-        """Save a checkpoint for a gate; a plain loop cannot, and returns None."""
+        """Save a checkpoint for a gate and return its path; None here, as a loop saves its own."""
         return None
 
     def _stop(self) -> None:
+        """Set the attribute by which the loop learns that a gate stops it."""
         self.should_stop = True
 
     def _log_to(self, run: LoopRun) -> list[Any]:
@@ -359,7 +368,7 @@ class Watch(Reported):
         return [board]
 
     def _training_facts(self, run: LoopRun) -> dict[str, object]:
-        """Return how the model is trained, for the record."""
+        """Return how the model is trained, for the record of the run."""
         strategy = self.loop.sharded_by or ("DistributedDataParallel" if run.under_ddp else "loop")
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
 
@@ -371,8 +380,8 @@ class Watch(Reported):
             batch: The batch that the loop gives to the model.
 
         Raises:
-            BatchError: Neither the graph of the first look nor its batch can be read. The message
-                shows a ``batch_adapter`` to copy.
+            BatchError: At the first look, neither the autograd graph nor the batch can be read. The
+                message shows a ``batch_adapter`` to copy.
             LeakageLimitExceeded: A metric is above the limit of a gate with ``action="raise"``.
             RuntimeError: The run has not begun, or an optimizer steps outside of this block.
         """
@@ -387,7 +396,7 @@ class Watch(Reported):
             self._in_step = False
             self.loop.steps += self._stepped
             if (look := self._look) is not None:
-                look.training_step.error = f"{type(error).__name__} ended a batch of it"
+                look.training_step.error = f"{type(error).__name__} ended a batch of this step"
             raise
         self.batch_ends()
         self._in_step = False
@@ -396,7 +405,7 @@ class Watch(Reported):
         """Log new metrics, and start a look if one is due."""
         self._log_utility()
         self.engine.batch_begins(batch)
-        if self.loop.batches == self._first_batch and not self._run.is_compiled:
+        if self.loop.batches == self._n_earlier_batches and not self._run.is_compiled:
             self._removers.append(self._run.check_first_forward())
         self.loop.batches += 1
         self._stepped = self._backward = False
@@ -405,24 +414,24 @@ class Watch(Reported):
         """Count the optimizer step if there was one, and log its look."""
         if not self._stepped and self._backward and self._gradients_are_gone():
             self._skip()
-        self._open = not self._stepped and (self._open or self._backward)
+        self._pending = not self._stepped and (self._pending or self._backward)
         self.loop.steps += self._stepped
         self.engine.batch_ends(trained=self._backward or self._stepped)
         self._log_utility(epoch_ended=None)
 
     @property
     def _look(self) -> core.Look | None:
-        """Return the current look; None between looks."""
+        """The current look; None between looks."""
         return None if self.engine.fit is None else self.engine.fit.look
 
     def _backward_begins(self) -> None:
         """Record that a backward pass begins, and whether it starts a new accumulation."""
-        if self._open and self._gradients_are_gone():
+        if self._pending and self._gradients_are_gone():
             # The last optimizer step was skipped: a new accumulation begins with this batch.
             self._skip()
             self.loop.steps += 1
             self.engine.batch_ends(trained=False)
-            self._open = self._stepped = False
+            self._pending = self._stepped = False
         self._backward = True
         if self.loop.zero is not None:
             self.loop.zero.is_empty = False
@@ -431,13 +440,13 @@ class Watch(Reported):
     def _gradients_are_gone(self) -> bool:
         """Return whether the optimizers have no gradient to step with.
 
-        Only during a look, gradients that are all 0 count as none: reading them waits for the
-        device.
+        During a look, gradients that are all 0 count as none. Otherwise they are not read, because
+        that waits for the device.
         """
         if self.loop.zero is not None:  # ZeRO keeps gradients in internal buffers
             return self.loop.zero.is_empty
-        has_some = has_gradients(self.loop.optimizers, zeros=self._look is None)
-        return not (has_some or holds_unreduced(self.loop.model))
+        has_any = has_gradients(self.loop.optimizers, zeros=self._look is None)
+        return not (has_any or holds_unreduced(self.loop.model))
 
     def _skip(self) -> None:
         """Treat a skipped step as a step of all optimizers, which have nothing to share."""
@@ -455,8 +464,8 @@ class Watch(Reported):
         """
         if not self._in_step:
             raise RuntimeError(
-                "an optimizer stepped outside of `with watch.step(batch):`, where Watch cannot see "
-                "what it shares: put forward, backward and optimizer.step() into that block"
+                "an optimizer stepped outside of `with watch.step(batch):`, where Watch cannot "
+                "read its gradients: put forward, backward and optimizer.step() into that block"
             )
         self._stepped = True
         self.engine.optimizer_steps(optimizer)
@@ -464,5 +473,5 @@ class Watch(Reported):
     def _hook_optimizers(self) -> None:
         """Call :meth:`optimizer_steps` right before each optimizer steps."""
         for optimizer in self.loop.inner_optimizers:
-            steps = partial(self.optimizer_steps, optimizer)
-            self._removers.append(before_real_step(optimizer, steps))
+            before_step = partial(self.optimizer_steps, optimizer)
+            self._removers.append(before_real_step(optimizer, before_step))

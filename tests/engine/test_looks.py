@@ -308,7 +308,7 @@ class HeadAndBias(Probe):
         (BagOfWords(), {}, ValueError, "tied"),
         (Probe(), {"gates": [Threshold(F1, 0.5, action="harden")]}, ValueError, "nothing to turn"),
         (Probe(), {"gates": [Threshold("leakage/no/f1", 0.5)]}, ValueError, "Watch does not log"),
-        (Probe(), {"gates": [Threshold(F1, 0.5)] * 2}, ValueError, "two gates are named"),
+        (Probe(), {"gates": [Threshold(F1, 0.5)] * 2}, ValueError, "two gates have the name"),
         (Probe(), {"precision": "bf16"}, ValueError, "precision must be"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_second_update_of_a_client_and_one_that_was_not_drawn_are_refused():
     sums.add(0, update(0))
     total = {n: t.clone() for n, t in sums.total.items()}
     for client in (0, 2):
-        with pytest.raises(UpdateError, match=f"client {client}, which was not drawn or has sent"):
+        with pytest.raises(UpdateError, match=f"client {client}, which was not sampled or sent"):
             sums.add(client, update(1))
     assert all(torch.equal(sums.total[n], t) for n, t in total.items())
 

@@ -350,7 +350,7 @@ HARDENS = {"action": "harden"}
     ("gates", "local", "message"),
     [
         ([{"metric": "leakage/prob/f1"}], None, f"Did you mean '{F1}'"),
-        ([{}, {}], None, "two RoundGates"),
+        ([{}, {}], None, "two RoundGates have"),
         ([{"action": "raise"}], dp(), "use action='withhold'"),
         ([HARDENS], None, "accountant='filter'"),
         ([HARDENS], dp(), "accountant='filter'"),

@@ -155,7 +155,7 @@ def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeyp
 
 
 def test_two_clients_in_one_process_are_refused(hand_over, tmp_path):
-    with pytest.raises(RuntimeError, match="give each a process of its own"):
+    with pytest.raises(RuntimeError, match="run each in a separate process"):
         HandOver(tmp_path / "another").open()
 
 

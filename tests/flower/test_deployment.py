@@ -44,7 +44,7 @@ def test_federation_survives_faults_and_counts_every_release(deployed: Deployed)
     assert all(bool(t.isfinite().all()) for t in torch.load(folder / "model.pt").values())
     by_round = {x["round"]: x["unknown"] for x in lines(folder / "server") if x["client"] != "sum"}
     assert "does not hold the client's texts" in by_round[1]  # the second client's never arrived
-    assert "returned in round 1" in by_round[2]
+    assert "the same state as in round 1" in by_round[2]
     decisions = [
         x["why"]
         for place in folder.glob("client_1_*")

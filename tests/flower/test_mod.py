@@ -104,7 +104,7 @@ def test_batches_that_were_not_told_are_unknown(tmp_path):
         return Message(content=content, reply_to=asked)
 
     mod = FedLeakMod(ForClient(tmp_path), [RoundGate(F1, at_most=1.0)])
-    with pytest.warns(UserWarning, match="no batch of the round was handed over"):
+    with pytest.warns(UserWarning, match="no batch of the round was reported"):
         assert mod(message(), context(), silent).has_error()
 
 
@@ -252,7 +252,7 @@ def test_under_noise_of_its_own_a_client_answers_training_alone(tmp_path, kind, 
 
     reply = FedLeakMod(ForClient(tmp_path), dp=account)(message(kind=kind), context(), never)
     assert reply.has_error()
-    assert f"answers training alone, and not '{kind}'" in reply.error.reason
+    assert f"answers only training, and not '{kind}'" in reply.error.reason
     assert account(None).accountant.steps == 0
 
 
@@ -469,7 +469,7 @@ def peak_of_a_look(folder, replies):
     finally:
         tracemalloc.stop()
         gc.set_threshold(*threshold)
-    assert len(strategy._numbers) == replies
+    assert len(strategy._indices) == replies
     return peak, sum(t.nbytes for t in returned.values())
 
 

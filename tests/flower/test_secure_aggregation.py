@@ -352,11 +352,11 @@ WELL_SET_UP = {
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        (Field.THRESHOLD, 1, "unmasks the sum of 1, where at least 2"),
+        (Field.THRESHOLD, 1, "unmask the sum of 1 clients. At least 2"),
         (Field.MOD_RANGE, 2, "by numbers below 2,"),
         (Field.CLIPPING_RANGE, 0.01, "clips numbers at 0.01"),
         (Field.CLIPPING_RANGE, float("nan"), "clips numbers at nan"),
-        (Field.MAX_WEIGHT, 1e-6, "noise as large as"),
+        (Field.MAX_WEIGHT, 1e-6, "noise makes them as large as"),
         (Field.TARGET_RANGE, 2**40, "clips numbers at"),
         (Field.SOURCE_LIST, [100, 100], "among 1 clients"),
         (Field.SOURCE_LIST, [], "among 1 clients"),
@@ -390,7 +390,7 @@ def test_a_sum_that_could_lack_more_noise_than_the_account_is_refused(tmp_path: 
     """Flower unmasks a sum of all but one at best, so that one share may always be missing."""
     outcome, grid = aggregated(with_shares(tmp_path, dropouts=0))
     assert outcome is None
-    said = "unmasks the sum of 2, where at least 3 are needed"
+    said = "unmask the sum of 2 clients. At least 3 clients"
     assert sum(said in r.error.reason for r in grid.replies if r.has_error()) == CLIENTS
     assert releases(tmp_path) == [0] * CLIENTS
 

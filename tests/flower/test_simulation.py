@@ -161,7 +161,7 @@ def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(
         assert fault not in words or any(words[fault] in why for why in message[round_]), fault
     counted = [r.getMessage() for r in caplog.records if "counts as zero" in r.getMessage()]
     assert len(counted) == len(FAULTS) - 2  # an update of an earlier round is clipped and counted
-    assert len({place.split()[4] for place in counted}) == 1  # "drawn client 0 counts as zero"
+    assert len({place.split()[3] for place in counted}) == 1  # "sampled client 0 counts as zero"
     assert not (tmp_path / "model.pt").exists()
 
 

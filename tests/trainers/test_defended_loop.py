@@ -139,13 +139,13 @@ def own_batch(loop: Loop, batch: Any) -> None:
     ("step", "message"),
     [
         (forgets, r"gradients are there before backward.*zero_grad\(set_to_none=True\)"),
-        (accumulates, "For accumulation there is max_physical_batch_size"),
+        (accumulates, "To accumulate, use DPSGD.max_physical_batch_size"),
         (clips, "is not the sum of its recorded per-sample gradients"),
         (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
         (twice, "Nothing was released"),
-        (writes, "batch before was not released"),
+        (writes, "previous batch was not released"),
         (repeats, "released already.*one loss, one"),
-        (skips, "the batch before was not released.*also for an empty one"),
+        (skips, "the previous batch was not released.*even if it is empty"),
         (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
         (own_batch, "made no batch of that size|before the first was released"),
     ],
@@ -167,7 +167,7 @@ def test_batches_in_a_list_are_refused_before_any_release(more: int) -> None:
     loop = Loop(DPSGD(CLIP, 1.0, seed=2))
     if not more:
         loop.private._loader = DataLoader(rows(BATCH), batch_size=BATCH)
-    with loop.private, pytest.raises(DefenseError, match="skip and collect none"):
+    with loop.private, pytest.raises(DefenseError, match="do not skip or collect batches"):
         list(loop.private)
     assert loop.defense.releases == 0
 
@@ -198,7 +198,7 @@ def test_an_empty_batch_must_not_be_left_out() -> None:
                     continue
                 loop.step(batch)
 
-    with loop.private, pytest.raises(DefenseError, match="also for an empty one"):
+    with loop.private, pytest.raises(DefenseError, match="even if it is empty"):
         train()
     assert sizes[-1] == 0
     assert loop.defense.releases == len(sizes) - 1

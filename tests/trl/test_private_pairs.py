@@ -214,7 +214,7 @@ class Scaled(DPOTrainer):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"loss_type": ["aot"]}, r"loss_type=\['aot'\] is not known to be of one pair"),
+        ({"loss_type": ["aot"]}, r"loss_type=\['aot'\] is not known to be a mean over pairs"),
         ({"loss_type": ["sigmoid", "sft"]}, r"loss_type=\['sft'\] is not known"),
         ({"peft": None, "precompute_ref_log_probs": True}, r"pass peft_config=LoraConfig"),
         ({"kind": Scaled}, "Scaled changes the loss"),

@@ -1,6 +1,9 @@
-"""Flower: a mod that looks at a client's update before it leaves, and strategies for the server.
+"""The integration with Flower: a mod for clients, and strategies for the server.
 
-The only folder that knows Flower. It needs ``pip install lightning-fedleak[flower]``.
+:class:`FedLeakMod` attacks, gates and defends the update of a client before it leaves.
+:class:`Observed` attacks updates on the server, and :class:`PrivateMean` adds the noise of
+client-level differential privacy there. No other module imports Flower. It needs
+``pip install lightning-fedleak[flower]``.
 """
 
 from lightning_fedleak.federation.flower.messages import ROUND as ROUND

@@ -1,4 +1,8 @@
-"""The model in Flower's messages, by name or as a list of arrays."""
+"""Reads and writes the model in Flower's messages.
+
+Messages of the current interface hold it as arrays by name. Messages of the older interface
+(``NumPyClient``) hold a list of arrays without names.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,16 @@ with require_package("flower", "lightning_fedleak.federation.flower needs Flower
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.compat.common import recorddict_compat as compat
 
+# The keys by which Flower's strategies send the round's number and weigh the clients, by default.
 ROUND = "server-round"
 WEIGHT = "num-examples"
 
-LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
-"""Keys of the model in messages of the older interface."""
+# The keys of the model in messages of the older interface: sent to a client, and in its reply.
+LISTED, _LISTED_REPLY = "fitins.parameters", "fitres.parameters"
 
 
 class _Arrays(Mapping[str, Tensor]):
-    """Reads each array of a record on access, so that the whole model is never in memory.
+    """A mapping that decodes an array of a record only when it is read.
 
     Args:
         record: the record of a message.
@@ -44,76 +49,92 @@ class _Arrays(Mapping[str, Tensor]):
 
 
 class NamedArrays:
-    """Reads and writes the model in the messages of a round, which hold it by name.
+    """Reads the model of a training message, and reads and writes the model of the reply.
+
+    Both messages hold the model by name.
+
+    Args:
+        message: the training message that the server sent.
 
     Attributes:
         round_: the number of the round.
-        sent: the state that the client got.
+        sent_state: the model that the server sent.
     """
 
     def __init__(self, message: Message) -> None:
-        self._key, sent = arrays_of(message)
-        self.sent: dict[str, Tensor] = dict(sent)
+        self._key, arrays = arrays_of(message)
+        self.sent_state: dict[str, Tensor] = dict(arrays)
         self.round_ = _round_of(message)
 
-    def returned(self, reply: Message) -> State:
+    def read_reply(self, reply: Message) -> State:
         """Return the model that the client has trained."""
         return dict(arrays_of(reply)[1])
 
-    def put(self, state: State, reply: Message) -> None:
-        """Put ``state`` in place of the model in a reply."""
+    def replace_model(self, state: State, reply: Message) -> None:
+        """Replace the model in a reply by ``state``."""
         [key] = reply.content.array_records
         reply.content[key] = ArrayRecord(dict(state))
 
-    def alone(self, state: State, weight: str) -> RecordDict:
-        """Return a reply that holds nothing but a model, and a weight of 1."""
+    def make_content(self, state: State, weight: str) -> RecordDict:
+        """Return the content of a reply that holds only a model and a weight of 1.
+
+        Args:
+            state: the model.
+            weight: the name of the weight among the metrics.
+        """
         metrics = MetricRecord({weight: 1.0})
         return RecordDict({self._key: ArrayRecord(dict(state)), "metrics": metrics})
 
 
 class _ListedArrays(NamedArrays):
-    """Reads and writes the model in the messages of a NumPyClient: arrays one after the other."""
+    """Does the same for the messages of a NumPyClient, which hold arrays without names.
+
+    Args:
+        message: the training message that the server sent.
+        observer: the observer, whose model has the names, in the order of the arrays.
+    """
 
     def __init__(self, message: Message, observer: RoundObserver) -> None:
-        group = message.metadata.group_id  # the round, in Flower's own workflows
+        group = message.metadata.group_id  # the round's number, in Flower's own workflows
         self.round_ = int(group) if group.isdecimal() else _round_of(message)
         arrays = arrays_in(message, LISTED)
         full_state = {n: t.detach() for n, t in observer.model.state_dict().items()}
         shapes = [a.shape for a in arrays]
-        for like in (trained_state(observer.model), full_state):
-            if [tuple(t.shape) for t in like.values()] == shapes:
-                self._names = list(like)
+        for candidate in (trained_state(observer.model), full_state):
+            if [tuple(t.shape) for t in candidate.values()] == shapes:
+                self._names = list(candidate)
                 # A mean over clients is float64 in Flower; a client trains in its model's dtype.
-                self.sent = {
-                    n: a.to(t.dtype) for (n, t), a in zip(like.items(), arrays, strict=True)
+                self.sent_state = {
+                    n: a.to(t.dtype) for (n, t), a in zip(candidate.items(), arrays, strict=True)
                 }
                 return
         raise UpdateError(
-            f"the {len(arrays)} arrays that were sent have not the order and shapes of "
-            "trained_state(model) or of model.state_dict() of the observer's model"
+            f"the {len(arrays)} arrays that the server sent have neither the order and shapes of "
+            "trained_state(model) nor those of model.state_dict(), for the observer's model"
         )
 
-    def returned(self, reply: Message) -> State:
-        arrays = arrays_in(reply, _LISTED_BACK)
+    def read_reply(self, reply: Message) -> State:
+        arrays = arrays_in(reply, _LISTED_REPLY)
         state = dict(zip(self._names, arrays, strict=False))
         return state | {f"array {n}": a for n, a in enumerate(arrays) if n >= len(self._names)}
 
-    def put(self, state: State, reply: Message) -> None:
-        reply.content[_LISTED_BACK] = compat.parameters_to_arrayrecord(self._list(state), False)
+    def replace_model(self, state: State, reply: Message) -> None:
+        reply.content[_LISTED_REPLY] = compat.parameters_to_arrayrecord(self._list(state), False)
 
-    def alone(self, state: State, weight: str) -> RecordDict:
+    def make_content(self, state: State, weight: str) -> RecordDict:
         reply = common.FitRes(common.Status(common.Code.OK, ""), self._list(state), 1, {})
         return compat.fitres_to_recorddict(reply, False)
 
     def _list(self, state: State) -> common.Parameters:
+        """Return the arrays of a model in the order in which the server sent them."""
         return common.ndarrays_to_parameters([state[n].cpu().numpy() for n in self._names])
 
 
 def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
-    """Return the reader for the form of a training message and its reply.
+    """Return the object that reads a training message and its reply, by the message's form.
 
     Raises:
-        UpdateError: the message holds no model, or a model that does not fit the observer's.
+        UpdateError: the message holds no model, or one that does not fit the observer's model.
     """
     if LISTED in message.content:
         return _ListedArrays(message, observer)
@@ -124,7 +145,7 @@ def arrays_of(message: Message) -> tuple[str, _Arrays]:
     """Return the key of the model in a message, and the model.
 
     Raises:
-        UpdateError: the message holds no model, or several.
+        UpdateError: the message holds no model, or several models.
     """
     records = message.content.array_records
     if len(records) != 1:
@@ -134,17 +155,18 @@ def arrays_of(message: Message) -> tuple[str, _Arrays]:
 
 
 def arrays_in(message: Message, key: str) -> list[Tensor]:
-    """Return the arrays of a message of the older interface, from the record of this key."""
+    """Return the arrays in the record ``key`` of a message of the older interface."""
     record = message.content.array_records[key]
     parameters = compat.arrayrecord_to_parameters(record, keep_input=True)
     return [torch.from_numpy(array) for array in common.parameters_to_ndarrays(parameters)]
 
 
 def _round_of(message: Message) -> int:
+    """Return the number of the round that a message states."""
     for config in message.content.config_records.values():
         if ROUND in config:
             return int(config[ROUND])
     raise UpdateError(
-        f"the message does not say which round it is of: the server's strategy must send '{ROUND}' "
-        "in its ConfigRecord, as those of Flower do"
+        f"the message does not state its round: the server's strategy must send '{ROUND}' in the "
+        "ConfigRecord, as Flower's strategies do"
     )

@@ -1,4 +1,9 @@
-"""Strategies of the server: one that watches, and one that adds the noise of clients' privacy."""
+"""Two strategies of a Flower server, each wrapped around another strategy.
+
+:class:`Observed` attacks the updates that clients send, and changes no result. :class:`PrivateMean`
+samples the clients of a round, and releases the noised mean of their updates: client-level
+differential privacy.
+"""
 
 from __future__ import annotations
 
@@ -24,45 +29,48 @@ from lightning_fedleak.federation.updates import State, moved
 log = logging.getLogger("flwr")
 
 
-def _hand_on(name: str) -> Callable[..., Any]:
+def _delegate(name: str) -> Callable[..., Any]:
     """Return a method that calls the method of the same name of the inner strategy."""
 
-    def method(self: _Around, *args: Any, **kwargs: Any) -> Any:
+    def method(self: _StrategyWrapper, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.strategy, name)(*args, **kwargs)
 
     method.__doc__ = f"Call ``{name}`` of the inner strategy."
     return method
 
 
-class _Around(Strategy):  # type: ignore[misc, unused-ignore]
-    """A strategy that calls an inner strategy."""
+class _StrategyWrapper(Strategy):  # type: ignore[misc, unused-ignore]
+    """A strategy that leaves its methods to an inner strategy. Subclasses override some of them."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
-    configure_train = _hand_on("configure_train")
-    aggregate_train = _hand_on("aggregate_train")
-    configure_evaluate = _hand_on("configure_evaluate")
-    aggregate_evaluate = _hand_on("aggregate_evaluate")
-    summary = _hand_on("summary")
+    configure_train = _delegate("configure_train")
+    aggregate_train = _delegate("aggregate_train")
+    configure_evaluate = _delegate("configure_evaluate")
+    aggregate_evaluate = _delegate("aggregate_evaluate")
+    summary = _delegate("summary")
 
 
-class Observed(_Around):
-    """Attacks of a curious server on each client's update, and on their mean.
+class Observed(_StrategyWrapper):
+    """Attacks each client's update, and the mean of all updates, as a curious server could.
 
-    A reply that holds no model is *unknown*. The others make the mean, with the weights of the
-    inner strategy.
+    A client whose reply holds no readable model has *unknown* results. The mean is taken over the
+    models that have the names, shapes and dtypes of the sent model, with the weights of the inner
+    strategy.
 
     **The order of wrappers is the threat model**, and is written to the log: ``Observed(X)`` sees
-    what arrives, before ``X`` acts on it. Under a defence of the server, it still sees every raw
-    update.
+    what arrives, before ``X`` acts on it. If ``X`` is a defence of the server, the attacks still
+    see every raw update.
 
     Args:
         strategy: the inner strategy, whose results are not changed. If it returns no model, for
-            example because every client withheld, the sent model is kept, which is logged.
-        observer: the observer, with ``side="server"``.
-        learning_rate: a function that returns the mean learning rate over a round's local steps, if
-            a schedule changes it. By default it is that of the observer's optimizer.
+            example because every client withheld its update, the sent model is returned instead,
+            and a warning is logged.
+        observer: the observer that runs the attacks, with ``side="server"``.
+        learning_rate: a function that gets the number of a round and returns the mean learning rate
+            over its local steps, if a schedule changes it. By default the learning rate of the
+            observer's optimizer is used.
     """
 
     def __init__(
@@ -73,24 +81,24 @@ class Observed(_Around):
     ) -> None:
         super().__init__(strategy)
         self.observer = observer
-        self._rate = learning_rate
-        self._numbers: dict[int, int] = {}
-        self._sent: State = {}
-        self._arrays: ArrayRecord | None = None
+        self._learning_rate = learning_rate
+        self._indices: dict[int, int] = {}  # the index of each client in the logs, by its node's id
+        self._sent_state: State = {}
+        self._sent_arrays: ArrayRecord | None = None
         self._round_start = 0.0
 
     def summary(self) -> None:
-        """Log which updates are seen."""
-        inside = type(self.strategy).__name__
-        log.info("Observed(%s): sees each client's update as it arrives, before %s", inside, inside)
+        """Log at which point the updates are attacked."""
+        inner = type(self.strategy).__name__
+        log.info("Observed(%s): sees each client's update as it arrives, before %s", inner, inner)
         self.strategy.summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Begin the round with the model that is sent."""
-        self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
-        self.observer.begin(server_round, self._sent)
+        """Begin a round of the observer with the sent model; return the messages to clients."""
+        self._sent_arrays, self._sent_state = arrays, arrays.to_torch_state_dict()
+        self.observer.begin(server_round, self._sent_state)
         self._round_start = time.perf_counter()
         messages: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
         return messages
@@ -98,68 +106,70 @@ class Observed(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Attack each client's update, then their mean, then call the inner strategy.
+        """Attack each client's update and their mean; return the result of the inner strategy.
 
-        If no client has sent a model, the result is the model that was sent. Otherwise a federation
-        in which every client always withholds would end with an empty model.
+        If the inner strategy returns no model, the sent model is returned. Otherwise a federation
+        in which every client always withholds its update would end with an empty model.
         """
-        arrived = list(replies)
-        seconds = time.perf_counter() - self._round_start
+        reply_list = list(replies)
+        round_seconds = time.perf_counter() - self._round_start
         if self.observer.due(SUM):
             start = time.perf_counter()
-            self._look(server_round, arrived)
-            self.observer.paid(SUM, time.perf_counter() - start, seconds)
-        model, metrics = super().aggregate_train(server_round, arrived)
+            self._look(server_round, reply_list)
+            self.observer.paid(SUM, time.perf_counter() - start, round_seconds)
+        model, metrics = super().aggregate_train(server_round, reply_list)
         if model is None:
-            withheld = sum(reply.has_error() for reply in arrived)
+            n_errors = sum(reply.has_error() for reply in reply_list)
             log.warning(
                 "lightning-fedleak: round %d trained nothing: of %d replies %d are errors (a "
-                "withheld update is one), and the strategy made no model of the others. The model "
-                "stays the one that was sent",
-                server_round, len(arrived), withheld,
+                "withheld update counts as one), and the inner strategy made no model from the "
+                "rest. The model that was sent is kept",
+                server_round, len(reply_list), n_errors,
             )  # fmt: skip
-            model = self._arrays
+            model = self._sent_arrays
         return model, metrics
 
-    def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
-        floats = {n: t for n, t in self._sent.items() if t.is_floating_point()}
+    def _look(self, server_round: int, replies: Sequence[Message]) -> None:
+        """Let the observer attack the update of each reply, and then their weighted mean."""
+        floats = {n: t for n, t in self._sent_state.items() if t.is_floating_point()}
         total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in floats.items()}
-        weights = 0.0
-        rate = None if self._rate is None else self._rate(server_round)
-        for reply in sorted(arrived, key=lambda reply: reply.metadata.src_node_id):
-            client = self._numbers.setdefault(reply.metadata.src_node_id, len(self._numbers))
+        total_weight = 0.0
+        rate = None if self._learning_rate is None else self._learning_rate(server_round)
+        for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
+            client = self._indices.setdefault(reply.metadata.src_node_id, len(self._indices))
             if reply.has_error():
                 log.info("lightning-fedleak: client %d sent nothing", client)
                 continue
             state = _state_of(reply)
             self.observer.look(state, client, learning_rate=rate)
-            if not _can_be_averaged(state, self._sent):
+            if not _can_be_averaged(state, self._sent_state):
                 continue
             weight = _weight_of(reply, self.strategy)
-            weights += weight
+            total_weight += weight
             for name, tensor in total.items():
                 tensor.add_(state[name], alpha=weight)
-        if weights > 0:
-            mean = {n: t.div_(weights).to(self._sent[n].dtype) for n, t in total.items()}
-            mean = {**self._sent, **mean}
+        if total_weight > 0:
+            mean = {n: t.div_(total_weight).to(floats[n].dtype) for n, t in total.items()}
+            mean = {**self._sent_state, **mean}
             self.observer.look(mean, SUM, learning_rate=rate)
 
 
-class PrivateMean(_Around):
-    """Federated averaging under a :class:`ClientDP` of central trust, by a trusted server.
+class PrivateMean(_StrategyWrapper):
+    """Federated averaging with client-level differential privacy, by a trusted server.
 
-    It samples clients as the account assumes, and takes the noised mean of their updates. A client
-    counts as zero if it fails, withholds, has disconnected, or returns an update that cannot be
-    read. Metrics of training are not published, because no epsilon covers them.
+    It samples clients in the way that the :class:`ClientDP` accounts for, and takes the noised mean
+    of their updates. The update of a client counts as zero if the client fails, withholds it or has
+    disconnected, or if it cannot be read. Metrics of training are not published, because no epsilon
+    covers them.
 
-    The first round waits until exactly all clients are connected, because the account depends on
-    their number. A client that disconnects later is still sampled. A new node takes the place of a
-    client that has disconnected.
+    The first round waits until exactly ``dp.clients`` nodes are connected, because the account
+    depends on this number. A client that disconnects later is still sampled. The next new node that
+    connects is taken for this client.
 
     Args:
         strategy: the inner strategy for everything except training, such as evaluation.
         dp: the ClientDP, with ``trust="central"`` and a ledger.
-        minutes: the time to wait until all clients are connected.
+        minutes: the number of minutes to wait until all clients are connected.
 
     Raises:
         DefenseError: the ClientDP has another trust or no ledger, or the inner strategy is an
@@ -170,15 +180,15 @@ class PrivateMean(_Around):
         super().__init__(strategy)
         if isinstance(strategy, Observed):
             raise DefenseError(
-                "PrivateMean trains in place of the strategy inside, so that an Observed there "
-                "would see nothing: say Observed(PrivateMean(...))"
+                "PrivateMean replaces the training of its inner strategy, so an Observed inside it "
+                "would see nothing: use Observed(PrivateMean(...))"
             )
         dp.check_server("PrivateMean")
         self.dp = dp
         self._seconds = 60 * minutes
-        self._sent: dict[str, Tensor] = {}
-        self._slots: list[int] = []  # the node of each client
-        self._nodes: list[int] = []
+        self._sent_state: dict[str, Tensor] = {}
+        self._client_nodes: list[int] = []  # the id of each client's node, by the client's index
+        self._sampled_nodes: list[int] = []
 
     def summary(self) -> None:
         """Log the guarantee."""
@@ -191,61 +201,70 @@ class PrivateMean(_Around):
         """Sample the clients of a round, and send them the model.
 
         Raises:
-            DefenseError: the number of clients that connected in time is not that of the account.
+            DefenseError: the number of clients that connected in time is not ``dp.clients``.
             BudgetSpent: one more release would cost more than the budget.
         """
         self.dp.check_affords_another()
-        self._sent = arrays.to_torch_state_dict()
-        connected = self._arrived(grid)
-        self._nodes = self.dp.drawn(self._slots)
+        self._sent_state = arrays.to_torch_state_dict()
+        connected = self._wait_for_nodes(grid)
+        self._sampled_nodes = self.dp.drawn(self._client_nodes)
         config[ROUND] = server_round
         record = RecordDict({"arrays": arrays, "config": config})
         return [
             Message(content=record, message_type=MessageType.TRAIN, dst_node_id=node)
-            for node in self._nodes
+            for node in self._sampled_nodes
             if node in connected
         ]
 
-    def _arrived(self, grid: Grid) -> set[int]:
-        """Return the connected nodes. A node that disconnects keeps its slot until it is needed."""
+    def _wait_for_nodes(self, grid: Grid) -> set[int]:
+        """Return the ids of the connected nodes, and update the node of each client.
+
+        The first call waits until all clients are connected, or the time is over. Later a client
+        whose node has disconnected keeps that node until a new node connects and replaces it.
+        """
         connected = set(grid.get_node_ids())
-        until = time.monotonic() + self._seconds
-        while not self._slots and len(connected) != self.dp.clients and time.monotonic() < until:
+        deadline = time.monotonic() + self._seconds
+        while (
+            not self._client_nodes
+            and len(connected) != self.dp.clients
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
             connected = set(grid.get_node_ids())
-        if not self._slots:
-            self._slots = sorted(connected)
-        new = sorted(connected.difference(self._slots))
-        for slot, node in enumerate(self._slots):
-            if node not in connected and new:
-                self._slots[slot] = new.pop(0)
-        if new:  # a client may reconnect before Flower notices that its old node has disconnected
-            log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))
+        if not self._client_nodes:
+            self._client_nodes = sorted(connected)
+        new_nodes = sorted(connected.difference(self._client_nodes))
+        for client, node in enumerate(self._client_nodes):
+            if node not in connected and new_nodes:
+                self._client_nodes[client] = new_nodes.pop(0)
+        # A client may reconnect before Flower notices that its old node has disconnected.
+        if new_nodes:
+            log.info("lightning-fedleak: %d new nodes wait until others disconnect", len(new_nodes))
         return connected
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next model, which is one release, and no metrics.
+        """Return the next model and no metrics. The model counts as one release.
 
         Raises:
             BudgetSpent: one more release would cost more than the budget.
         """
-        like = {n: t for n, t in self._sent.items() if t.is_floating_point()}
-        sums = self.dp.begin(self._nodes, like)
-        arrived = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
-        for node in self._nodes:  # in a fixed order: the same replies give the same sum
-            if node in arrived:
-                sums.add_returned(node, self._sent, _state_of(arrived[node]))
-        release = sums.end()
-        for node, zero in release.zeros.items():
-            position = self._nodes.index(node)
-            log.info("lightning-fedleak: drawn client %d counts as zero: %s", position, zero)
-        return ArrayRecord(moved(self._sent, release.update)), None
+        floats = {n: t for n, t in self._sent_state.items() if t.is_floating_point()}
+        update_sum = self.dp.begin(self._sampled_nodes, floats)
+        reply_of = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
+        for node in self._sampled_nodes:  # in a fixed order: the same replies give the same sum
+            if node in reply_of:
+                update_sum.add_returned(node, self._sent_state, _state_of(reply_of[node]))
+        release = update_sum.end()
+        for node, cause in release.zeros.items():
+            index = self._sampled_nodes.index(node)
+            log.info("lightning-fedleak: sampled client %d counts as zero: %s", index, cause)
+        return ArrayRecord(moved(self._sent_state, release.update)), None
 
 
 def _state_of(reply: Message) -> State:
-    """Return the model of a reply; it is empty unless one model is there and can be read."""
+    """Return the model of a reply; empty if the reply does not hold exactly one readable model."""
     try:
         _, arrays = arrays_of(reply)
         for name in arrays:
@@ -257,17 +276,17 @@ def _state_of(reply: Message) -> State:
 
 
 def _can_be_averaged(state: State, sent: State) -> bool:
-    """Return whether a model has the names, shapes and dtypes that were sent."""
+    """Return whether a model has the names, shapes and dtypes of the sent model."""
     return state.keys() == sent.keys() and all(
         (state[n].shape, state[n].dtype) == (t.shape, t.dtype) for n, t in sent.items()
     )
 
 
 def _weight_of(reply: Message, strategy: Strategy) -> float:
-    """Return a reply's weight in the mean of a strategy; 1 if the reply has none."""
+    """Return a reply's weight in the mean of a strategy; 1 if the reply has no valid weight."""
     if isinstance(strategy, PrivateMean):
         return 1.0
-    if isinstance(strategy, _Around):
+    if isinstance(strategy, _StrategyWrapper):
         return _weight_of(reply, strategy.strategy)
     name = getattr(strategy, "weighted_by_key", None)
     weights = [r[name] for r in reply.content.metric_records.values() if name in r]

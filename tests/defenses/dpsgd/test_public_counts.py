@@ -204,5 +204,5 @@ def test_what_cannot_be_counted_is_refused_with_the_mend(
 ) -> None:
     dataset = Texts([silent(rows(1)[0]), *texts()[1:]])
     trainer = prepared_by(kind, tmp_path, dataset, defense())
-    with pytest.raises(DefenseError, match=r"another number of rows.*tokenized, and cut"):
+    with pytest.raises(DefenseError, match=r"number of rows.*tokenized and truncated"):
         trainer.train()

@@ -92,7 +92,7 @@ def test_a_batch_has_each_prompt_once() -> None:
     assert all(torch.equal(text.ids, text.labels) for text in texts)
     assert rollouts.repeats == 6
     for wrong in ({"text": "no prompt"}, {"prompt": "a", "image": None}):
-        with pytest.raises(BatchError, match="no prompt of text alone"):
+        with pytest.raises(BatchError, match="no prompt, or has an image"):
             rollouts.read([wrong])
 
 

@@ -239,7 +239,9 @@ def test_a_checkpoint_without_an_account_is_refused(tmp_path: Path) -> None:
     trainer_of(tmp_path, MODELS["llama"](), [DPSGD(CLIP, 1.0)], **settings).train()
     (tmp_path / "checkpoint-2" / DEFENSES).unlink()
     trainer = trainer_of(tmp_path, MODELS["llama"](), [DPSGD(CLIP, 1.0)], max_steps=4)
-    with pytest.raises(DefenseError, match=r"checkpoint-2 has no defenses.safetensors.*Resume from"):
+    with pytest.raises(
+        DefenseError, match=r"checkpoint-2 has no defenses.safetensors.*Resume from"
+    ):
         trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
 
 

@@ -322,7 +322,7 @@ def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> ModelCall:
     batch = TokenBatch(IDS, labels, fields.get("mask"), "causal", fields.get("positions"))
     read = plain_call(find_anatomy(llama()), batch, None)
     padded = functional.pad(sizes, (0, 1)).flatten() * (read.placed.rows.labels != -100)
-    rows = read.placed.rows._replace(sizes=padded, others=padded)
+    rows = read.placed.rows._replace(sizes=padded, other_sums=padded)
     return replace(read, placed=replace(read.placed, rows=rows))
 
 

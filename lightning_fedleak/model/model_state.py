@@ -344,7 +344,7 @@ class _State:
             self._copied.append(saved)
 
     def restore(self) -> None:
-        """Restore the saved state, or raise ``WeightsWritten`` for written tensors without a copy."""
+        """Restore the saved state; raise ``WeightsWritten`` if a written tensor has no copy."""
         for container in self._empty:
             if container:
                 container.clear()

@@ -490,7 +490,7 @@ class ReadableInput:
         if result is None or (math.isnan(result.expected) and not len(result.types)):
             raise Inapplicable(
                 f"the shared rows fill {len(shared.principal)} of the {dims} directions of the "
-                "input, so that no word can be found: the batch has too many words or positions"
+                "input, so that no word can be found: the batch has too many types or positions"
             )
         return result
 

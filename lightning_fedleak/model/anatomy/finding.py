@@ -252,7 +252,7 @@ def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
     if layer is None or wrappers.leaf(layer) is wrappers.leaf(embedding):
         return None
     config = getattr(model, "config", None)
-    is_separate = getattr(config, "share_encoder_layers", True) is False
+    is_separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
     rows = count_rows(layer)
     return rows if is_separate or rows != count_rows(embedding) else None
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.row_space import linear_maps, pursuit
-from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_kept, most_kept
+from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_sparse, select_densest
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, explain
 from lightning_fedleak.attacks.row_space.shared_rows import SharedRows
@@ -324,7 +324,7 @@ class ReadableInput:
         rounding = max(_rounding(dtypes, autocast), view.gradients[-1].rounding)
         positions = self.dictionary.count_positions(gradients, tuple(factors.values()))
         if view.gradients[-1].compression == "topk":
-            return self._explain_kept(gradients, self._project_atoms(positions, factors).nuisance)
+            return self._explain_sparse(gradients, self._project_atoms(positions, factors).nuisance)
 
         def find(
             rows: Sequence[Tensor], levels: Sequence[float], positions: int = positions
@@ -352,10 +352,10 @@ class ReadableInput:
             raise UnusableObservation(f"no token stands out of {cause}")
         return result
 
-    def _explain_kept(self, gradients: Sequence[Tensor], nuisance: Tensor) -> PursuitResult:
+    def _explain_sparse(self, gradients: Sequence[Tensor], nuisance: Tensor) -> PursuitResult:
         """Return the types that explain gradients after top-k compression."""
-        rows, atoms = most_kept(torch.cat([*gradients])), self.dictionary.rows
-        types = None if self.is_factor_b else explain_kept(rows, atoms, nuisance, self.log_odds)
+        rows, atoms = select_densest(torch.cat([*gradients])), self.dictionary.rows
+        types = None if self.is_factor_b else explain_sparse(rows, atoms, nuisance, self.log_odds)
         if types is None:
             raise Inapplicable(
                 "no words explain the entries that top-k compression left: either the batch has "

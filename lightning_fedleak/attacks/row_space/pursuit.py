@@ -10,9 +10,9 @@ added. Atoms are whitened first, because the inputs of a language model share mo
 direction. Atoms are compared by a likelihood ratio that includes the token's prior probability.
 
 :func:`explain` runs the pursuit: it chooses atoms until only noise remains of the rows. Chosen
-atoms that are not needed are then removed, and the result is certified if no other types
-could explain the rows (:mod:`~lightning_fedleak.attacks.row_space.certificate`). Rows are in units of their noise, which
-is rounding and the declared noise of a defence.
+atoms that are not needed are then removed, and the result is certified if no other types could
+explain the rows (:mod:`~lightning_fedleak.attacks.row_space.certificate`). Rows are in units of
+their noise, which is rounding and the declared noise of a defence.
 """
 
 from __future__ import annotations
@@ -118,24 +118,18 @@ def _search(pursuit: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, 
     exchanged once the residual is small; otherwise the pursuit would choose many unrelated types to
     explain it.
     """
-    for may_end_early in (shared.exact, False):
-        max_initial_residual, max_residual = NEARLY_CERTIFIED, MAX_NOISE_RATIO
-        if ended_early := pursuit.run(may_end_early):
+    for early in (shared.exact, False):
+        limit, max_residual = NEARLY_CERTIFIED, MAX_NOISE_RATIO
+        if ended_early := pursuit.run(early):
             free = 1 - len(pursuit.chosen) / atoms.width
-            max_initial_residual, max_residual = LITTLE, math.sqrt(NOISE_FLOOR * free)
+            limit, max_residual = LITTLE, math.sqrt(NOISE_FLOOR * free)
         if shared.exact and (
-            pursuit.at_floor
-            or certificate.residual_size(atoms, shared, pursuit.tokens) <= max_initial_residual
+            pursuit.at_floor or certificate.residual_size(atoms, shared, pursuit.tokens) <= limit
         ):
-            pruned_types = certificate.prune(atoms, shared, pursuit.tokens)
-            pruned_types = certificate.exchange_twins(
-                atoms, shared, pruned_types, pursuit.dependent_tokens()
-            )
-            if (
-                pursuit.at_floor
-                or certificate.residual_size(atoms, shared, pruned_types) <= max_residual
-            ):
-                return True, pruned_types
+            types = certificate.prune(atoms, shared, pursuit.tokens)
+            types = certificate.exchange_twins(atoms, shared, types, pursuit.dependent_tokens())
+            if pursuit.at_floor or certificate.residual_size(atoms, shared, types) <= max_residual:
+                return True, types
         if not ended_early:
             break
     return pursuit.at_floor, pursuit.tokens

@@ -29,22 +29,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
+# Largest number of bytes of a tensor or array that is copied before the run; not tuned.
+#
+# A larger tensor is copied when it is written to; a larger array is not restored.
 LARGE = 1 << 22
-"""Largest number of bytes of a tensor or array that is copied before the run; not tuned.
-
-A larger tensor is copied when it is written to; a larger array is not restored.
-"""
+# Largest number of entries of a container that is saved; limits its time, not tuned.
 MAX_ENTRIES = 1 << 14
-"""Largest number of entries of a container that is saved; limits its time, not tuned."""
 
 # Packages whose modules write to no parameters in eval mode, except for the classes below.
 _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
+# Classes of these packages whose forward writes to parameters.
+#
+# PEFT's (for ``target_parameters``) parametrizes weights, RWKV's rescales them in eval mode. If a
+# class is missing here, a run of it raises :class:`WeightsWritten`.
 _WRITERS = ("ParamWrapper", "RwkvModel")
-"""Classes of these packages whose forward writes to parameters.
-
-PEFT's (for ``target_parameters``) parametrizes weights, RWKV's rescales them in eval mode. If a
-class is missing here, a run of it raises :class:`WeightsWritten`.
-"""
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # Types of values that contain nothing to restore.
 _LEAVES = frozenset(
@@ -67,8 +65,8 @@ _LEAVES = frozenset(
     }
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
+# The saved states within :func:`saved_once` by their module's ``id``; None outside of it.
 _saved: ContextVar[dict[int, _State] | None] = ContextVar("fedleak_saved", default=None)
-"""The saved states within :func:`saved_once` by their module's ``id``; None outside of it."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

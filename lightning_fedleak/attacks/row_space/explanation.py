@@ -50,29 +50,26 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.progress import operations_per_second
 
+# Factor of dropout's standard deviation that the pursuit assumes if there are many types.
+#
+# F1 of the types under dropout .05, for batches of 4 texts x 32 tokens of stories15M and 4 x 64 of
+# SmolLM2: .71 and .54 with a factor of 1, .77 and .72 with .7, .70 and .65 with .5 (November 2026).
 _NOISE_SHARE = 0.7
-"""Factor of dropout's standard deviation that the pursuit assumes if there are many types.
-
-F1 of the types under dropout .05, for batches of 4 texts x 32 tokens of stories15M and 4 x 64 of
-SmolLM2: .71 and .54 with a factor of 1, .77 and .72 with .7, .70 and .65 with .5 (November 2026).
-"""
+# Ratio of types to shared rows up to which the pursuit assumes all of dropout's noise.
+#
+# With fewer types the smaller noise adds false types: for 1 text of 16 tokens of the package's
+# embedded model, the factor .7 reduced F1 from .99 to .75 (November 2026).
 _MAX_FULL_NOISE = 1.5
-"""Ratio of types to shared rows up to which the pursuit assumes all of dropout's noise.
-
-With fewer types the smaller noise adds false types: for 1 text of 16 tokens of the package's
-embedded model, the factor .7 reduced F1 from .99 to .75 (November 2026).
-"""
 _MIN_SIZE = 1e-3  # smallest norm of a coordinate over the largest; bounds its weight; not tuned
 _RECOVERED = 0.99  # F1 at which a planted set counts as recovered: 1 type in 100 may be missing
 _DIRECTIONS = 8  # random directions in which planted tokens' atoms must differ; not tuned
 _GRID = 200.0  # cells per unit length; atoms in one cell in all directions are equal; not tuned
+# Operations per second of a pursuit over those of a large matrix product.
+#
+# It was fitted for :func:`pursuit_seconds`, with the two numbers below, to runs on one core of
+# x86-64 with 74 to 512 types, LoRAs of rank 8 and 64 and whole matrices, vocabularies of 1,000 to
+# 50,000, and widths of 256 to 1,024. Single runs had .18 to .4 (November 2026).
 EFFICIENCY = 0.25
-"""Operations per second of a pursuit over those of a large matrix product.
-
-It was fitted for :func:`pursuit_seconds`, with the two numbers below, to runs on one core of x86-64
-with 74 to 512 types, LoRAs of rank 8 and 64 and whole matrices, vocabularies of 1,000 to 50,000,
-and widths of 256 to 1,024. Single runs had .18 to .4 (November 2026).
-"""
 # A product of all atoms with k directions takes the time of .33 (k + 60) directions: memory bounds
 # the speed of products with few columns.
 _FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33
@@ -199,11 +196,11 @@ _MAX_MAP_ROWS = 256  # rows of a map that explain_uneven uses, the most accurate
 _RIDGE = 1e-9  # share of a Gram matrix's mean diagonal, added to make it invertible; not tuned
 _ACCURATE = 0.9  # share of a row's entries, the most accurate, that measure the misfit; not tuned
 
+# A function of gradients and of the standard deviation of each gradient's noise.
+#
+# It returns the result of a pursuit, and (k, d) the atoms of its types and the directions of no
+# type.
 Finder = Callable[[Sequence[Tensor], Sequence[float]], tuple[PursuitResult, Tensor]]
-"""A function of gradients and of the standard deviation of each gradient's noise.
-
-It returns the result of a pursuit, and (k, d) the atoms of its types and the directions of no type.
-"""
 
 
 @dataclass(eq=False)

@@ -128,10 +128,7 @@ def peft_kind(model: nn.Module) -> str | None:
     active = getattr(model, "active_adapter", None)
     names = [active] if isinstance(active, str) else list(configs)
     kinds = {getattr(configs[n], "peft_type", None) for n in names if n in configs}
-    return (
-        "+".join(sorted(str(getattr(kind, "value", kind)) for kind in kinds if kind is not None))
-        or None
-    )
+    return "+".join(sorted(str(getattr(k, "value", k)) for k in kinds if k is not None)) or None
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -145,9 +142,8 @@ def accepts(model: nn.Module, argument: str) -> bool:
     """Return whether the model's ``forward`` can be called with an argument of that name."""
     forward = without_peft(model).forward
     parameters = signature(forward).parameters
-    if (
-        getattr(forward, "__qualname__", "") == "LightningModule.forward"
-    ):  # the base class computes nothing
+    # The base class's forward takes any argument, but computes nothing.
+    if getattr(forward, "__qualname__", "") == "LightningModule.forward":
         return False
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

@@ -40,22 +40,20 @@ from lightning_fedleak.model.taps.split import Crossed, SplitTap
 from lightning_fedleak.model.taps.step import ModelCall, PlacedRows, Step
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
+# Coefficient of variation of the labels' gradients above which two controls are made.
+#
+# In one control the sizes of the gradients stay at their positions, in the other they move with the
+# tokens, as class weights do. A loss without weights stays below this value until most labels are
+# predicted; class weights of .1 and 1 are above it. If it were higher, class weights would be
+# treated as weights of positions.
 UNEVEN = 0.5
-"""Coefficient of variation of the labels' gradients above which two controls are made.
-
-In one control the sizes of the gradients stay at their positions, in the other they move with the
-tokens, as class weights do. A loss without weights stays below this value until most labels are
-predicted; class weights of .1 and 1 are above it. If it were higher, class weights would be treated
-as weights of positions.
-"""
 
 
+# A function that returns whether a call failed on any process, given whether it failed here.
+#
+# Processes of a sharded model gather layers together. If only one of them stopped, the other
+# processes would wait for it forever.
 Fails = Callable[[bool], bool]
-"""A function that returns whether a call failed on any process, given whether it failed here.
-
-Processes of a sharded model gather layers together. If only one of them stopped, the other
-processes would wait for it forever.
-"""
 
 
 def is_uneven(calls: Sequence[ModelCall]) -> bool:

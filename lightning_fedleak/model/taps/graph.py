@@ -41,13 +41,12 @@ from lightning_fedleak.model.taps.row_labels import (
 )
 from lightning_fedleak.model.taps.step import ModelCall, PlacedRows
 
+# Minimum share of labels that are the next token, if the head gives fewer rows than positions.
+#
+# The rows belong to the first or the last positions of the texts, those at which the labels are the
+# next tokens. In texts that repeat words, some labels also match at wrong positions; with a lower
+# value such matches would decide.
 MIN_MATCHES = 0.5
-"""Minimum share of labels that are the next token, if the head gives fewer rows than positions.
-
-The rows belong to the first or the last positions of the texts, those at which the labels are the
-next tokens. In texts that repeat words, some labels also match at wrong positions; with a lower
-value such matches would decide.
-"""
 
 
 def arguments_of(
@@ -188,12 +187,10 @@ class GraphTap:
 
     def _differ_from_head(self, logits: Tensor) -> bool:
         """Return whether the model scaled or capped the head's output, judging by its first row."""
-        head_logits, self._head_logits = self._head_logits, None
-        if head_logits is None or head_logits.shape != logits.shape or not head_logits.numel():
+        head, self._head_logits = self._head_logits, None
+        if head is None or head.shape != logits.shape or not head.numel():
             return False
-        return not torch.equal(
-            head_logits.flatten(0, -2)[0].float(), logits.flatten(0, -2)[0].float()
-        )
+        return not torch.equal(head.flatten(0, -2)[0].float(), logits.flatten(0, -2)[0].float())
 
     @raised_when_read
     def _backbone_ends(self, module: nn.Module, args: object, output: object) -> None:

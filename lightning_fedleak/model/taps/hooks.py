@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+# A key for each open :func:`taps_paused` block.
+#
+# It is global and no context variable, because on a GPU autograd runs hooks in other threads.
 _pauses: set[object] = set()
-"""A key for each open :func:`taps_paused` block.
-
-It is global and no context variable, because on a GPU autograd runs hooks in other threads.
-"""
 
 
 def raised_when_read(

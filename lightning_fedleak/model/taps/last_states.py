@@ -27,39 +27,34 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps.row_labels import RowLabels, claims_of
 
+# Logits that are computed at once: 64 MiB in float32, in memory three times.
 ENTRIES_AT_ONCE = 1 << 24
-"""Logits that are computed at once: 64 MiB in float32, in memory three times."""
+# Largest share of g's norm that a label may leave unexplained.
+#
+# The true label leaves 1e-5 in float32 and 1e-2 in bfloat16. A temperature that is wrong by half
+# leaves .1, soft targets (distillation) leave .3 and more.
 MAX_RESIDUAL = 0.05
-"""Largest share of g's norm that a label may leave unexplained.
-
-The true label leaves 1e-5 in float32 and 1e-2 in bfloat16. A temperature that is wrong by half
-leaves .1, soft targets (distillation) leave .3 and more.
-"""
+# Minimum cosine of a label's row of W and of g, both without u and m.
+#
+# Another token's row has a cosine of about d^-.5. If lower, rows of other tokens pass if d is
+# small; if higher, rounding to bfloat16 hides labels.
 MIN_COSINE = 0.9
-"""Minimum cosine of a label's row of W and of g, both without u and m.
-
-Another token's row has a cosine of about d^-.5. If lower, rows of other tokens pass if d is small;
-if higher, rounding to bfloat16 hides labels.
-"""
+# Difference of cosines up to which a candidate label is kept though another row of W fits better.
+#
+# Such a difference can be rounding, or the other row may be nearly equal.
 TWINS = 1e-3
-"""Difference of cosines up to which a candidate label is kept though another row of W fits better.
-
-Such a difference can be rounding, or the other row may be nearly equal.
-"""
+# Probability of a candidate label above which its gradient may be only rounding.
+#
+# It is then accepted without a fit of its row. If another token were the label, the gradient would
+# be a hundred times as large and contain that token's row.
 CERTAIN_P = 0.99
-"""Probability of a candidate label above which its gradient may be only rounding.
-
-It is then accepted without a fit of its row. If another token were the label, the gradient would be
-a hundred times as large and contain that token's row.
-"""
+# Share of the rows with a gradient that may lack a label before a temperature is fitted.
 MAX_SOFT = 0.2
-"""Share of the rows with a gradient that may lack a label before a temperature is fitted."""
+# The rows that a temperature is fitted to, its range, its first grid's size, its relative error.
+#
+# The grid is log-spaced in steps of 22%. A temperature that is 20% off leaves .05 of g unexplained,
+# one that is .1% off leaves .0003.
 FITTED_ROWS, TEMPERATURES, GRID, ACCURACY = 8, (0.1, 10.0), 24, 1e-3
-"""The rows that a temperature is fitted to, its range, its first grid's size, its relative error.
-
-The grid is log-spaced in steps of 22%. A temperature that is 20% off leaves .05 of g unexplained,
-one that is .1% off leaves .0003.
-"""
 
 
 @dataclass(frozen=True)

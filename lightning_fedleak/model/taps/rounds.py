@@ -48,9 +48,7 @@ def control_update(
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
     trains_more = not trained <= local.weights.keys()
     if local.why_not is not None or local.optimizer is None or trains_more:
-        reason = (
-            "no step of the round was observed, or parameters became trainable during the round"
-        )
+        reason = "no step of the round was observed, or it began to train further parameters"
         raise UnusableObservation(local.why_not or reason)
     parameters = {role: anatomy.parameter(role) for role in roles}
     ids_by_role = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
@@ -98,9 +96,8 @@ def _steps_again(
             # The unwrapped step, without hooks of the user on the steps of all optimizers.
             step_alone = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
             step_alone(optimizer)
-            optimizer.zero_grad(
-                set_to_none=False
-            )  # zeros, so that a step without gradient still steps
+            # Zeros and not None, so that a step without a gradient counts too.
+            optimizer.zero_grad(set_to_none=False)
         yield leaves
 
 
@@ -142,16 +139,11 @@ def plain_call(
     targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
     has_label = targets != IGNORE_INDEX
     sizes = has_label / has_label.sum().clamp(min=1)
-    all_false, index = (
-        torch.zeros_like(has_label),
-        torch.arange(len(targets), device=targets.device),
-    )
+    no, index = torch.zeros_like(has_label), torch.arange(len(targets), device=targets.device)
     no_ids = torch.zeros_like(targets)
     values = sizes.new_zeros(len(sizes), 2)
-    shape = sizes, sizes, torch.zeros_like(sizes), all_false
-    rows = RowLabels(
-        targets, *shape, has_label, all_false, all_false, no_ids, no_ids, all_false, values
-    )
+    shape = sizes, sizes, torch.zeros_like(sizes), no
+    rows = RowLabels(targets, *shape, has_label, no, no, no_ids, no_ids, no, values)
     width = labels.shape[1]
     placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
     return replace(call, placed=placed)

@@ -22,68 +22,61 @@ from torch.nn import functional
 
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
+# Entries of dL/dlogits that are processed at once on a CPU: 1 MiB in float32, for its cache.
+#
+# If larger, each operation passes over memory again; if smaller, short rows take more calls of
+# torch.
 ENTRIES_AT_ONCE = 1 << 18
-"""Entries of dL/dlogits that are processed at once on a CPU: 1 MiB in float32, for its cache.
-
-If larger, each operation passes over memory again; if smaller, short rows take more calls of torch.
-"""
+# The same on other devices: 64 MiB in float32, more than training alone needs.
+#
+# Each block makes the host wait for the device once, so blocks are larger than on a CPU.
 DEVICE_ENTRIES_AT_ONCE = 1 << 24
-"""The same on other devices: 64 MiB in float32, more than training alone needs.
-
-Each block makes the host wait for the device once, so blocks are larger than on a CPU.
-"""
+# Largest number of entries of dL/dlogits that are stored per call of the head, in 48 MiB.
+#
+# Stored are the entries that the shapes of the rows do not reproduce; in bfloat16 about one in a
+# thousand. If larger, losses of other shapes are reproduced for larger batches, with more memory.
+# If smaller, the rounding of bfloat16 is not stored for large batches, and counts as a change of
+# the gradient.
 MAX_RESIDUAL_ENTRIES = 1 << 22
-"""Largest number of entries of dL/dlogits that are stored per call of the head, in 48 MiB.
-
-Stored are the entries that the shapes of the rows do not reproduce; in bfloat16 about one in a
-thousand. If larger, losses of other shapes are reproduced for larger batches, with more memory. If
-smaller, the rounding of bfloat16 is not stored for large batches, and counts as a change of the
-gradient.
-"""
+# Largest sum of the other entries with a label's sign, in units of the label's own entry.
+#
+# Above it the label is found by fitting the row's shape (:func:`_fit_others`). If larger, soft
+# targets of a confident teacher pass for labels; if smaller, more rows of smoothed labels need a
+# fit.
 MAX_OTHERS = 0.2
-"""Largest sum of the other entries with a label's sign, in units of the label's own entry.
-
-Above it the label is found by fitting the row's shape (:func:`_fit_others`). If larger, soft
-targets of a confident teacher pass for labels; if smaller, more rows of smoothed labels need a fit.
-"""
+# Largest squared norm of a fit's residual, over that of all entries except the label's.
+#
+# Rounding to bfloat16 leaves 1e-5, a wrong label more than 0.1. If larger, soft targets pass for
+# labels; if smaller, no label is found in rows of logits that are capped after the head.
 MAX_DEVIATION = 0.01
-"""Largest squared norm of a fit's residual, over that of all entries except the label's.
-
-Rounding to bfloat16 leaves 1e-5, a wrong label more than 0.1. If larger, soft targets pass for
-labels; if smaller, no label is found in rows of logits that are capped after the head.
-"""
+# Largest sum of a row's shifts over the size b of its label, if a fit found the label.
+#
+# The shift is the number that smoothing subtracts from each entry (:class:`RowLabels`). Smoothing
+# by a share s has the ratio s / (1 - s). If larger, a label that is exactly as likely as its
+# smoothed target, and so has no gradient, is mistaken for another token; if smaller, smoothed rows
+# have no label.
 MAX_SHIFT = 0.5
-"""Largest sum of a row's shifts over the size b of its label, if a fit found the label.
-
-The shift is the number that smoothing subtracts from each entry (:class:`RowLabels`). Smoothing by
-a share s has the ratio s / (1 - s). If larger, a label that is exactly as likely as its smoothed
-target, and so has no gradient, is mistaken for another token; if smaller, smoothed rows have no
-label.
-"""
+# Smallest size b of a label, over the row's largest entry, if a fit found the label.
+#
+# A cross-entropy has 1, and with label smoothing of 1/3 it has .67. If larger, smoothed rows have
+# no label; if smaller, rows that only a z-loss reaches have one.
 MIN_SIZE = 0.5
-"""Smallest size b of a label, over the row's largest entry, if a fit found the label.
-
-A cross-entropy has 1, and with label smoothing of 1/3 it has .67. If larger, smoothed rows have no
-label; if smaller, rows that only a z-loss reaches have one.
-"""
+# Smallest sum of a row's other entries, over the sum of their shifts, that shows the sign of b.
+#
+# A smaller sum may be the rounding of bfloat16 in a row whose gradient is only that of smoothing.
+# If larger, rejected texts of which the model is certain pass for preferred texts; if smaller,
+# smoothed rows pass for rejected ones.
 MIN_SUM = 2.0**-6
-"""Smallest sum of a row's other entries, over the sum of their shifts, that shows the sign of b.
-
-A smaller sum may be the rounding of bfloat16 in a row whose gradient is only that of smoothing. If
-larger, rejected texts of which the model is certain pass for preferred texts; if smaller, smoothed
-rows pass for rejected ones.
-"""
+# Odds p / (1 - p) of a candidate label above which a small size b does not exclude it.
+#
+# Its gradient is then below a hundredth of that of an unlikely label, and may be rounding. If
+# larger, certain labels of smoothed rows are not found in bfloat16; if smaller, more false
+# candidates pass.
 CERTAIN_ODDS = 99.0
-"""Odds p / (1 - p) of a candidate label above which a small size b does not exclude it.
-
-Its gradient is then below a hundredth of that of an unlikely label, and may be rounding. If larger,
-certain labels of smoothed rows are not found in bfloat16; if smaller, more false candidates pass.
-"""
+# Smallest ``n |q|^2 - 1`` at which a shift is fitted; q is the softmax over n other entries.
+#
+# A uniform q has 0. It has the same direction as a shift of all entries, so the shift is set to 0.
 MIN_SPREAD = 1e-4
-"""Smallest ``n |q|^2 - 1`` at which a shift is fitted; q is the softmax over n other entries.
-
-A uniform q has 0. It has the same direction as a shift of all entries, so the shift is set to 0.
-"""
 
 Source = Literal["head", "model", "states"]
 

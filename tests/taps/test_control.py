@@ -199,7 +199,7 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
         update()
     with pytest.raises(UnusableObservation, match="several optimizers"):
         update(first, second)
-    with pytest.raises(UnusableObservation, match="at several learning rates, or at 0"):
+    with pytest.raises(UnusableObservation, match="several learning rates, or only 0"):
         update(first, rate=0.0)
     with pytest.raises(UnusableObservation, match="OfOneArgument is no class"):
         update(OfOneArgument(model))

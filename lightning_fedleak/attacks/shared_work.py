@@ -1,7 +1,8 @@
 """A cache of results that several attacks share, such as sampled texts or words of one gradient.
 
-The cache exists inside of :func:`share_work`, which an engine enters around its attacks. Attacks
-call :func:`do_once`.
+An engine runs its attacks inside :func:`share_work`, which holds the cache. An attack calls
+:func:`do_once` with a key and a function: the function runs only if no attack has stored a result
+for that key.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def share_work(work: dict[Hashable, Any] | None = None) -> Iterator[None]:
     """Let the attacks that run inside use each other's results.
 
     Args:
-        work: results of an earlier block, to use too; the model's weights must not have changed
-            since.
+        work: results of an earlier block that may be used too. The model's weights must not have
+            changed since then.
     """
     token = _work.set({} if work is None else work)
     try:
@@ -58,5 +59,5 @@ def do_once(key: Hashable, compute: Callable[[], T], *, subject: object = None) 
             work[key] = type(error)(*error.args), subject
     stored: T | UnusableObservation = work[key][0]
     if isinstance(stored, UnusableObservation):
-        raise type(stored)(*stored.args)  # a new error: a raised one keeps its stack frames
+        raise type(stored)(*stored.args)  # a new one: a raised error keeps its stack frames alive
     return stored

@@ -1,6 +1,6 @@
 """The client's batch as token ids, labels and masks, whatever form the user's code gives it.
 
-Several texts that are packed into one row are its *documents*.
+Texts packed into one row are its *documents*. A user's function that reads a batch is an *adapter*.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LABELS: dict[Kind, str] = {
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
 HIDDEN = -5e3
-"""Score at or below which an additive mask hides a position: libraries write -10,000 or less."""
+"""Score at or below which an additive mask hides a position: libraries use -10,000 or less."""
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 ADAPTER = " Else give settings= a batch_adapter=, a function from your batch to a TokenBatch."
-"""The last sentence of an error about a batch: how an adapter can read it."""
+"""The last sentence of an error about a batch: set an adapter."""
 
 
 class BatchError(ValueError):
@@ -121,7 +121,7 @@ class TokenBatch:
         if self.labels is None:
             return _unmasked(self.input_ids, self.attention_mask, start=1)
         _check(_holds_ids(self.labels), "the labels are no ids", self.labels)
-        # Only virtual tokens (prompt tuning) predict a row's first token; only a graph shows them.
+        # Only virtual tokens (prompt tuning) predict a row's first token; ``live`` shows them.
         skips_first = self.kind == "causal" and self.live is None
         targets = self.labels[:, 1:] if skips_first else self.labels
         return targets[targets != IGNORE_INDEX].long()

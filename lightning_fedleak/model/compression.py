@@ -1,4 +1,9 @@
-"""Methods of compression of shared tensors, and the error that each leaves in them."""
+"""Methods of compression of shared tensors, and the error that each method adds to them.
+
+Clients may compress a gradient before they share it: ``"topk"`` sends only the largest entries,
+``"int8"`` and ``"int4"`` round the entries to few bits, ``"sign"`` sends their signs, and
+``"low_rank"`` two factors (as PowerSGD does).
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,23 @@ from torch import Tensor
 
 Method = Literal["topk", "int8", "int4", "sign", "low_rank"]
 COMPRESSIONS: frozenset[str] = frozenset(get_args(Method))
-"""Methods of compression, of each tensor by itself."""
+"""The methods, which compress each tensor separately."""
 LEVELS = {"int8": 127, "int4": 7}
-"""Steps between 0 and the largest entry of a tensor that is rounded to so many bits."""
+"""Number of rounding steps between 0 and the largest entry of a tensor, by method."""
 AVERAGED = "averaged"
-"""The compression of a mean of tensors, each of which was compressed by itself."""
+"""The compression of a mean or sum of tensors that were compressed separately."""
 
 
 def compression_error(tensor: Tensor, method: str) -> float:
     """Return the standard deviation of a compression's error in a tensor's entries.
 
-    It follows from what was sent: a uniform error of one step for rounding, a uniform one below
-    the smallest kept entry for the zeros of ``"topk"``, for signs that of normal entries with the
-    same mean size, and 0 for ``"low_rank"``, whose rows are exact combinations of the rows.
+    It is estimated from the decompressed tensor. Rounding has a uniform error of one step. The
+    zeros of ``"topk"`` have a uniform error below the smallest entry that was sent. For ``"sign"``
+    the entries are taken as normal with the same mean size. ``"low_rank"`` counts as exact, because
+    its rows are combinations of the original rows.
 
     Args:
-        tensor: what the server makes of what was sent.
+        tensor: the tensor that the server decompresses.
         method: as in :attr:`GradientSnapshot.compression`.
     """
     sizes = tensor.abs()
@@ -58,23 +64,23 @@ class Compression:
         return self.method + setting.get(self.method, "")
 
     def factors(self, values: Tensor) -> bool:
-        """Return whether a tensor leaves as two factors; thinner ones leave as they are."""
+        """Return whether a tensor is sent as two factors; a narrower one is sent unchanged."""
         if self.method != "low_rank" or values.dim() < 2:
             return False
         return self.rank < min(len(values), values[0].numel())
 
     def reduce(self, values: Tensor, rows: int | None = None) -> Tensor:
-        """Return what the server makes of a tensor, without anything of earlier ones.
+        """Return a tensor after compression and decompression, without error feedback.
 
         Args:
-            values: the tensor, or those of its rows that are not nearly zero.
-            rows: The rows that the whole tensor has; None: those of ``values``.
+            values: the tensor, or only those of its rows that are not nearly zero.
+            rows: The number of rows of the whole tensor; None if ``values`` is the whole tensor.
         """
         if self.method == "topk":
-            number = self.share * values.numel() * (1 if rows is None else rows / len(values))
-            kept = values.abs().flatten().topk(min(values.numel(), max(1, int(number)))).indices
+            n_entries = self.share * values.numel() * (1 if rows is None else rows / len(values))
+            sent = values.abs().flatten().topk(min(values.numel(), max(1, int(n_entries)))).indices
             sparse = torch.zeros_like(values).flatten()
-            sparse[kept] = values.flatten()[kept]
+            sparse[sent] = values.flatten()[sent]
             return sparse.view_as(values)
         if self.method == "sign":
             return values.sign() * values.abs().mean()
@@ -105,7 +111,7 @@ def low_rank(values: Tensor, rank: int, factor: Tensor | None = None) -> tuple[T
 
 
 def explain_compression(method: str) -> str:
-    """Return why an attack has no result of a gradient that was compressed."""
+    """Return the reason why an attack has no result for a compressed gradient."""
     if method == AVERAGED:
         return (
             "what is seen adds up gradients that were compressed one by one (by several clients, "

@@ -1,9 +1,9 @@
-"""Run the model on any text *without a trace*: for its logits, or hidden states at a layer.
+"""Run the model on any text *without a trace*, for its logits or the hidden states at a layer.
 
 Without a trace means that the run changes neither the model nor the random generators, so that
 training continues as if it had not happened. Every forward of this package runs inside
-:func:`undisturbed`, which restores them. It calls the model's ``forward``, which handles masks,
-positions, PEFT and sharding. A run for hidden states stops after the layer.
+:func:`undisturbed`, which restores them. The model's own ``forward`` is called, because it handles
+masks, positions, PEFT and sharding. A run for hidden states stops after the layer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from lightning_fedleak.model.snapshots import is_absent
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
 
+# Packages whose hooks a model needs: for the whole model, for a run, and for a training step.
 WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
-_DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # without its debuggers
+_DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # not its debuggers
 _HOOK_PACKAGES = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), *WHOLE_MODEL_PACKAGES)
 _DEEPSPEED = ("deepspeed",)
 TRAINING_PACKAGES = (*_HOOK_PACKAGES, *_DEEPSPEED)
@@ -81,7 +82,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     root, outer_roots = anatomy.root, _open_roots.get()
     modules = model_state.modules_of(root)
     flags = [m.training for m in modules]
-    # Linear4bit of bitsandbytes would pack its weights in eval mode, and have no backward any more.
+    # In eval mode bitsandbytes' Linear4bit would pack its weights, and then has no backward.
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(model_state.preserve_process())
@@ -437,6 +438,7 @@ def is_compiled(root: nn.Module) -> bool:
 
 
 def _is_compiled_function(function: object) -> bool:
+    """Return whether torch.compile runs a function, and has not been disabled for it."""
     return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
         function, "_torchdynamo_disable"
     )
@@ -460,7 +462,7 @@ def _reshard(root: nn.Module) -> Iterator[None]:
     sharded = [
         m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
     ]
-    # Each once, even if modules share it.
+    # Each parameter once, even if modules share it.
     absent = {id(p): p for module in modules for p in _owned(module) if is_absent(p)}.values()
     try:
         yield

@@ -1,7 +1,10 @@
-"""Restoring all that a run of a model may change, in the model and in its process.
+"""Restore all that a run of a model may change, in the model and in its process.
 
-Buffers and small tensors are copied before the run. Parameters, their gradients and large tensors
-are copied only if the run writes to them, right before it does.
+Attacks and measurements run the user's model between two training steps, and must leave no trace
+in it. :func:`preserve_model` saves the state of all modules and restores it after the run;
+:func:`preserve_process` does the same for random generators and torch's global modes. Buffers and
+small tensors are copied before the run. Parameters, their gradients and large tensors are copied
+only if an operator of the run is about to write to them.
 """
 
 from __future__ import annotations
@@ -26,17 +29,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
+# Largest number of bytes of a tensor or array that is copied before the run; not tuned.
+#
+# A larger tensor is copied when it is written to; a larger array is not restored.
 LARGE = 1 << 22
-"""Bytes of a tensor or array above which it is not copied before the run; not tuned."""
+# Largest number of entries of a container that is saved; limits its time, not tuned.
 MAX_ENTRIES = 1 << 14
-"""Entries of a container above which they are not visited; not tuned."""
 
+# Packages whose modules write to no parameters in eval mode, except for the classes below.
 _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
+# Classes of these packages whose forward writes to parameters.
+#
+# PEFT's (for ``target_parameters``) parametrizes weights, RWKV's rescales them in eval mode. If a
+# class is missing here, a run of it raises :class:`WeightsWritten`.
 _WRITERS = ("ParamWrapper", "RwkvModel")
-"""Classes of these packages whose forward writes: PEFT's parametrizes weights (target_parameters),
-RWKV's rescales them in eval mode. A class that is missing here ends a run by WeightsWritten."""
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-_ATOMS = frozenset(
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+# Types of values that contain nothing to restore.
+_LEAVES = frozenset(
     {
         type(None),
         bool,
@@ -56,8 +65,8 @@ _ATOMS = frozenset(
     }
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
+# The saved states within :func:`saved_once` by their module's ``id``; None outside of it.
 _saved: ContextVar[dict[int, _State] | None] = ContextVar("fedleak_saved", default=None)
-"""What was saved within :func:`saved_once`, by the module's id; None outside of it."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -67,9 +76,9 @@ class WeightsWritten(RuntimeError):
 
 @contextmanager
 def preserve_process() -> Iterator[None]:
-    """Restore after it how the process computes and draws random numbers.
+    """Restore the process's random generators and torch's global modes after the block.
 
-    Restored are torch's generators (of the CPU and, if CUDA is in use, of every device), the global
+    These are torch's generators (of the CPU and, if CUDA is in use, of every device), the global
     states of numpy and ``random``, the grad mode, autocast and the default dtype.
     """
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -95,26 +104,27 @@ def preserve_process() -> Iterator[None]:
 
 @contextmanager
 def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[None]:
-    """Restore after it every module of ``root``, also after an exception.
+    """Restore every module of ``root`` after the block, also after an exception.
 
     Restored are the values and the identity of parameters, buffers, tensors, NumPy arrays and
     random generators that modules hold, their ``requires_grad`` and ``.grad``, the attributes of
     modules, and the entries of dicts, lists, sets, deques, tuples, dataclasses and namespaces at
-    any depth. The entries of a container of more than :data:`MAX_ENTRIES`, and of other objects,
-    are not restored. Version counters of tensors are, so that a graph that was built before the run
-    still has its backward.
+    any depth. Not restored are the entries of containers with more than :data:`MAX_ENTRIES`
+    entries, and of other objects. The version counters of tensors are restored too, so that a
+    graph that was built before the run still has its backward.
 
     A tensor above :data:`LARGE` bytes, a parameter or a gradient is copied when it is written to.
-    Operators are watched for that (some microseconds each) if the model has modules or hooks that
-    are not from torch, transformers, PEFT or accelerate, or are known to write. A parametrization
-    that is registered and removed again sets a tensor to itself, which is no write.
+    For that, every operator is observed, which takes some microseconds each. Operators are observed
+    only if the model has modules or hooks from packages other than torch, transformers, PEFT,
+    accelerate and this one, or classes that are known to write. A parametrization that is
+    registered and removed again sets a tensor to itself, which is no write.
 
     Args:
         root: the module whose state is restored, with all modules inside it.
-        runs: the part of it that will run; all of it by default.
+        runs: the module inside ``root`` that will run; ``root`` by default.
 
     Raises:
-        WeightsWritten: at the end, if a tensor was written to that was neither copied nor watched.
+        WeightsWritten: at the end, if a tensor was written to of which there is no copy.
     """
     saved = _saved.get()
     state = (saved or {}).get(id(root)) or _State(root, root if runs is None else runs)
@@ -130,13 +140,14 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
 
 @contextmanager
 def saved_once(is_on: bool = True) -> Iterator[None]:
-    """Let the first :func:`preserve_model` of a module save its state for all of them within.
+    """Let all :func:`preserve_model` blocks of a module inside this one share one saved state.
 
-    Each restores it. To save what a deep model holds takes longer than a short run of it. Nothing
-    but runs may change the modules within: hooks that are to stay are registered outside.
+    The first block saves the state and each one restores it, because saving the state of a deep
+    model takes longer than a short run of it. Inside, modules may change only in these blocks: for
+    example, register hooks that must stay before entering.
 
     Args:
-        is_on: False to let each save it.
+        is_on: whether to share the state; False if each block must save it.
     """
     token = _saved.set({} if is_on else None)
     try:
@@ -146,31 +157,33 @@ def saved_once(is_on: bool = True) -> Iterator[None]:
 
 
 def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:
-    """Return a deep copy of an object that holds a model, without the hooks of a package.
+    """Return a deep copy of an object that holds a model, without the hooks of one package.
 
-    A hook of another package that is bound to a module of the model is bound to its copy.
+    A hook of another package that is bound to a module of the model is bound to the module's copy.
 
     Args:
         thing: the object.
         root: the model.
-        package: the name of the package, whose hooks would act on the run of the original.
+        package: the name of the package. Its hooks would change the state of the original's run.
     """
     memo: dict[int, Any] = {}
-    others = list[tuple[OrderedDict[int, Any], dict[int, Any]]]()
+    hooks_of_copies = list[tuple[OrderedDict[int, Any], dict[int, Any]]]()
     for module in modules_of(root):
         for name in HOOKS:
             if hooks := module.__dict__.get(name):
-                memo[id(hooks)] = store = OrderedDict[int, Any]()
-                homes = {n: hook_home(hook).partition(".")[0] for n, hook in hooks.items()}
-                others.append((store, {n: hooks[n] for n in hooks if homes[n] != package}))
-    copied = deepcopy(thing, memo)
-    for store, hooks in others:  # where all modules have their copies
-        store.update(deepcopy(hooks, memo))
-    return copied
+                memo[id(hooks)] = copied_hooks = OrderedDict[int, Any]()
+                packages = {key: hook_home(hook).partition(".")[0] for key, hook in hooks.items()}
+                hooks_of_copies.append(
+                    (copied_hooks, {key: hooks[key] for key in hooks if packages[key] != package})
+                )
+    copy_of_thing = deepcopy(thing, memo)
+    for copied_hooks, hooks in hooks_of_copies:  # now that all modules have copies
+        copied_hooks.update(deepcopy(hooks, memo))
+    return copy_of_thing
 
 
 class _Tensor:
-    """The saved state of one tensor: its storage, its values if they were copied, its version."""
+    """The saved state of one tensor: its storage, its version, and a copy of its values if any."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         self.tensor, self.name = tensor, name
@@ -178,11 +191,12 @@ class _Tensor:
         self.inference = tensor.is_inference()
         self.version = 0 if self.inference else tensor._version
         self._counter = None if self.inference else _unsafe_preserve_version_counter(tensor)
-        self.alias = tensor.detach()  # of the same storage, also if tensor.data is replaced
+        self.alias = tensor.detach()  # keeps the storage if tensor.data is replaced
         self.copy: Tensor | None = None
-        self.was_set_to_itself = False  # which counts as a version, and is no write
+        self.was_set_to_itself = False  # no write, but it increments the version
 
     def copy_values(self) -> None:
+        """Copy the tensor's values, unless there is a copy."""
         if self.copy is None:
             with torch.no_grad():
                 self.copy = self.alias.clone()
@@ -190,21 +204,21 @@ class _Tensor:
     def restore(self) -> bool:
         """Restore the tensor, and return False if it was written to and there is no copy."""
         tensor, alias = self.tensor, self.alias
-        if not _same_place(tensor, alias):
+        if not _has_same_storage(tensor, alias):
             tensor.data = alias
         if tensor.requires_grad != self.requires_grad:
             tensor.requires_grad_(self.requires_grad)
-        written = not self.inference and tensor._version != self.version
+        was_written = not self.inference and tensor._version != self.version
         if self.copy is not None:
             with torch.inference_mode(self.inference), torch.no_grad():
-                _without_repeats(alias, alias).copy_(_without_repeats(self.copy, alias))
+                _without_repetitions(alias, alias).copy_(_without_repetitions(self.copy, alias))
         if self._counter is not None and tensor._version != self.version:
             self._counter.__exit__(None, None, None)
-        return self.copy is not None or self.was_set_to_itself or not written
+        return self.copy is not None or self.was_set_to_itself or not was_written
 
 
-def _without_repeats(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor`` without the repetitions that an expanded ``like`` has."""
+def _without_repetitions(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor`` without the repeated entries that an expanded ``like`` has."""
     if like.layout is not torch.strided:
         return tensor
     for dim, stride in enumerate(like.stride()):
@@ -213,7 +227,8 @@ def _without_repeats(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
-def _same_place(tensor: Tensor, alias: Tensor) -> bool:
+def _has_same_storage(tensor: Tensor, alias: Tensor) -> bool:
+    """Return whether two tensors are views of the same memory; True if that cannot be known."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return True
     return (
@@ -225,17 +240,23 @@ def _same_place(tensor: Tensor, alias: Tensor) -> bool:
 
 
 class _State:
-    """The saved contents of the modules of ``root``."""
+    """The saved state of all modules of ``root``.
+
+    Attributes:
+        root: The module whose state is saved.
+        watched: The tensors that are copied only when an operator is about to write to them.
+        has_user_code: Whether a module or a hook that runs may write to parameters.
+    """
 
     def __init__(self, root: nn.Module, runs: nn.Module) -> None:
-        self.root = root  # keeps the id that it is found by
+        self.root = root  # keeps it alive, and so its id unique
         self.watched: list[_Tensor] = []
         self._copied: list[_Tensor] = []
         self._empty: list[Any] = []
         self._containers: list[tuple[Any, Any]] = []
         self._flags: list[tuple[Tensor, bool]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._others: list[Callable[[], object]] = []
+        self._restorers: list[Callable[[], object]] = []
         self._visited: set[int] = set()
         modules = modules_of(root)
         running = modules if runs is root else modules_of(runs)
@@ -249,10 +270,10 @@ class _State:
             attributes = module.__dict__
             self._containers.append((attributes, attributes.copy()))
             for name, value in attributes.items():
-                kind = type(value)
-                if kind in _ATOMS:
+                cls = type(value)
+                if cls in _LEAVES:
                     continue
-                if kind in _CONTAINERS and not value:
+                if cls in _CONTAINERS and not value:
                     self._empty.append(value)
                 elif name != "_modules":
                     self._visit(value, f"{type(module).__name__}.{name}")
@@ -260,8 +281,9 @@ class _State:
                     self._containers.append((value, value.copy()))
 
     def _visit(self, value: Any, name: str) -> None:
-        kind = type(value)
-        if kind in _ATOMS or isinstance(value, nn.Module) or id(value) in self._visited:
+        """Save a value that a module holds; ``name`` is its path, for an error."""
+        cls = type(value)
+        if cls in _LEAVES or isinstance(value, nn.Module) or id(value) in self._visited:
             return
         if isinstance(value, dict | list | set | deque | tuple):
             self._visit_entries(value, name)
@@ -271,20 +293,20 @@ class _State:
             self._visit_tensor(value, name)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= LARGE and value.dtype != object and value.flags.writeable:
-                self._others.append(partial(np.copyto, value, value.copy()))
+                self._restorers.append(partial(np.copyto, value, value.copy()))
         elif isinstance(value, torch.Generator):
-            self._others.append(partial(value.set_state, value.get_state()))
+            self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            self._others.append(partial(setattr, bits, "state", bits.state))
+            bit_generator = value.bit_generator
+            self._restorers.append(partial(setattr, bit_generator, "state", bit_generator.state))
         elif isinstance(value, np.random.RandomState):
-            self._others.append(partial(value.set_state, value.get_state()))
+            self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
-            self._others.append(partial(value.setstate, value.getstate()))
+            self._restorers.append(partial(value.setstate, value.getstate()))
         elif (
-            kind is SimpleNamespace
-            or hasattr(kind, "__dataclass_fields__")
-            or kind.__module__.startswith("bitsandbytes.")  # how a weight is quantized
+            cls is SimpleNamespace
+            or hasattr(cls, "__dataclass_fields__")
+            or cls.__module__.startswith("bitsandbytes.")  # the state of a quantized weight
         ):
             self._visit_entries(getattr(value, "__dict__", {}), name)
 
@@ -296,15 +318,16 @@ class _State:
         old = dict(container) if isinstance(container, dict) else list(container)
         self._containers.append((container, old))
         for key, value in old.items() if isinstance(old, dict) else enumerate(old):
-            if type(value) not in _ATOMS:
+            if type(value) not in _LEAVES:
                 self._visit(value, f"{name}.{key}")
 
     def _visit_tensor(self, tensor: Tensor, name: str) -> None:
+        """Save a tensor, its gradient and the attributes of a subclass."""
         if tensor.is_leaf:
             self._gradients.append((tensor, tensor.grad))
             if tensor.grad is not None:
                 self._visit(tensor.grad, f"{name}.grad")
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _TENSORS:
             self._visit_entries(tensor.__dict__, name)
             if not type(tensor).__module__.startswith("bitsandbytes."):
                 self._flags.append((tensor, tensor.requires_grad))
@@ -319,6 +342,7 @@ class _State:
             self._copied.append(saved)
 
     def restore(self) -> None:
+        """Restore the saved state; raise ``WeightsWritten`` if a written tensor has no copy."""
         for container in self._empty:
             if container:
                 container.clear()
@@ -331,7 +355,7 @@ class _State:
         for tensor, gradient in self._gradients:
             if tensor.grad is not gradient:
                 tensor.grad = gradient
-        for restore in self._others:
+        for restore in self._restorers:
             restore()
         if written:
             raise WeightsWritten(
@@ -341,7 +365,7 @@ class _State:
 
 
 def _refill(container: Any, old: Any) -> None:
-    """Restore the old entries of a container in place, if it has others."""
+    """Restore the old entries of a container in place, if they have changed."""
     if isinstance(container, tuple):
         return
     if isinstance(container, dict):
@@ -364,7 +388,7 @@ def _refill(container: Any, old: Any) -> None:
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return every module of ``root``, itself first; faster than ``root.modules()``, unordered."""
+    """Return every module of ``root``, itself first, faster than ``root.modules()``."""
     visited: set[int] = set()
     modules: list[nn.Module] = []
     stack: list[nn.Module | None] = [root]
@@ -378,20 +402,21 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def hook_home(hook: Any) -> str:
-    """Return the Python module that a hook's function comes from."""
+    """Return the name of the Python module that defines a hook's function."""
     while hasattr(hook, "func"):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 @lru_cache(maxsize=4096)
-def _is_trusted(home: str) -> bool:
-    return home.split(".", 1)[0] in _TRUSTED
+def _is_trusted(module_name: str) -> bool:
+    """Return whether the package of a Python module is one of the trusted ones."""
+    return module_name.split(".", 1)[0] in _TRUSTED
 
 
 @lru_cache(maxsize=4096)
 def _output_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Return position and name of the arguments that an operator writes to."""
+    """Return the positions and the names of the arguments that an operator writes to."""
     return tuple(
         (i, a.name)
         for i, a in enumerate(operator._schema.arguments)
@@ -419,7 +444,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if not isinstance(tensor, Tensor):
                     continue
-                if func is torch.ops.aten.set_.source_Tensor and _same_place(tensor, args[1]):
+                if func is torch.ops.aten.set_.source_Tensor and _has_same_storage(tensor, args[1]):
                     for saved in self._by_storage.get(_storage(tensor) or 0, ()):
                         saved.was_set_to_itself = True
                     continue
@@ -429,7 +454,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None without one."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # no storage: sparse, or a wrapper of others
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of other tensors
         return None

@@ -1,4 +1,10 @@
-"""Preference batches: pairs of answers (DPO, ORPO, CPO) or rated single answers (KTO)."""
+"""Batches of losses that prefer some answers to others.
+
+DPO, ORPO and CPO compare pairs of a chosen and a rejected answer to one prompt. KTO has single
+answers, each rated desirable or undesirable. :func:`read_pairs` reads the batches of TRL's trainers
+for these losses; a user's own loss needs a ``batch_adapter`` that returns a :class:`PairBatch` or a
+:class:`RatedBatch`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +19,20 @@ from torch.nn import functional
 from lightning_fedleak.model.anatomy import Kind
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
 
+# The tensors of a batch, with the value that pads each of them.
 _PADDING = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0}
 
 
 @dataclass(frozen=True, repr=False)
 class PairBatch(TokenBatch):
-    """Token ids of n pairs: n rows of prompt and chosen answer, then n of prompt and rejected one.
+    """Token ids of n pairs of answers, each after its prompt.
 
-    Rows ``i`` and ``n + i`` are the chosen and the rejected answer of the same pair. Labels are the
-    ids of the answers, and -100 elsewhere. Return it from a ``batch_adapter`` if your own loss
-    prefers one answer to another.
+    The first n rows have the chosen answers, the last n rows the rejected ones: rows ``i`` and
+    ``n + i`` are a pair. Labels are the ids of the answers, and -100 elsewhere. Return it from a
+    ``batch_adapter`` if your own loss prefers one answer to another.
+
+    Attributes:
+        preferences: always True.
 
     Examples:
         >>> import torch
@@ -77,41 +87,42 @@ class RatedBatch(TokenBatch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rated = 0 if self.desirable is None else self.desirable.numel()
-        if self.kind != "causal" or self.labels is None or rated != len(self.input_ids):
+        n_ratings = 0 if self.desirable is None else self.desirable.numel()
+        if self.kind != "causal" or self.labels is None or n_ratings != len(self.input_ids):
             raise BatchError(
                 "a RatedBatch needs a causal model, labels, and one bool per row in desirable=; "
-                f"got {len(self.input_ids)} rows of a {self.kind} model, {rated} ratings"
+                f"got {len(self.input_ids)} rows of a {self.kind} model, {n_ratings} ratings"
             )
 
 
 def read_pairs(batch: Any, kind: Kind) -> PairBatch | RatedBatch | None:
     """Return the preferences of a batch in the format of TRL's DPO, ORPO, CPO or KTO trainer.
 
-    DPO has both halves in ``input_ids`` and marks answers by ``completion_mask``; KTO has single
-    answers in the same form, each with a ``label``. ORPO and CPO have ``chosen_input_ids``,
+    A batch of DPO has the chosen and then the rejected answers in ``input_ids``, and marks the
+    tokens of answers by ``completion_mask``. A batch of KTO has single answers in the same form,
+    and ``label`` rates them. Batches of ORPO and CPO have ``chosen_input_ids``,
     ``rejected_input_ids``, and the corresponding labels and masks. The batch is not changed.
 
     Args:
         batch: The argument of ``training_step``.
-        kind: The meaning of the labels.
+        kind: The kind of the model; only a causal one has preferences.
 
     Returns:
         The pairs or rated answers, or None if the batch has none of these formats.
 
     Raises:
-        BatchError: It has one of these formats, but the shapes of its tensors do not match.
+        BatchError: The batch has one of these formats, but its tensors' shapes do not match.
     """
     if not isinstance(batch, Mapping) or kind != "causal":
         return None
-    halves = [batch.get(f"{half}_{name}") for name in _PADDING for half in ("chosen", "rejected")]
-    values = [value for value in halves if isinstance(value, Tensor)]
-    if len(values) == len(halves):
-        width = max(value.shape[-1] for value in values)
-        fills = [fill for fill in _PADDING.values() for _ in ("chosen", "rejected")]
+    entries = [batch.get(f"{side}_{name}") for name in _PADDING for side in ("chosen", "rejected")]
+    tensors = [value for value in entries if isinstance(value, Tensor)]
+    if len(tensors) == len(entries):
+        width = max(value.shape[-1] for value in tensors)
+        pad_values = [pad_value for pad_value in _PADDING.values() for _ in ("chosen", "rejected")]
         padded = [
-            functional.pad(value, (0, width - value.shape[-1]), value=fill)
-            for value, fill in zip(values, fills, strict=True)
+            functional.pad(value, (0, width - value.shape[-1]), value=pad_value)
+            for value, pad_value in zip(tensors, pad_values, strict=True)
         ]
         ids, labels, mask = map(torch.cat, zip(padded[::2], padded[1::2], strict=True))
         return PairBatch(ids, labels, mask, kind)

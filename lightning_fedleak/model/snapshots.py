@@ -1,10 +1,11 @@
-"""Snapshots of what an adversary would see of a training step; ``taps`` takes them.
+"""Snapshots of the tensors that an adversary observes in training, which attacks read.
 
-There are four stages: *local* (the gradient a client computed, before any defence), *shared* (what
-leaves the client), *aggregate* (what the server applies) and *released* (the trained weights that
-are shipped, beside the base model that the adversary has too). A snapshot holds read-only views if
-the memory is stable while the attacks run, and a preallocated buffer if not. Nothing is cloned, and
-nothing is moved to the host.
+A snapshot belongs to one of four stages: *local* (the gradient that a client computed, before any
+defence), *shared* (the tensors that leave the client), *aggregate* (the gradient that the server
+applies) and *released* (the trained weights that are published; the adversary also has the base
+model). The taps of :mod:`lightning_fedleak.model.taps` take the snapshots. A snapshot holds
+read-only views if the memory does not change while the attacks run, and else a preallocated buffer.
+Nothing is cloned or moved to the host.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Stage(StrEnum):
 
 
 ON_THE_WAY = (Stage.LOCAL, Stage.SHARED, Stage.AGGREGATE)
-"""The stages of what leaves a client in training, in their order; the weights are released."""
+"""The stages of a gradient on its way to the server, in order; RELEASED is a stage of weights."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class GradientSnapshot:
     """Gradients of one step at one stage.
 
     Attributes:
-        step: optimizer step, counted from 0, that these gradients lead to.
+        step: index, from 0, of the optimizer step that applies these gradients.
         stage: where they were recorded.
         tensors: gradient by role (``"head.weight"`` (V, d), ``"head.bias"`` (V,),
             ``"embedding.weight"`` (V, d), or a parameter's name), detached. For a tied matrix both
@@ -51,11 +52,11 @@ class GradientSnapshot:
         tied: whether head and embedding are one matrix.
         client: rank of the client, 0 in a single process.
         noise_std: standard deviation of the noise that a defence declares on each number, or 0.
-        rounding: relative error of each number by the mixed precision of FSDP2 or ZeRO; else 0.
+        rounding: relative error of each number due to mixed precision in FSDP2 or ZeRO; else 0.
         compression: method by which each tensor was compressed on its way, see
             :class:`~lightning_fedleak.GradientCompression`;
-            :data:`~lightning_fedleak.model.compression.AVERAGED` where they are means or sums of
-            tensors that were compressed one by one; empty for none.
+            :data:`~lightning_fedleak.model.compression.AVERAGED` if they are means or sums of
+            tensors that were compressed one by one; empty without compression.
     """
 
     step: int
@@ -113,7 +114,7 @@ class ActivationSnapshot:
 
 
 class TokenSnapshot(NamedTuple):
-    """What a model says of each label token of N texts: all that a released model is asked.
+    """A model's outputs for each label token of N texts: all that a released model is queried for.
 
     Column ``j`` belongs to the token at place ``j + 1`` of a text, which the model predicts from
     the ``j + 1`` tokens before it. Entries outside of ``labels`` are 0.
@@ -137,11 +138,11 @@ class TokenSnapshot(NamedTuple):
         return TokenSnapshot(*(value[index] for value in self))
 
     def within(self, places: Tensor) -> TokenSnapshot:
-        """Return the snapshot with nothing outside of some places, (N, L) bool."""
+        """Return the snapshot with zeros outside of some positions, (N, L) bool."""
         return TokenSnapshot(*(value.masked_fill(~places, 0) for value in self))
 
     def mean_log_probs(self) -> Tensor:
-        """Return (N,) minus the loss of each text; NaN where it has no label token."""
+        """Return (N,) minus the loss of each text; NaN for a text without label tokens."""
         return (self.log_probs * self.labels).double().sum(1) / self.labels.sum(1)
 
 
@@ -150,15 +151,15 @@ class ReleasedModel:
     """The released model and its base, queried with the same N texts.
 
     Attributes:
-        now: what the model says.
-        base: what the model said before the first step of the fine-tuning.
-        compressed: (N,) bytes of each text, compressed by zlib.
-        answers: (N,) int64, the same number for texts with the same label tokens; None: not known.
-        reference: what a model says that was trained like this one on other texts; None: there is
-            none.
-        rejected: (N, L) bool, of pairs the tokens of the rejected text; None: the texts are single.
-        rewards: (2, N) of prompts, float64, the mean reward of the base's completions and of the
-            model's; None: not known.
+        now: the outputs of the released model.
+        base: the outputs of the model before the first step of the fine-tuning.
+        compressed: (N,) the number of bytes of each text, compressed by zlib.
+        answers: (N,) int64, the same number for texts with the same label tokens; None if unknown.
+        reference: the outputs of a model that was trained like this one on other texts; None
+            without such a model.
+        rejected: (N, L) bool, the tokens of the rejected text of each pair; None for single texts.
+        rewards: (2, N) float64, for each prompt the mean reward of the base's completions and of
+            the model's completions; None if unknown.
     """
 
     now: TokenSnapshot
@@ -181,12 +182,12 @@ class ReleasedModel:
 
 @dataclass(frozen=True)
 class CandidateSnapshot:
-    """What a released model says of N values and of candidates that might stand in their place.
+    """A released model's outputs for N values and for the candidates that could replace them.
 
     Attributes:
         log_probs: (N, C + 1) log probability of the value, in column 0, and of each candidate, all
             in the value's context, in nats.
-        sizes: (N,) int64, candidates of each value; columns beyond have no meaning.
+        sizes: (N,) int64, the number of candidates of each value. Later columns have no meaning.
         greedy: (N,) bool, whether greedy decoding writes the value.
     """
 
@@ -197,13 +198,13 @@ class CandidateSnapshot:
 
 @dataclass(frozen=True)
 class Observation:
-    """All that one run of an attack may read. It never holds the truth.
+    """All that one run of an attack may read. It never contains the ground truth.
 
     Attributes:
-        gradients: snapshots, oldest first; most attacks read the last only.
-        activations: what crossed the split in the same step.
-        released: answers of the released model; None where none is released.
-        candidates: its answers about planted values; None where it was not asked.
+        gradients: snapshots, oldest first; most attacks read only the last one.
+        activations: the hidden states that the client sent in the same step (split learning).
+        released: outputs of the released model; None if no model is released.
+        candidates: its outputs for planted values; None if it was not queried for them.
     """
 
     gradients: tuple[GradientSnapshot, ...] = ()
@@ -215,7 +216,7 @@ class Observation:
         """Return the newest gradient of ``role``.
 
         Raises:
-            KeyError: no snapshot has that role; the message lists those there are.
+            KeyError: no snapshot has that role; the message lists the roles that exist.
         """
         for snapshot in reversed(self.gradients):
             if role in snapshot.tensors:
@@ -225,31 +226,31 @@ class Observation:
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Return whether processes hold parts of a tensor: a DTensor, or a parameter under ZeRO-3."""
+    """Return whether a tensor is split over processes: a DTensor, or a parameter under ZeRO-3."""
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
 
 
 @contextmanager
 def gathered(parameters: Iterable[Any]) -> Iterator[None]:
-    """Gather in place what ZeRO-3 has sharded; every process must enter it."""
+    """Gather in place the parameters that ZeRO-3 has sharded; every process must enter it."""
     absent = [p for p in parameters if hasattr(p, "ds_status") and is_absent(p)]
     if not absent:
         yield
         return
     from deepspeed.runtime.zero import GatheredParameters
 
-    before = [p.data for p in absent]
+    old_data = [p.data for p in absent]
     try:
         with GatheredParameters(absent):
             yield
     finally:
-        for p, data in zip(absent, before, strict=True):
+        for p, data in zip(absent, old_data, strict=True):
             p.data = data
 
 
 @contextmanager
 def shaped(parameters: Iterable[Any]) -> Iterator[None]:
-    """Give ZeRO-3's shards their whole shape inside the block, as one NaN; gather nothing."""
+    """Give ZeRO-3's shards their whole shape inside the block, filled with NaN; gather nothing."""
     absent = [p for p in parameters if hasattr(p, "ds_status") and not p.numel()]
     try:
         for p in absent:
@@ -266,7 +267,7 @@ def is_absent(parameter: Any) -> bool:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a detached tensor; a shard is gathered, by a collective that all processes enter."""
+    """Return a detached tensor; a shard is gathered by a collective of all processes."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.to(where_whole(tensor))
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
@@ -275,7 +276,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows (k, d), detached; of a shard no others are gathered, by a collective."""
+    """Return some rows (k, d), detached; of a shard only these are gathered, by a collective."""
     if is_absent(matrix):
         return _rows_under_zero(matrix, rows)
     matrix = matrix.detach().to(where_whole(matrix))
@@ -293,10 +294,10 @@ def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
     """Return rows (k, d) of a flat matrix that is split evenly over processes, in order."""
     part, width = matrix.ds_tensor.data, matrix.ds_shape[1]
     group = matrix.ds_process_group
-    places = rows.to(part.device)[:, None] * width + torch.arange(width, device=part.device)
-    places -= torch.distributed.get_rank(group) * len(part)
-    mine = (places >= 0) & (places < len(part))
-    numbers = torch.where(mine, part[places.clamp(0, len(part) - 1)], 0)
+    offsets = rows.to(part.device)[:, None] * width + torch.arange(width, device=part.device)
+    offsets -= torch.distributed.get_rank(group) * len(part)
+    is_local = (offsets >= 0) & (offsets < len(part))
+    numbers = torch.where(is_local, part[offsets.clamp(0, len(part) - 1)], 0)
     torch.distributed.all_reduce(numbers, group=group)
     return numbers
 
@@ -314,20 +315,20 @@ def check_finite(values: Tensor, name: str, error: type[Exception] | None = None
 
 
 class UnusableObservation(RuntimeError):
-    """The snapshot cannot be read (non-finite, all zero): the result is unknown, not safe."""
+    """An attack cannot use the snapshot (not finite, all zero): the result is unknown, not safe."""
 
 
 class Inapplicable(UnusableObservation):
-    """The method is not made for what was shared: the result is unknown, not safe.
+    """The attack does not apply to the shared tensors: the result is unknown, not safe.
 
-    ``leakage/worst/<family>`` is then that of the other attacks, if there are any.
+    ``leakage/worst/<family>`` is then computed from the other attacks, if there are any.
     """
 
 
 class NotYet(UnusableObservation):
-    """Nothing can be read yet, but later steps can: there is no result so far.
+    """The attack has no result at this step, but can have one at a later step.
 
-    The next step is read too; a fit that ends without a result is unknown, not safe.
+    The next step is attacked too. If the fit ends without a result, it is unknown, not safe.
     """
 
 

@@ -1,4 +1,8 @@
-"""Gathering the parameters of a sharded model on every process, all at once or one by one."""
+"""Gather the parameters of a sharded model on every process, all at once or one by one.
+
+FSDP2 and ZeRO-3 keep a part of each parameter, its shard, on each process. Attacks need whole
+parameters, because they run the model at other times and on other batches than the training.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from lightning_fedleak.model.snapshots import is_shard, whole_rows, whole_tensor
 Parameters = Mapping[str, nn.Parameter | None]
 
 ParameterPlace = tuple[nn.Module, str, Tensor]
-"""A module, the name of a parameter in it, and a tensor to put there."""
+"""A module, the name of a parameter in it, and a tensor that replaces the parameter."""
 
 
 def parameter_places(
     modules: Iterable[nn.Module], values: Mapping[int, Tensor]
 ) -> list[ParameterPlace]:
-    """Return the places of parameters with their new values, given by the parameter's ``id``."""
+    """Return the places of parameters with their new values, given by the parameters' ``id``."""
     return [
         (module, name, values[id(parameter)])
         for module in modules
@@ -35,7 +39,7 @@ def parameter_places(
 
 @contextmanager
 def parameters_replaced(places: Sequence[ParameterPlace]) -> Iterator[None]:
-    """Run the block with tensors instead of parameters, and put the parameters back after it."""
+    """Replace parameters by tensors inside the block, and restore them after it."""
     live = [module._parameters.get(name) for module, name, _ in places]
     try:
         for module, name, value in places:
@@ -61,11 +65,11 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
 
     Args:
         root: the module whose parameters are replaced.
-        as_read: gather a parameter only when a module first reads it as its attribute. All
-            processes must read parameters in the same order. A call of an embedding gathers only
-            the rows of its ids, which must be the same on every process. ``parameters()`` gives the
-            shards. A nested block without ``as_read`` gathers the missing parameters, and frees
-            them at its end.
+        as_read: whether to gather a parameter only when a module first reads it as its attribute.
+            All processes must then read parameters in the same order. A call of an embedding
+            gathers only the rows of its ids, which must be the same on every process.
+            ``parameters()`` yields the shards. A nested block without ``as_read`` gathers the
+            missing parameters, and frees them at its end.
     """
     modules = list(root.modules())
     owned = [p for m in modules for p in m._parameters.values()]
@@ -97,7 +101,7 @@ def _gathered_as_read(
     gather: Callable[[nn.Parameter], nn.Parameter],
     dtypes: Mapping[int, torch.dtype | None],
 ) -> Iterator[None]:
-    """Gather a parameter when it is read, and of an embedding only the rows that are looked up."""
+    """Gather a parameter when it is first read; of an embedding, only the rows of its ids."""
     stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
     by_rows = [m for m in modules if _gives_rows(m)]
     try:
@@ -114,7 +118,7 @@ def _gathered_as_read(
 
 
 def _gives_rows(module: nn.Module) -> bool:
-    """Return whether a module looks up rows of a sharded weight and does nothing else to them."""
+    """Return whether a module only looks up rows of a sharded weight."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     is_plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
@@ -122,9 +126,9 @@ def _gives_rows(module: nn.Module) -> bool:
 
 
 def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Tensor:
-    """Return rows of an embedding, and gather no other rows of it."""
+    """Return the rows of ids of an embedding, and gather only these rows."""
     shard = embedding._parameters.get("weight")
-    if shard is None or not is_shard(shard):  # within a block that has it whole
+    if shard is None or not is_shard(shard):  # a nested block has gathered it
         return nn.Embedding.forward(embedding, input)  # type: ignore[arg-type]
     ids, places = torch.unique(input, return_inverse=True)
     rows = whole_rows(shard, ids)
@@ -132,9 +136,9 @@ def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Te
 
 
 class _GatheredAsRead(dict[str, nn.Parameter | None]):
-    """The parameters of a module; one that is a shard is gathered when it is read by its name.
+    """The parameters of a module by name. Access by ``[name]`` gathers a parameter that is a shard.
 
-    Iteration and ``get`` give the shards.
+    Iteration and ``get`` return the shards.
     """
 
     def __init__(
@@ -156,11 +160,11 @@ class _GatheredAsRead(dict[str, nn.Parameter | None]):
 
 
 def explain_shards(model: nn.Module, processes: int) -> str:
-    """Return why the gradients of a model under FSDP2 cannot be read; empty where they can.
+    """Return why the gradients of a model under FSDP2 cannot be read; an empty string if they can.
 
     Args:
-        model: the model. Layers that an evaluation left whole are sharded again.
-        processes: the number of processes that train it.
+        model: the model. Layers that are whole after an evaluation are sharded again.
+        processes: the number of processes that train the model.
     """
     layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for layer in layers:

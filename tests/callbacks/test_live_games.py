@@ -173,7 +173,7 @@ class Embeds(CausalLMModule):
 
 
 def test_a_batch_that_is_replaced_and_cannot_be_read_is_unknown(tmp_path):
-    with pytest.warns(UserWarning, match="which token ids the model ran on is not known"):
+    with pytest.warns(UserWarning, match="the token ids that the model ran on are unknown"):
         monitor = defended(tmp_path, RecordingAttack(), Writes(), module=still(kind=Embeds))
     assert math.isnan(monitor.latest[AUC])
 

@@ -19,7 +19,7 @@ from tests.helpers.loops import check_undisturbed
 from tests.helpers.models import own_rng
 
 VOCABULARY, IMAGE, WIDTH = 200, 199, 64
-NOBODY = "nobody asks about the images or sounds that the model reads: "
+NOBODY = "no attack recovers the images or sounds that the model reads: "
 
 
 def whisper() -> Any:

@@ -74,7 +74,7 @@ def with_rows(change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
         for readable in attack._readable:
             rows = change(readable.dictionary.rows)
             readable.dictionary = replace(readable.dictionary, rows=rows)
-            readable._atoms = readable._weighed = None
+            readable._atoms = readable._weighted = None
 
     return broken
 

@@ -199,7 +199,7 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
         update()
     with pytest.raises(UnusableObservation, match="several optimizers"):
         update(first, second)
-    with pytest.raises(UnusableObservation, match="at several learning rates, or at 0"):
+    with pytest.raises(UnusableObservation, match="several learning rates, or only 0"):
         update(first, rate=0.0)
     with pytest.raises(UnusableObservation, match="OfOneArgument is no class"):
         update(OfOneArgument(model))
@@ -322,7 +322,7 @@ def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> ModelCall:
     batch = TokenBatch(IDS, labels, fields.get("mask"), "causal", fields.get("positions"))
     read = plain_call(find_anatomy(llama()), batch, None)
     padded = functional.pad(sizes, (0, 1)).flatten() * (read.placed.rows.labels != -100)
-    rows = read.placed.rows._replace(sizes=padded, others=padded)
+    rows = read.placed.rows._replace(sizes=padded, other_sums=padded)
     return replace(read, placed=replace(read.placed, rows=rows))
 
 

@@ -468,12 +468,12 @@ def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     logits, labels, weights, gradient = case
     rows = read_rows(gradient, logits)
     counted = weights != 0
-    assert torch.equal(rows.live, counted)
-    assert not bool(rows.soft.any())
-    sure = counted & ~rows.ambiguous
+    assert torch.equal(rows.has_gradient, counted)
+    assert not bool(rows.is_soft.any())
+    sure = counted & ~rows.is_ambiguous
     assert torch.equal(rows.labels[sure], labels[sure])
     assert bool((rows.labels[~counted] == -100).all())
-    assert torch.equal(rows.pushed[sure], weights[sure] < 0)
+    assert torch.equal(rows.is_rejected[sure], weights[sure] < 0)
     size = gradient.gather(1, labels[:, None])[:, 0].abs()
     assert torch.equal(rows.sizes[sure].abs(), size[sure])
 
@@ -501,7 +501,7 @@ def test_smoothed_labels_of_any_probability(dtype: torch.dtype, scale: float) ->
     (gradient,) = torch.autograd.grad(loss, logits)
     alone, claimed = (read_rows(gradient, logits.detach(), c) for c in (None, labels))
     assert torch.equal(claimed.labels, labels)
-    assert not bool((claimed.soft | claimed.ambiguous | claimed.pushed).any())
+    assert not bool((claimed.is_soft | claimed.is_ambiguous | claimed.is_rejected).any())
     known = alone.labels != -100
     assert torch.equal(alone.labels[known], labels[known])
     assert float(known.float().mean()) > 0.6  # below that a certain label is lost in rounding
@@ -512,7 +512,7 @@ def test_smoothed_labels_of_any_probability(dtype: torch.dtype, scale: float) ->
 @pytest.mark.parametrize("entries", [(-0.3, 0.3), (0.3, -0.3)])
 def test_two_classes_need_labels(entries: tuple[float, float]) -> None:
     rows = read_rows(torch.tensor([entries]), torch.zeros(1, 2))
-    assert bool(rows.ambiguous.all())
+    assert bool(rows.is_ambiguous.all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

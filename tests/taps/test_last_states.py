@@ -178,13 +178,13 @@ def test_rows_of_any_loss(
     states, gradient, head, labels, weights = case
     read = read_states(states, gradient, head, [labels] if are_given else [])
     assert torch.equal(read.labels, labels)
-    assert torch.equal(read.pushed, weights < 0)
-    assert not bool(read.soft.any())
+    assert torch.equal(read.is_rejected, weights < 0)
+    assert not bool(read.is_soft.any())
     # The gradient is made again from what was read, by autograd.
     leaf = states.clone().requires_grad_()
     logits = capped(functional.linear(leaf, head.weight, head.bias), head.cap)
     q = (logits.detach() / head.temperature).scatter(1, labels[:, None], -torch.inf).softmax(1)
-    entries = q * read.others[:, None] - read.shifts[:, None]
+    entries = q * read.other_sums[:, None] - read.shifts[:, None]
     logits.backward(entries.scatter(1, labels[:, None], -read.sizes[:, None]))
     torch.testing.assert_close(
         leaf.grad, gradient, rtol=2e-3, atol=2e-3 * float(gradient.abs().max())
@@ -203,13 +203,13 @@ def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
     (gradient,) = torch.autograd.grad((each * weights).sum(), states)
     read = read_states(states.detach(), gradient, _HeadMap(weight, None, cap), [labels])
     assert torch.equal(read.labels, labels)
-    assert torch.equal(read.pushed, weights < 0)
+    assert torch.equal(read.is_rejected, weights < 0)
     expected = weights * (1 - (-each.detach()).exp())
     torch.testing.assert_close(read.sizes, expected, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(read.others, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(read.other_sums, expected, rtol=1e-3, atol=1e-5)
     read = read_states(states.detach(), gradient, _HeadMap(weight, None, cap), [labels * 0])
     assert torch.equal(read.labels, labels)
-    assert read_states(states.detach(), gradient, _HeadMap(weight, None, cap)).soft.sum() == 2
+    assert read_states(states.detach(), gradient, _HeadMap(weight, None, cap)).is_soft.sum() == 2
 
 
 @given(rows(), st.integers(0, 2**20))
@@ -228,4 +228,4 @@ def test_no_temperature_is_taken_that_explains_no_labels() -> None:
     states, gradient = torch.randn(2, 8, 32, generator=generator)
     head = _HeadMap(torch.randn(100, 32, generator=generator))
     assert fit_temperature(states, gradient, head) is head
-    assert bool(read_states(states, gradient, head).soft.all())
+    assert bool(read_states(states, gradient, head).is_soft.all())

@@ -175,11 +175,11 @@ def test_words_signs_and_controls(
         assert expected is not None
         signs = torch.zeros(len(expected), dtype=torch.long)
         counted = rows.labels != -100
-        signs.index_add_(0, read.placed.text[counted], 1 - 2 * rows.pushed[counted].long())
+        signs.index_add_(0, read.placed.text[counted], 1 - 2 * rows.is_rejected[counted].long())
         live = signs != 0
         assert bool(live.any())
         assert torch.equal((signs < 0)[live], expected[live])
-        assert bool((rows.pushed == expected[read.placed.text])[counted].all())
+        assert bool((rows.is_rejected == expected[read.placed.text])[counted].all())
 
 
 @pytest.mark.parametrize("name", ["DPO", "GRPO"])

@@ -1,12 +1,13 @@
 """The row space of a shared gradient, and which inputs of a linear map span it.
 
-The gradient of a linear map ``y = x W^T`` over N positions is ``D^T X``, with the inputs X and the
-output gradients D: every row of it is a combination of the inputs. An adversary that knows the
-model can compute the input of every token, and find the tokens whose inputs span the rows.
+The gradient of a linear map ``y = x W^T`` over N positions is ``D^T X``, with the inputs X (N, d)
+and the output gradients D: every row of it is a combination of the inputs. An adversary that knows
+the model can compute the input vector of each token of the vocabulary, its atom, and find the
+tokens whose atoms span the rows.
 
-:mod:`linear_maps` finds the maps and their inputs, :mod:`dictionary` computes the input vector of
-every token, and :mod:`atoms` prepares these vectors for comparisons. :mod:`shared_rows` scales the
-gradients' rows to units of their noise. :mod:`pursuit` chooses the atoms, :mod:`certificate` checks
+:mod:`linear_maps` finds the maps and their inputs, :mod:`dictionary` computes the atoms, and
+:mod:`atoms` prepares them for comparisons. :mod:`shared_rows` scales the gradients' rows to units
+of their noise. :mod:`pursuit` chooses the atoms that explain the rows, :mod:`certificate` checks
 them, and :mod:`explanation` combines all of this for one input.
 """
 
@@ -14,7 +15,7 @@ from lightning_fedleak.attacks.row_space.atoms import RIDGE as RIDGE
 from lightning_fedleak.attacks.row_space.atoms import Atoms as Atoms
 from lightning_fedleak.attacks.row_space.atoms import Whitening as Whitening
 from lightning_fedleak.attacks.row_space.atoms import fit_whitening as fit_whitening
-from lightning_fedleak.attacks.row_space.atoms import most_kept as most_kept
+from lightning_fedleak.attacks.row_space.atoms import select_densest as select_densest
 from lightning_fedleak.attacks.row_space.atoms import whitening_matrix as whitening_matrix
 from lightning_fedleak.attacks.row_space.dictionary import NotAdditive as NotAdditive
 from lightning_fedleak.attacks.row_space.dictionary import build_dictionary as build_dictionary

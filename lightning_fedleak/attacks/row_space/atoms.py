@@ -4,14 +4,16 @@ The rows of a linear layer's gradient are combinations of the layer's inputs. So
 span of the atoms of the batch's tokens.
 
 Atoms are whitened before they are compared. Hidden states of a language model fill a narrow cone,
-with a few directions of large variance: each has large inner products with all others, so that the
+with a few directions of large variance. Any two of them have a large inner product, so that the
 largest product does not find the matching token. In coordinates of unit covariance most products
-are small. :class:`Whitening` is fitted on public text instead, for other attacks.
+are small. :class:`Atoms` are whitened by their own covariance. For other attacks,
+:class:`Whitening` is fitted on public text.
 
-Top-k compression leaves only the largest entries of each row. :func:`explain_kept` then fits each
-row on its own kept entries, with coefficients of its own, while all rows share the atoms. It is an
-orthogonal matching pursuit on several rows: it adds the atom that raises the rows' likelihood most,
-one at a time, and needs more kept entries in a row than there are atoms.
+Top-k compression leaves only the largest entries of each row; the other entries are zero.
+:func:`explain_sparse` then fits each row on its non-zero entries only. The coefficients differ
+between rows, but all rows share the atoms. It is an orthogonal matching pursuit on several rows: it
+adds atoms one at a time, each the one that raises the rows' likelihood most, and needs more
+non-zero entries in a row than there are atoms.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ import torch
 from torch import Tensor
 
 RIDGE = 0.1
-"""Share of the median (or mean) eigenvalue that is added to every eigenvalue.
+"""Share of the median (or mean) eigenvalue that is added to every eigenvalue of a covariance.
 
-Not tuned. A smaller share gives more weight to directions in which public text hardly varies.
+Not tuned. A smaller share gives more weight to directions in which the data hardly vary.
 """
 
 
@@ -35,7 +37,7 @@ class Whitening:
 
     Attributes:
         mean: The mean of the public hidden states, (d,) float32.
-        matrix: The inverse square root of their ridged covariance, (d, d) float32, symmetric.
+        matrix: The inverse square root of their covariance plus a ridge, (d, d) float32, symmetric.
     """
 
     mean: Tensor
@@ -51,16 +53,16 @@ class Whitening:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Whitening:
-        """Return the whitening whose :meth:`tensors` these are."""
+        """Return the whitening whose :meth:`tensors` returned these tensors."""
         return cls(tensors["whitening.mean"], tensors["whitening.matrix"])
 
 
 def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     """Return the whitening ``(C + ridge * median eigenvalue * I)^(-1/2)`` of a covariance C.
 
-    The ridge is in units of the median eigenvalue: a model with massive activations has one
-    eigenvalue a million times above the others, and a ridge of a share of the mean would exceed
-    all other eigenvalues.
+    The ridge is a share of the median eigenvalue and not of the mean: in a model with massive
+    activations, one eigenvalue is a million times above all other ones, and a share of the mean
+    would exceed those.
 
     Args:
         hidden: The hidden states of public text, (n, d).
@@ -116,16 +118,16 @@ def inverse_factor(moment: Tensor) -> Tensor:
 
 
 _NUMBERS_AT_ONCE = 1 << 20  # input entries per float32 block, 4 MiB; larger blocks are no faster
-_STRIPES = 8  # column blocks of a triangular matrix, whose zero part is skipped; not tuned
-_MAX_ROWS = 64  # rows with most kept entries that are explained; more take more time, not tuned
-_ENTRIES_PER_ATOM = 1.5  # kept entries a row needs per atom; at 1 any atoms fit it. Not tuned
+_STRIPES = 8  # column blocks of a triangular matrix, whose zeros are not multiplied; not tuned
+_MAX_ROWS = 64  # compressed rows that are explained; more take more time, not tuned
+_ENTRIES_PER_ATOM = 1.5  # non-zero entries a row needs per atom; at 1 any atoms fit. Not tuned
 _RESIDUAL = 1e-3  # largest residual over the rows' norm: rounding leaves less, a missing type more
 _TOKENS_AT_ONCE = 8192  # tokens whose atoms are in float32 at once, which bounds the memory
-_ATOMS_PER_CHANGE = 8  # atoms per changed atom from which the whitening is kept; not tuned
-_DEPENDENT = 1e-4  # squared share of an atom outside the chosen span up to which it is in it
+_ATOMS_PER_CHANGE = 8  # the whitening stays if at most 1 atom in 8 has changed; not tuned
+_DEPENDENT = 1e-4  # squared share of an atom outside a span, up to which it counts as inside
 
 Subset = tuple[Tensor, Tensor]
-"""The inputs (n, d) of some atoms in float32, and the factors (n,) to whitened unit atoms."""
+"""The inputs (n, d) of some atoms in float32, and factors (n,) that make whitened atoms unit."""
 
 
 class Atoms:
@@ -139,7 +141,7 @@ class Atoms:
         rows: The input of each token, (V, d).
         nuisance: Orthonormal directions that any row may hold and that are no token's, (b, d)
             float64. They are projected out.
-        extra: The atoms that are no token, (q, d). Their indices follow those of the tokens.
+        extra: Atoms of positions, not of tokens, (q, d). Their indices follow those of the tokens.
 
     Attributes:
         nuisance: The directions that are projected out.
@@ -171,7 +173,7 @@ class Atoms:
         self.usable = self._scales > 0
         covariance = covariance.triu() + covariance.triu(1).T
         covariance /= max(1, int(self.usable.sum()))
-        if not bool(self.usable.any()):  # the nuisance directions span the whole space
+        if not bool(self.usable.any()):  # the nuisance directions span all dimensions
             covariance.diagonal().fill_(1.0)
         self.whitening = inverse_factor(covariance).contiguous()
         self._factor = self.whitening.float()
@@ -192,8 +194,8 @@ class Atoms:
             changed: The tokens whose inputs were changed, (V,) bool.
 
         Returns:
-            False if so many atoms changed since the whitening was fitted that it no longer suits
-            them. Nothing is recomputed then: make new atoms.
+            Whether the atoms are up to date. False if too many atoms have changed since the
+            whitening was fitted: then nothing is updated, and new atoms must be created.
         """
         self._changed[: len(changed)] |= changed
         if int(self._changed.sum()) * _ATOMS_PER_CHANGE > len(self):
@@ -293,10 +295,10 @@ def normalize(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=1, eps=1e-300)
 
 
-def most_kept(rows: Tensor) -> Tensor:
+def select_densest(rows: Tensor) -> Tensor:
     """Return the rows with the most non-zero entries, (m, d) float64 with m <= 64.
 
-    Rows with fewer than two such entries are left out.
+    Rows with fewer than two such entries are omitted.
 
     Args:
         rows: The rows of a gradient after top-k compression, (n, d).
@@ -306,8 +308,10 @@ def most_kept(rows: Tensor) -> Tensor:
     return rows[best[counts[best] > 1]].double()
 
 
-def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor) -> Tensor | None:
-    """Return the tokens whose atoms explain all kept entries of rows, (k,) indices.
+def explain_sparse(
+    rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor
+) -> Tensor | None:
+    """Return the tokens whose atoms explain all non-zero entries of rows, (k,) indices.
 
     Args:
         rows: The rows (m, d) float64, zero for an entry that was not sent.
@@ -316,7 +320,7 @@ def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor
         log_odds: The prior log odds of each token being in the batch, (V,).
 
     Returns:
-        The tokens, or None if no set small enough for the number of kept entries explains them.
+        The tokens, or None if no set explains the rows, or only a set too large for their entries.
     """
     mask = rows != 0
     counts = mask.sum(1)
@@ -332,13 +336,13 @@ def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor
     directions = list(nuisance.double())
     while True:
         for direction in directions:
-            new = mask * direction
+            column = mask * direction
             for _ in range(2):  # the second Gram-Schmidt pass removes the first one's rounding
-                new = new - torch.einsum("rd,rkd,rke->re", new, bases, bases)
-            new = torch.nn.functional.normalize(new, dim=1, eps=1e-30)
-            residual = residual - (residual * new).sum(1, keepdim=True) * new
-            bases = torch.cat([bases, new[:, None]], 1)
-            outside -= multiply(new).square()
+                column = column - torch.einsum("rd,rkd,rke->re", column, bases, bases)
+            column = torch.nn.functional.normalize(column, dim=1, eps=1e-30)
+            residual = residual - (residual * column).sum(1, keepdim=True) * column
+            bases = torch.cat([bases, column[:, None]], 1)
+            outside -= multiply(column).square()
         usable = counts > _ENTRIES_PER_ATOM * (bases.shape[1] + 1)
         if not bool(usable.any()):
             return None
@@ -356,7 +360,7 @@ def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor
 
 
 def _prune(rows: Tensor, atoms: Tensor, nuisance: Tensor, chosen: list[int]) -> Tensor:
-    """Return the chosen tokens without those that the remaining ones explain the rows without."""
+    """Return the chosen tokens, without those that are not needed to explain the rows."""
     mask, needed = rows != 0, list(chosen)
     for token in chosen:
         remaining = [t for t in needed if t != token]

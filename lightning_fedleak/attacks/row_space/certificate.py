@@ -1,9 +1,11 @@
-"""The types that explain shared rows: pruned, with exchanged twins, and certified.
+"""Check the types (distinct tokens) that a pursuit chose to explain the rows of a gradient.
 
-:func:`prune` removes types that the rows do not need. Twins are tokens whose atoms are nearly
-equal, as those of tokens that were never trained are; :func:`exchange_twins` replaces a type by a
-twin that explains more. A certificate says that the types explain the rows, and that no other
-tokens could. :func:`silent_tokens` lists the tokens that prevent it, as they would leave no trace.
+The rows are combinations of the atoms of the batch's types; an atom is the input vector of a token.
+:func:`prune` removes types that the rows do not need. Twins are tokens with nearly equal atoms, for
+example tokens that were never trained; :func:`exchange_twins` replaces a type by a twin that
+explains more. A result is certified if the types explain the rows and no other tokens could.
+:func:`silent_tokens` returns the tokens that prevent a certificate, because they would leave no
+trace in the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, Sha
 _TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
 _MAX_STORED = 1 << 23  # entries of twins' atoms stored for a round of exchanges, 64 MB; not tuned
 _ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
-_NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
+_NO_SQUARE = 1e-15  # squared norm up to which a part of a unit atom is float64's rounding
 
 # Thresholds; none was tuned.
 DEPENDENT = 1e-2  # norm of a unit atom outside the chosen span up to which it nearly lies in it
@@ -27,7 +29,7 @@ _MAX_SHARE = 0.9  # largest share of types in directions; with more, other sets 
 _EXCHANGES = 4  # rounds in which types are exchanged for nearly equal ones
 _EQUAL = 1e-6  # 1 - cosine up to which two atoms are exchanged for each other
 _TWINS = 1e-4  # distance of unit atoms up to which a certificate must distinguish them
-_TWIN_GAIN = 3.0  # what a twin may explain of the residual in a certified result, in noise units
+_TWIN_GAIN = 3.0  # residual that a twin may explain in a certified result, in units of the noise
 
 
 def residual_size(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
@@ -67,7 +69,7 @@ def _unique_parts(rows: Tensor, atoms: Tensor) -> Tensor:
 
 
 def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor:
-    """Return types, each replaced by a nearly equal one that explains more, and pruned again.
+    """Return the types, pruned again, with twins instead of types that explain less.
 
     Tokens that were never trained have almost the same atom. Which of them was used becomes visible
     only after all other types are explained. There may be tens of thousands of them, so that their
@@ -81,10 +83,10 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
     """
     for _ in range(_EXCHANGES):
         previous, types = types, types.clone()
-        equal = _nearly_equal(atoms, types, others, _EQUAL)
-        near = equal.any(0)
-        equal, twins = equal[:, near], others[near]
-        places = equal.any(1).nonzero()[:, 0].tolist()
+        is_twin = _nearly_equal(atoms, types, others, _EQUAL)
+        has_twin = is_twin.any(0)
+        is_twin, twins = is_twin[:, has_twin], others[has_twin]
+        places = is_twin.any(1).nonzero()[:, 0].tolist()
         if not places:
             break
         # Each twin's part outside the chosen span: squared norm, and energy along the residual.
@@ -100,7 +102,7 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
             sizes = norms + cosines.square()
             energies = energy + cosines * (cosines * size + 2 * cross)
             gain = energies / sizes.clamp_min(_NO_SQUARE)
-            gain[~equal[j] | torch.isin(twins, types)] = 0
+            gain[~is_twin[j] | torch.isin(twins, types)] = 0
             if float(gain.max()) <= float(size):
                 continue
             types[j] = twins[int(gain.argmax())]
@@ -206,7 +208,7 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
 
 
 def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor | None:
-    """Return the (m,) tokens whose trace next to the types could not be told from rounding.
+    """Return the (m,) tokens whose trace next to the types is no larger than rounding.
 
     A token's trace is the norm that the rows would have outside of the span of the types if the
     token were used with the median strength of a type. It is 0 if the token's input is zero, or is
@@ -222,21 +224,21 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
         The tokens, or None if a twin could replace a type, or types fill too many directions.
     """
     share = (len(types) + len(atoms.nuisance)) / atoms.width
-    few = len(types) <= len(shared.principal) or share <= _MAX_SHARE
-    if share >= 1 or not few or not _differ_from_twins(atoms, shared, types, others):
+    is_decidable = len(types) <= len(shared.principal) or share <= _MAX_SHARE
+    if share >= 1 or not is_decidable or not _differ_from_twins(atoms, shared, types, others):
         return None
     q, r = torch.linalg.qr(atoms.rows(types).T)
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
     sizes = atoms.sizes[: atoms.tokens] * strength
     min_size = MAX_NOISE_RATIO * shared.noise_norm
-    alike = _TWIN_GAIN * len(shared.whole) ** 0.5
-    small = sizes * DEPENDENT < min_size  # all but ``others`` differ from the types by more
+    min_twin_trace = _TWIN_GAIN * len(shared.whole) ** 0.5
+    small = sizes * DEPENDENT < min_size  # other atoms than ``others`` differ by more
     small[others[others < atoms.tokens]] = True
     small[types[types < atoms.tokens]] = False
     tokens = small.nonzero()[:, 0]
     twins = _nearly_equal(atoms, types, tokens, _TWINS**2 / 2).any(0)  # with a lower limit below
     parts = [_project_off(x, q).norm(dim=1) for x in _unit_atoms(atoms, tokens)]
     traces = sizes[tokens] * torch.cat([sizes[:0], *parts])
-    silent: Tensor = tokens[traces < torch.where(twins, alike, min_size)]
+    silent: Tensor = tokens[traces < torch.where(twins, min_twin_trace, min_size)]
     return silent

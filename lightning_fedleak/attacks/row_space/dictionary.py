@@ -1,9 +1,11 @@
 """The dictionary of a known input: the input vector (atom) of every token of the vocabulary.
 
-If the input does not depend on the position, an atom is the input vector itself. With absolute
-position embeddings, an input is, up to a scalar factor, ``gain * centred(word + position) + bias``
-if a layer norm is applied to the sum of the embeddings. After the span of the positions and of the
-bias is projected out, only the word remains, so that V atoms suffice instead of V x P.
+An input of a weight matrix is known if the adversary can compute it from the token alone, or from
+the token and its position, as before the first attention. If it does not depend on the position, an
+atom is the input vector itself. With absolute position embeddings and a layer norm of the sum, an
+input is ``gain * centred(word + position) + bias`` up to a scalar factor. After the span of the
+positions and of the bias is projected out of it, only the word remains. So V atoms suffice for a
+vocabulary of V tokens and P positions, instead of V x P.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Dictionary:
 
         Args:
             gradients: Gradients (n_i, d) of the maps that read this input; none may be all zero.
-            others: Further directions (k_i, d), float64, that the gradients may contain.
+            others: Further directions (k_i, d) float64 that the gradients may contain.
 
         Returns:
             At least 1; 0 if the input does not depend on positions.
@@ -118,8 +120,8 @@ class Dictionary:
         max_count = min(len(self.positions), (self.rows.shape[1] - len(basis)) // 2)
         positions = self.positions[:max_count]
         positions = positions - (positions @ basis.T) @ basis
-        # The energy that each position explains beyond the positions before it, and all that is
-        # left for it and the later dimensions: a random direction explains remaining / dims.
+        # The energy that each position explains beyond the positions before it, and the energy
+        # outside of those positions, of which a random direction would explain remaining / dims.
         explained = (g @ torch.linalg.qr(positions.T).Q).square().sum(0)
         remaining = g.square().sum() - explained.cumsum(0) + explained
         dims = g.shape[1] - len(basis) - torch.arange(max_count, device=g.device)
@@ -129,13 +131,13 @@ class Dictionary:
     def atoms(
         self, positions: int, others: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the rows, an orthonormal basis (k, d) to project out, and further atoms.
+        """Return the arguments of ``Atoms``: rows, a basis (k, d) to project out, further atoms.
 
         Args:
-            positions: The number of positions that occur in the texts; they are projected out. The
-                next ``positions + 16``, which longer texts may have, are the further atoms: the
-                count is an estimate and may be too low.
-            others: Further directions (k_i, d), float64, that the gradients may contain. They are
+            positions: The number of positions that occur in the texts; they are projected out.
+                Since this is an estimate that may be too low, the next ``positions + 16`` positions
+                are the further atoms. (16 is not tuned.)
+            others: Further directions (k_i, d) float64 that the gradients may contain. They are
                 projected out too.
         """
         directions = [self.constants, *others]
@@ -188,15 +190,15 @@ def factor_rows(anatomy: Anatomy, maps: Sequence[linear_maps.LinearMap]) -> dict
 def _position_directions(
     anatomy: Anatomy, known_input: linear_maps.KnownInput, mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return directions (P, d) of positions, constants (k, d), and the mean word they contain.
+    """Return the fields ``positions``, ``constants`` and ``mean`` of a :class:`Dictionary`.
 
-    Any reference word is correct here, so a ``mean`` from before a weight update can be reused.
+    Any word could replace the mean word, so a ``mean`` from before a weight update can be reused.
     """
     size = linear_maps.vocabulary_size(anatomy)
     length = context_length(anatomy) or 512
     device = anatomy.device
-    # Four tokens spread over the vocabulary but for its first ids, which are often special; the
-    # second text has them in reverse.
+    # Four tokens spread over the vocabulary, without its first ids, which are often special. The
+    # second text has the same tokens in reverse order.
     words = torch.arange(4, device=device) * max(1, size // 7) + min(5, size - 1)
     probe = torch.stack([words % size, words.flip(0) % size])
     norm = norm_before(anatomy, known_input, probe)
@@ -218,8 +220,8 @@ def _position_directions(
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = getattr(norm, "bias", None)
     offset = mean.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
-    # In a sum of word and position the positions cancel in the difference of the two texts, and the
-    # words in its sum with its own reverse.
+    # If an input is a sum of word and position, the positions cancel in the difference of the two
+    # texts, and the words cancel if the reversed difference is added.
     difference = sums[0] - sums[1]
     if float((difference + difference.flip(0)).abs().max()) > tolerance * float(sums.abs().max()):
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")
@@ -230,14 +232,14 @@ def _position_directions(
         and n.endswith("token_type_embeddings")
         and m.embedding_dim == known_input.width
     ]
-    # One word at every position: its differences to the first position are the positions'.
+    # One word at every position: the differences to the first position depend on no word.
     positions = linear(mean + position_inputs[0] - position_inputs[0, :1])
     return positions, torch.cat([offset, *(linear((t - t[:1])[1:]) for t in types)]), mean
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """The linear part of a norm without its scale and bias: centring and gain."""
+    """The linear part of a norm: centring (LayerNorm only) and gain, without division and bias."""
 
     gain: Tensor | None = None
     centred: bool = False

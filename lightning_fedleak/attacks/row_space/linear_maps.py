@@ -1,10 +1,11 @@
 """The linear maps of a model, and the inputs that they read.
 
-A linear map is a weight matrix: of ``nn.Linear`` or ``Conv1D``, or a LoRA's factor. The rows of its
-gradient are combinations of its inputs. :func:`find_linear_maps` lists the maps.
-:func:`find_known_inputs` finds those whose input the token (and its position) determines, and
-groups the maps that read the same input. Inputs are compared in runs of the model, so that norms,
-scaled embeddings, fused projections and parallel blocks need not be known by name.
+A linear map is a weight matrix: of ``nn.Linear`` or ``Conv1D``, or a factor A or B of a LoRA. The
+rows of its gradient are combinations of its inputs. :func:`find_linear_maps` lists the maps of a
+model. An input is known if it depends only on the token (and its position), as before the first
+attention: :func:`find_known_inputs` finds these inputs, and groups the maps that read the same one.
+Inputs are compared in runs of the model, so that no norm, scaled embedding, fused projection or
+parallel block has to be known by name.
 """
 
 from __future__ import annotations
@@ -80,13 +81,14 @@ def find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
 
     The head and inactive adapters are excluded. A layer with a low-rank adapter gives three maps:
     its matrix and both factors. A matrix that several layers share is excluded, because its
-    gradient is a sum over their inputs.
+    gradient is a sum over the inputs of all of them.
     """
     key = ("linear maps", id(anatomy.root))
     return do_once(key, lambda: _find_linear_maps(anatomy), subject=anatomy)
 
 
 def _find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
+    """Compute the result of :func:`find_linear_maps`, which is cached."""
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
     maps: list[LinearMap] = []
     for _, module in walk(anatomy.model):
@@ -125,11 +127,11 @@ def _weight_map(
 ) -> Iterator[LinearMap]:
     """Yield the map of a module's weight, if it is an ``nn.Linear`` or a ``Conv1D``."""
     weight = module._parameters.get("weight")
-    fused = type(module).__name__ == "Conv1D"
-    if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or fused):
+    is_conv = type(module).__name__ == "Conv1D"
+    if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or is_conv):
         return
     if id(weight) in names:
-        axis = 0 if fused else 1
+        axis = 0 if is_conv else 1
         yield LinearMap(names[id(weight)], module, layer, axis, weight.shape[1 - axis], factor)
 
 
@@ -140,22 +142,24 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
     has them in dictionaries by adapter: modules for LoRA, parameters for AdaLoRA. Where a factor is
     a parameter, no module is called with A's output, so that only A is yielded.
     """
-    lora_a, drop = module._parameters.get("lora_A"), module._modules.get("lora_dropout")
+    lora_a, dropout = module._parameters.get("lora_A"), module._modules.get("lora_dropout")
     if lora_a is not None and lora_a.dim() == 2 and id(lora_a) in names:
-        before = () if drop is None else (drop,)
-        yield LinearMap(names[id(lora_a)], module, module, 1, len(lora_a), "A", dropouts=before)
-    for kind in _LOW_RANK:
-        factors = module._modules.get(kind)
+        dropouts_before = () if dropout is None else (dropout,)
+        yield LinearMap(
+            names[id(lora_a)], module, module, 1, len(lora_a), "A", dropouts=dropouts_before
+        )
+    for dict_name in _LOW_RANK:
+        factors = module._modules.get(dict_name)
         if not isinstance(factors, nn.ModuleDict | nn.ParameterDict):
             continue
-        factor = kind[-1]
+        factor = dict_name[-1]
         for adapter in getattr(module, "active_adapters", ()):
             if adapter not in factors:
                 continue
-            parameters = isinstance(factors, nn.ParameterDict)
-            inner: Any = factors._parameters.get(adapter) if parameters else factors[adapter]
+            is_parameter = isinstance(factors, nn.ParameterDict)
+            inner: Any = factors._parameters.get(adapter) if is_parameter else factors[adapter]
             dropouts = _dropouts(module, adapter) if factor == "A" else ()
-            if not parameters:
+            if not is_parameter:
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)
             elif factor == "A":
@@ -167,8 +171,8 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
 def adalora_factors(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield AdaLoRA's factors A and B; the loss has a term for each of them."""
     for module in model.modules():
-        for kind in _LOW_RANK:
-            factors = module._modules.get(kind)
+        for dict_name in _LOW_RANK:
+            factors = module._modules.get(dict_name)
             if isinstance(factors, nn.ParameterDict):
                 yield from factors.parameters()
 
@@ -251,7 +255,7 @@ def refuse_zeros(maps: Iterable[LinearMap], name: str = "every map that is read"
 
     Raises:
         NotYet: a map is a LoRA's A, which has no gradient while B is zero.
-        UnusableObservation: no map is.
+        UnusableObservation: no map is a LoRA's A.
     """
     if any(m.factor == "A" for m in maps):
         raise NotYet(NO_GRADIENT_YET)
@@ -432,7 +436,7 @@ def vocabulary_size(anatomy: Anatomy) -> int:
 
 
 def _same_states(states: Tensor, other_states: Tensor) -> bool:
-    """Return whether two states are equal up to rounding; not if they are all zero."""
+    """Return whether two states are equal up to rounding; False if they are all zero."""
     scale = float(states.abs().max())
     return scale > 0 and float((states - other_states).abs().max()) <= _TOLERANCE * scale
 
@@ -452,7 +456,7 @@ def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:
 def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict[int, Tensor]:
     """Return the float32 input (B, L, d) of each reader, by its id.
 
-    Readers that are called several times, or not once per token, are left out.
+    Readers that are called several times, or not on one vector per token, are omitted.
     """
     calls: dict[int, list[Tensor]] = {}
 
@@ -466,7 +470,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
     inputs = {}
     length = ids.shape[1] + model_runs.virtual_tokens(anatomy)
     for key, tensors in calls.items():
-        # DoRA also calls readers with a unit matrix, for a norm that is detached from the gradient.
+        # DoRA also calls readers with a unit matrix, to compute a norm without gradient.
         x, *further = [c for c in tensors if not _is_unit(c)] or [ids]
         if further or not x.is_floating_point() or x.numel() != len(ids) * length * x.shape[-1]:
             continue

@@ -1,17 +1,18 @@
 """Rank-aware matching pursuit: the atoms that the rows of a shared gradient are made of.
 
-A gradient ``G = M^T X`` has few rows (a LoRA of rank r shares r of them for each map) that are
-combinations of as many atoms as the batch holds types: multiple measurement vectors with a common
+An atom is the input vector of one token of the vocabulary at a weight matrix. The matrix's gradient
+``G = M^T X`` has few rows (with a LoRA of rank r, r for each matrix). They are combinations of as
+many atoms as the batch has types (distinct tokens): multiple measurement vectors with a common
 support. If the rank reaches the number of types, the span test (MUSIC) finds them one by one. For a
 lower rank there is rank-aware order-recursive matching pursuit, which is the same test at full rank
 (Davies & Eldar 2012, "Rank awareness in joint sparse recovery", algorithm RA-ORMP). Two things are
 added. Atoms are whitened first, because the inputs of a language model share most of their
-direction. Atoms are compared by a likelihood ratio that includes how frequent the token is.
+direction. Atoms are compared by a likelihood ratio that includes the token's prior probability.
 
 :func:`explain` runs the pursuit: it chooses atoms until only noise remains of the rows. Chosen
-atoms that are not needed are then removed, and the result is certified
-(:mod:`~lightning_fedleak.attacks.row_space.certificate`). Rows are in units of their noise, which
-is rounding and the noise that a defence is known to have added.
+atoms that are not needed are then removed, and the result is certified if no other types could
+explain the rows (:mod:`~lightning_fedleak.attacks.row_space.certificate`). Rows are in units of
+their noise, which is rounding and the declared noise of a defence.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ from lightning_fedleak.attacks.row_space.atoms import Atoms, Subset
 from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, SharedRows
 
 # Thresholds of the pursuit; none was tuned.
-NOISE_FLOOR = 4.0  # variance of a residual over the noise's, below which the pursuit ends
-NEARLY_CERTIFIED = 100.0  # residual over the noise up to which pruning and exchanging are tried
-LITTLE = 1e4  # residual over the noise at which they are tried early; about 1e-3 of the rows
-CERTAIN = 1e-4  # share of an atom outside of the residual's span up to which it is surely used
+NOISE_FLOOR = 4.0  # ratio of the residual's variance to the noise's at which the pursuit ends
+NEARLY_CERTIFIED = 100.0  # ratio of residual to noise up to which types are pruned, exchanged
+LITTLE = 1e4  # ratio of residual to noise at which that is tried early; about 1e-3 of the rows
+CERTAIN = 1e-4  # share of an atom outside the residual's span up to which it is surely used
 GIVE_UP = 0.9  # types over directions above which it ends uncertified: too many atoms fit then
 CHOSEN_AT_ONCE = 8  # atoms that are chosen between two scorings of a pool: for speed
+# Number of atoms with the best scores in the vocabulary, which form a pool.
+#
+# For speed, only they are scored until the whole vocabulary is scored again. F1 did not fall: it
+# was .69, .68 with a pool of 2,048 of 32,000, and .66 without one (14 measurements as for
+# SCREENED).
 POOL = 4096
-"""Number of atoms that scored best in the whole vocabulary. Only they are scored until the whole
-vocabulary is scored again, for speed. F1 did not fall: it was .69 and, with 2,048 of 32,000, .68,
-for .66 without a pool (14 measurements as below)."""
 POOL_SCORINGS = 4  # scorings of a pool, that of the whole vocabulary among them; 8 are no faster
+# Number of atoms of the pool that are compared between two scorings, for speed.
+#
+# With 4,096, the pursuit took 10% longer, and F1 was .770 instead of .774 (7 measurements of a LoRA
+# of stories15M, batches of 8 texts x 64 tokens of IMDB, November 2026).
 SCREENED = 1024
-"""Atoms that are compared between two scorings, for speed. 4,096 took a tenth longer, with F1
-.770 for .774 (7 measurements of a LoRA of stories15M on IMDB, 8 x 64, November 2026)."""
 RESCORED = 8  # atoms that are compared in double precision: for speed
 
 
@@ -53,11 +58,11 @@ class PursuitResult:
         scores: (V,) certainty of each token, higher is more certain.
         expected: estimated number of types; NaN if there may be more than the rows distinguish.
         residual: root mean square of the rows' residual after the types, in units of the noise.
-        certified: whether the types explain the rows, and every token would leave a trace. Then no
-            type is missing whose part lies above rounding, and no type was mistaken for one with a
-            nearly equal atom.
+        certified: whether the types explain the rows, and every other token would leave a trace
+            (a residual above rounding). Then no type is missing whose part of the rows is above
+            rounding, and no type is mistaken for another one with a nearly equal atom.
         silent: (m,) tokens that would leave no trace next to the types, because their inputs are
-            zero or equal to a type's; None if the types are not shown to explain the rows.
+            zero or equal to the input of a type; None if the types do not explain the rows.
     """
 
     types: Tensor
@@ -76,28 +81,28 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         shared: The rows.
         log_odds: The prior log odds that each token is in the batch, (V,).
     """
-    path = _Pursuit(atoms, shared, log_odds)
-    solved, types = _search(path, atoms, shared)
-    chosen = path.tokens
-    evidence = torch.tensor(path.evidence, dtype=torch.float64, device=log_odds.device)
-    scores = path.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
+    pursuit = _Pursuit(atoms, shared, log_odds)
+    solved, types = _search(pursuit, atoms, shared)
+    chosen = pursuit.tokens
+    evidence = torch.tensor(pursuit.evidence, dtype=torch.float64, device=log_odds.device)
+    scores = pursuit.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
     expected = float(len(types))
     if not solved:
-        used = evidence.sigmoid()
-        places = torch.arange(1, len(used) + 1, device=used.device)
-        expected = float(used.sum())
-        if len(used):
-            types = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
-        max_types = GIVE_UP * path.dims
+        probabilities = evidence.sigmoid()
+        ranks = torch.arange(1, len(probabilities) + 1, device=probabilities.device)
+        expected = float(probabilities.sum())
+        if len(probabilities):
+            types = chosen[: int((probabilities.cumsum(0) / (ranks + expected)).argmax()) + 1]
+        max_types = GIVE_UP * pursuit.dims
         if len(chosen) > max_types:
             expected = math.nan
-            if len(shared.principal) > max_types and not path.certain:
+            if len(shared.principal) > max_types and not pursuit.certain:
                 types = chosen[:0]
     residual = certificate.residual_size(atoms, shared, types)
     silent: Tensor | None = None
     if solved and shared.exact and len(types) > 0 and residual <= MAX_NOISE_RATIO:
-        others = torch.cat([chosen, path.dependent_tokens()])
-        silent = certificate.silent_tokens(atoms, shared, types, others)
+        replacements = torch.cat([chosen, pursuit.dependent_tokens()])
+        silent = certificate.silent_tokens(atoms, shared, types, replacements)
     certified = silent is not None and not len(silent)
     # Tokens that were chosen and then pruned are the least likely of all.
     scores[chosen] = -torch.arange(len(chosen), device=scores.device, dtype=scores.dtype) - 1e6
@@ -105,28 +110,28 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
     return PursuitResult(types, scores, expected, residual, certified, silent)
 
 
-def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Tensor]:
-    """Run a pursuit; return whether its types explain the rows, and the types, pruned if so.
+def _search(pursuit: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Tensor]:
+    """Run a pursuit; return whether its types explain the rows, and the types, then pruned.
 
     If a type was mistaken for a nearly equal one, a small residual remains. Types are therefore
     exchanged once the residual is small; otherwise the pursuit would choose many unrelated types to
     explain it.
     """
     for early in (shared.exact, False):
-        nearly, max_residual = NEARLY_CERTIFIED, MAX_NOISE_RATIO
-        if unfinished := path.run(early):
-            free = 1 - len(path.chosen) / atoms.width
-            nearly, max_residual = LITTLE, math.sqrt(NOISE_FLOOR * free)
+        limit, max_residual = NEARLY_CERTIFIED, MAX_NOISE_RATIO
+        if ended_early := pursuit.run(early):
+            free = 1 - len(pursuit.chosen) / atoms.width
+            limit, max_residual = LITTLE, math.sqrt(NOISE_FLOOR * free)
         if shared.exact and (
-            path.at_floor or certificate.residual_size(atoms, shared, path.tokens) <= nearly
+            pursuit.at_floor or certificate.residual_size(atoms, shared, pursuit.tokens) <= limit
         ):
-            fewer = certificate.prune(atoms, shared, path.tokens)
-            fewer = certificate.exchange_twins(atoms, shared, fewer, path.dependent_tokens())
-            if path.at_floor or certificate.residual_size(atoms, shared, fewer) <= max_residual:
-                return True, fewer
-        if not unfinished:
+            types = certificate.prune(atoms, shared, pursuit.tokens)
+            types = certificate.exchange_twins(atoms, shared, types, pursuit.dependent_tokens())
+            if pursuit.at_floor or certificate.residual_size(atoms, shared, types) <= max_residual:
+                return True, types
+        if not ended_early:
             break
-    return path.at_floor, path.tokens
+    return pursuit.at_floor, pursuit.tokens
 
 
 class _Pursuit:
@@ -296,7 +301,7 @@ class _Pursuit:
         types = ((self._raw > 1 - CERTAIN) & self.alive).nonzero()[:, 0]
         if not len(types):
             return False
-        # Thousands of untrained tokens may equal a used one: only one of them is chosen.
+        # Thousands of untrained tokens may have the atom of a used one: only one is chosen.
         types = types[self.scores[types].topk(min(len(types), SCREENED)).indices]
         types = types[self._raw[types].argsort(descending=True, stable=True)]
         parts = self._orthogonal_parts(types)

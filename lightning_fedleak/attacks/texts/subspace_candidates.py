@@ -1,7 +1,9 @@
-"""Candidates for the next token of texts, and how their states are compared with the rows.
+"""Candidates for the next token of texts, and how their states are compared with shared rows.
 
-:class:`Candidates` computes the states of all tokens of a bag after given prefixes. A
-:class:`Measure` whitens these states before the search compares them with the rows.
+An attack recovers texts token by token. The rows of the shared gradients are combinations of the
+hidden states (d,) of the true texts, and the distinct tokens of the batch, the bag, are known from
+an earlier attack. :class:`Candidates` computes the states of all tokens of the bag after some
+prefixes. A :class:`Measure` whitens these states before the search compares them with the rows.
 """
 
 from __future__ import annotations

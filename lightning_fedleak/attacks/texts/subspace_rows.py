@@ -24,9 +24,9 @@ from lightning_fedleak.attacks.row_space import (
     SharedInput,
     SharedRows,
     block_name,
-    most_kept,
     nonzero_gradients,
     refuse_zeros,
+    select_densest,
     whitening_matrix,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
@@ -180,7 +180,7 @@ def kept_rows(
     """
     rows, shared = [], []
     for number, block in enumerate(bottom.inputs):
-        for row in most_kept(shared_rows(block, bottom.anatomy, view, None).whole):
+        for row in select_densest(shared_rows(block, bottom.anatomy, view, None).whole):
             places = row.nonzero()[:, 0]
             rows.append((number, places))
             values = row[None, places] / row.norm() * len(places) ** 0.5

@@ -1,4 +1,8 @@
-"""Norms and projections of the rows of a gradient, and the size of the noise on them."""
+"""Norms and projections of the rows of the output head's gradient, and the noise on them.
+
+The head's gradient (V, d) has a row for each of V tokens. Attacks on words distinguish the rows of
+tokens in the batch by their norm and by their projection on one direction.
+"""
 
 from __future__ import annotations
 

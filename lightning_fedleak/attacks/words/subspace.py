@@ -3,8 +3,8 @@
 :class:`SubspaceWords` prepares the input vector of every token at these projections. From an
 observation it first computes gradients (an update of SGD or of one step of Adam is undone), and
 then finds the tokens whose inputs span their rows, with
-:class:`~lightning_fedleak.attacks.row_space.explanation.ReadableInput`. An encoder and a decoder
-are read apart, and their results are joined.
+:class:`~lightning_fedleak.attacks.row_space.explanation.ReadableInput`. The types of an
+encoder and of its decoder are recovered separately, and their results are merged.
 """
 
 from __future__ import annotations

@@ -83,10 +83,10 @@ class ReferenceRows:
     @property
     def data(self) -> list[_ReferenceData]:
         """Return the training data of each reference."""
-        rows = (inside.nonzero()[:, 0].tolist() for inside in self.inside)
-        return [_ReferenceData([self.sources[n] for n in chosen]) for chosen in rows]
+        indices = (is_inside.nonzero()[:, 0].tolist() for is_inside in self.inside)
+        return [_ReferenceData([self.sources[i] for i in rows]) for rows in indices]
 
     @property
     def seen(self) -> Tensor:
-        """Return (N,) bool, the texts that the first reference is trained on; a second is not."""
+        """Return (N,) bool, the texts that the first reference is trained on, not the second."""
         return self.inside[0, self.row_of]

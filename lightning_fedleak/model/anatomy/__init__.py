@@ -1,4 +1,7 @@
-"""The embeddings, blocks, output head and trainable parameters of a model."""
+"""The embeddings, blocks, output head and trainable parameters of a model: its anatomy.
+
+:func:`find_anatomy` finds them in any module, and returns an :class:`Anatomy`.
+"""
 
 from lightning_fedleak.model.anatomy.blocks import Place as Place
 from lightning_fedleak.model.anatomy.blocks import backbone_of as backbone_of

@@ -1,6 +1,8 @@
-"""The transformer blocks of a model, and its layers of hidden states.
+"""Find the transformer blocks of a model, and the places where its hidden states can be hooked.
 
-Layers have numbers as in Hugging Face's ``hidden_states``.
+The blocks are the entries of a ``ModuleList`` or ``Sequential``. Layers of hidden states have the
+numbers of Hugging Face's ``hidden_states``: 0 is the input of the first block, k the output of
+block k. A :class:`Place` is the input or output of one block.
 """
 
 from __future__ import annotations
@@ -24,26 +26,36 @@ from lightning_fedleak.model.anatomy.wrappers import (
 )
 from lightning_fedleak.validate import check_integer
 
-Named = tuple[str, nn.Module]
+Named = tuple[str, nn.Module]  # a module with its path
 
 
 def resolve_module(
     root: nn.Module, model: nn.Module | None, part: str | nn.Module | None, argument: str
 ) -> nn.Module | None:
-    """Return the module that an argument names or is; None if the argument is None."""
+    """Return the module that a user's argument names or is; None if the argument is None.
+
+    Args:
+        root: The module that the user passed.
+        model: The language model in it, or None. Names may be paths in either of them.
+        part: The argument's value.
+        argument: The argument's name, for errors.
+
+    Raises:
+        AnatomyError: There is no such module.
+    """
     if part is None:
         return None
     if isinstance(part, nn.Module):
         if find_path(root, part) is None:
             raise AnatomyError(
-                f"{argument}= ({type(part).__name__}) is no part of {type(root).__name__}; give a "
+                f"{argument}= ({type(part).__name__}) is not in {type(root).__name__}; pass a "
                 "module inside it, or its name."
             )
         return part
-    for place in (root, model):
-        if place is not None:
+    for scope in (root, model):
+        if scope is not None:
             try:
-                return place.get_submodule(part)
+                return scope.get_submodule(part)
             except AttributeError:
                 continue
     names = [n for n, _ in walk(root) if n.count(".") < 3 and n]
@@ -57,9 +69,9 @@ def resolve_module(
 def find_layers(
     root: nn.Module, types: tuple[type[nn.Module], ...], exclude: Collection[int] = ()
 ) -> list[Named]:
-    """Return the layers of these types in use, in order of registration, with PEFT wrappers.
+    """Return the layers of these types, with their PEFT wrappers, in order of registration.
 
-    Modules whose ids are in ``exclude`` are left out.
+    Each layer is returned once. Modules whose ids are in ``exclude`` are omitted.
     """
     layers: dict[int, Named] = {}
     for name, module in walk(root):
@@ -69,7 +81,7 @@ def find_layers(
 
 
 def describe_layers(layers: Iterable[Named]) -> list[str]:
-    """Return layers in words, for an error."""
+    """Return the path, the class and the number of rows of each layer, for an error."""
     return [f"'{n}' ({type(leaf(m)).__name__}, {count_rows(m)} rows)" for n, m in layers]
 
 
@@ -77,7 +89,7 @@ def weight_shape(module: nn.Module, argument: str) -> tuple[int, int]:
     """Return rows and columns of the layer's weight matrix.
 
     Raises:
-        AnatomyError: it has none; the message names the user's ``argument``.
+        AnatomyError: The layer has no matrix; the message names the user's ``argument``.
     """
     shape = matrix_shape(module)
     if shape is None:
@@ -89,12 +101,12 @@ def weight_shape(module: nn.Module, argument: str) -> tuple[int, int]:
 
 
 def count_rows(module: nn.Module, argument: str = "part") -> int:
-    """Return the rows of the layer's weight matrix: the words of an embedding or a head."""
+    """Return the number of rows of the layer's weight matrix: its tokens or classes."""
     return weight_shape(module, argument)[0]
 
 
 def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
-    """Return the path of ``module``, a ``part`` of the model, in ``root``."""
+    """Return the path of ``module`` in ``root``; ``part`` is the argument that an error names."""
     path = find_path(root, module)
     if path is None:
         raise AnatomyError(f"{part}= is not a module of this {type(root).__name__}")
@@ -104,7 +116,7 @@ def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
 def missing_part_error(
     root: nn.Module, part: str, candidates: list[str], *arguments: str
 ) -> AnatomyError:
-    """Return the error for a missing part, with candidates and the arguments that name one."""
+    """Return the error for a missing part; it lists candidates and the arguments to set."""
     settings = ", ".join(f"{a}='path.to.module'" for a in arguments)
     return AnatomyError(
         f"found no {part} in {type(root).__name__}; it has {join_names(candidates)}. Name it: "
@@ -112,16 +124,16 @@ def missing_part_error(
     )
 
 
-def join_names(items: list[str], most: int = 12) -> str:
-    """Return the first items, and how many more there are, for the text of an error."""
+def join_names(items: list[str], max_items: int = 12) -> str:
+    """Return the first items and the number of further ones, for the text of an error."""
     if not items:
         return "nothing"
-    more = f", and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
+    more = f", and {len(items) - max_items} more" if len(items) > max_items else ""
+    return ", ".join(items[:max_items]) + more
 
 
 def outermost(modules: list[Named]) -> list[Named]:
-    """Return the modules that are not inside another one of them."""
+    """Return the modules that are not inside another module of the list."""
     nested = {id(m) for _, outer in modules for m in outer.modules() if m is not outer}
     return [(n, m) for n, m in modules if id(m) not in nested]
 
@@ -132,7 +144,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
-    """Return the module that a getter such as ``get_decoder`` gives, None without one."""
+    """Return the module that a getter such as ``get_decoder`` returns; None if it has none."""
     method = getattr(model, getter, None)
     try:
         part = method() if callable(method) else None
@@ -143,22 +155,23 @@ def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
 
 def find_side(model: nn.Module, side: str) -> nn.Module | None:
     """Return the ``encoder`` or ``decoder`` of an encoder-decoder, or None."""
-    named = (m for n, m in walk(model) if n.rsplit(".", 1)[-1] == side)
+    matches = (m for n, m in walk(model) if n.rsplit(".", 1)[-1] == side)
     part = call_getter(model, f"get_{side}")
-    return part if part is not None else next(named, None)
+    return part if part is not None else next(matches, None)
 
 
 def block_lists(model: nn.Module) -> list[Named]:
-    """Return the outermost lists of modules whose members have children, with their names.
+    """Return the outermost module lists that may be blocks, with their names.
 
-    All members of an ``nn.Sequential``, which may be anything, must have one type.
+    All members must have children. The members of an ``nn.Sequential``, which may hold any layers,
+    must also have one type.
     """
     lists: list[Named] = []
     for name, module in walk(model):
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
             blocks = [unwrap(b) for b in module]
-            uniform = isinstance(module, nn.ModuleList) or len({type(b) for b in blocks}) == 1
-            if uniform and all(any(True for _ in b.children()) for b in blocks):
+            may_be_blocks = isinstance(module, nn.ModuleList) or len({type(b) for b in blocks}) == 1
+            if may_be_blocks and all(any(True for _ in b.children()) for b in blocks):
                 lists.append((name, module))
     return outermost(lists)
 
@@ -170,24 +183,24 @@ def find_blocks(
     decoder_only: bool,
     ends: tuple[nn.Module, nn.Module | None],
 ) -> list[Named]:
-    """Return the transformer blocks with their names in ``root``: the named or the largest list.
+    """Return the transformer blocks with their names in ``root``: the user's list or the largest.
 
-    The search begins near the embedding, so that the blocks of an image encoder beside a language
-    model are not confused with the model's.
+    The search begins in the innermost module that holds the embedding, so that it does not find the
+    blocks of an image encoder next to the language model.
 
     Args:
         root: module that the names are relative to.
         model: module that is searched.
         name: path of the list if the user named it.
         decoder_only: whether to search only the decoder of an encoder-decoder.
-        ends: embedding and head; a list that holds one of them is the whole model, not its blocks.
+        ends: embedding and head. A list that holds one of them is the whole model, not its blocks.
 
     Returns:
-        An empty list if there is no such list, or several of one length side by side (XLM has
-        separate lists of attention and feed-forward layers), none of which holds whole blocks.
+        The blocks. Empty if there is no list, or if the largest list has a neighbour of equal
+        length: XLM has separate lists of attention and feed-forward layers, and no whole blocks.
 
     Raises:
-        AnatomyError: ``name`` is no list of modules.
+        AnatomyError: The user's ``name`` is not that of a list of modules.
     """
     blocks = resolve_module(root, model, name, "blocks")
     if blocks is None:
@@ -211,6 +224,7 @@ def _holders(root: nn.Module, model: nn.Module, embedding: nn.Module) -> list[nn
 
 
 def _largest_list(part: nn.Module, ends: tuple[nn.Module, nn.Module | None]) -> nn.Module | None:
+    """Return the list with the most parameters; None if a neighbour of it has the same length."""
     lists = [
         (name, module)
         for name, module in block_lists(part)
@@ -227,7 +241,7 @@ def _largest_list(part: nn.Module, ends: tuple[nn.Module, nn.Module | None]) -> 
 
 
 def _members(blocks: nn.Module, prefix: str) -> list[Named]:
-    """Return the members of a list by name, with the members of lists inside it (Funnel)."""
+    """Return the members of a list with their paths, nested lists (Funnel) flattened."""
     members: list[Named] = []
     for name, module in blocks.named_children():
         path = f"{prefix}.{name}" if prefix else name
@@ -242,7 +256,7 @@ class Place:
     Attributes:
         name: path of the block in ``anatomy.root``, with the suffix ``.input`` for layer 0.
         module: the block, without a torch.compile wrapper.
-        side: ``"input"`` for layer 0, ``"output"`` for the others.
+        side: ``"input"`` for layer 0, ``"output"`` for later layers.
     """
 
     name: str
@@ -259,19 +273,20 @@ class Place:
         """Call a function with the hidden states of every forward, until the handle is removed.
 
         Args:
-            function: gets the states. What it returns replaces them; None leaves them.
-            first: call it before the hooks that are there.
-            failed: takes what is raised, and the states are left; None lets it end the forward.
+            function: is called with the states. A tensor that it returns replaces them.
+            first: whether to call it before the hooks that exist already.
+            failed: is called with an exception of ``function``, and the states stay unchanged. If
+                None, the exception ends the forward.
         """
         read: Callable[..., Any] = states_in if self.side == "input" else states_out
         write: Callable[..., Any] = with_states_in if self.side == "input" else with_states_out
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def hook(_: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
-            held = (args, *more) if self.side == "input" else more
+        def hook(_: nn.Module, args: tuple[Any, ...], *further: Any) -> Any:
+            call_values = (args, *further) if self.side == "input" else further
             try:
-                states = function(read(*held))
-                return None if states is None else write(*held, states)
+                states = function(read(*call_values))
+                return None if states is None else write(*call_values, states)
             except Exception as error:
                 if failed is None:
                     raise
@@ -285,7 +300,7 @@ class Place:
 def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:
     """Return names in ``anatomy.root`` and modules of the blocks that read ``input_ids``, in order.
 
-    They are ``anatomy.blocks``, but for an encoder-decoder the blocks of its encoder.
+    They are ``anatomy.blocks``, except in an encoder-decoder: there they are its encoder's blocks.
     """
     core = without_peft(anatomy.model)
     encoder = find_side(core, "encoder") if is_encoder_decoder(core) else None
@@ -296,10 +311,10 @@ def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:
 
 
 def place_of(anatomy: Anatomy, layer: int) -> Place:
-    """Return the place of a layer's hidden states: 0 the input of block 1, k the output of block k.
+    """Return the place of a layer's states: 0 is the input of block 1, k the output of block k.
 
     Raises:
-        ValueError: the model has no blocks, or no such layer.
+        ValueError: The model has no blocks, or fewer than ``layer``.
     """
     blocks = text_blocks(anatomy)
     if not blocks:
@@ -313,7 +328,7 @@ def place_of(anatomy: Anatomy, layer: int) -> Place:
 
 
 def states_in(args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-    """Return the hidden states among a block's arguments: the first, or ``hidden_states``."""
+    """Return the hidden states in a block's arguments: the first one, or ``hidden_states``."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
@@ -325,14 +340,14 @@ def states_out(output: Any) -> Any:
 def with_states_in(
     args: tuple[Any, ...], kwargs: dict[str, object], states: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, object]]:
-    """Return a block's arguments with other hidden states."""
+    """Return a block's arguments with their hidden states replaced by ``states``."""
     if args:
         return (states, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": states}
 
 
 def with_states_out(output: Any, states: Tensor) -> Any:
-    """Return a block's output with other hidden states."""
+    """Return a block's output with its hidden states replaced by ``states``."""
     if isinstance(output, tuple | list):
         return type(output)([states, *output[1:]])
     return states
@@ -345,17 +360,18 @@ def last_states_in(output: Any) -> Any:
 
 
 def backbone_of(anatomy: Anatomy) -> nn.Module | None:
-    """Return the module whose output is the head's input; None where no module is.
+    """Return the module whose output is the head's input; None if there is none.
 
-    It is the smallest one that holds the embedding and all blocks, and not the head.
+    It is the innermost module that holds the embedding and all blocks. The result is None if that
+    module holds the head too, or cannot be called.
     """
     paths = [name.split(".") for name in (anatomy.embedding_name, *anatomy.block_names)]
-    shared = []
+    common_names = []
     for parts in zip(*paths, strict=False):
         if len({*parts}) > 1:
             break
-        shared.append(parts[0])
-    module = anatomy.root.get_submodule(".".join(shared))
+        common_names.append(parts[0])
+    module = anatomy.root.get_submodule(".".join(common_names))
     runs = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleDict)
     holds_head = any(part is anatomy.head for part in module.modules())
     return module if anatomy.blocks and runs and not holds_head else None

@@ -1,4 +1,10 @@
-"""Find a language model and its parts inside any module, and check them."""
+"""Find a language model inside any module, with its embedding, head and blocks.
+
+:func:`find_anatomy` does so for Hugging Face models by their getters (``get_input_embeddings``),
+and for plain modules by the numbers of rows of their layers. The kind of a model says what its
+labels mean: next tokens (``"causal"``), masked tokens (``"masked"``), a decoder's tokens
+(``"seq2seq"``) or classes (``"classifier"``).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +35,7 @@ from lightning_fedleak.model.anatomy.blocks import (
 from lightning_fedleak.model.anatomy.parts import Anatomy, AnatomyError, Kind
 from lightning_fedleak.validate import check_choice
 
+# Endings of the names of Hugging Face's classes.
 _CLASSIFIERS = (
     "ForSequenceClassification",
     "ForTokenClassification",
@@ -39,7 +46,7 @@ _CAUSAL = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")
 
 
 def call_matrix_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
-    """Return the layer that a getter (``get_input_embeddings``) returns, if it has a matrix."""
+    """Return the layer that a getter (``get_input_embeddings``) returns; None without a matrix."""
     layer = call_getter(model, getter)
     return layer if layer is not None and wrappers.matrix_shape(layer) else None
 
@@ -104,7 +111,7 @@ def infer_kind_from_head(
 def find_head(
     root: nn.Module, model: nn.Module, embedding: nn.Module, kind: Kind | None, required: bool
 ) -> nn.Module | None:
-    """Return the output layer: the getter's, else one in the model, else one beside it in ``root``.
+    """Return the output layer: the getter's, else one in the model, else another in ``root``.
 
     Args:
         root: The module that is searched.
@@ -123,29 +130,30 @@ def find_head(
     in_blocks = _module_ids(block_lists(model))
     linears = [m for _, m in find_layers(model, (nn.Linear,), in_blocks)]
     if kind == "classifier":
-        classes = getattr(getattr(model, "config", None), "num_labels", None)
-        heads = [m for m in linears if classes in (None, count_rows(m))][-1:]
+        n_classes = getattr(getattr(model, "config", None), "num_labels", None)
+        heads = [m for m in linears if n_classes in (None, count_rows(m))][-1:]
     else:
         heads = [m for m in linears if count_rows(m) == count_rows(embedding)]
     if len(heads) == 1:
         return heads[0]
-    beside_model = [m for _, m in find_layers(root, (nn.Linear,), _module_ids([("", model)]))]
-    if not required and not heads and len(beside_model) <= 1:
-        return next(iter(beside_model), None)
+    outside_model = [m for _, m in find_layers(root, (nn.Linear,), _module_ids([("", model)]))]
+    if not required and not heads and len(outside_model) <= 1:
+        return next(iter(outside_model), None)
     raise missing_part_error(
         root,
-        "single output head" if heads or beside_model else "output head",
+        "single output head" if heads or outside_model else "output head",
         describe_layers(find_layers(root, (nn.Linear,), in_blocks)),
         "head",
     )
 
 
 def _module_ids(parts: Iterable[Named]) -> set[int]:
-    """Return the ids of all modules inside some parts."""
+    """Return the ``id`` of each module inside these modules, themselves included."""
     return {id(m) for _, part in parts for m in part.modules()}
 
 
 def _check_rows(root: nn.Module, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
+    """Raise ``AnatomyError`` if a model without an encoder has a head of another vocabulary."""
     words, rows = count_rows(embedding), count_rows(head)
     if rows != words and not is_encoder_decoder(model):
         path = wrappers.find_path(root, head)
@@ -169,9 +177,9 @@ def find_anatomy(
     The function searches, in this order, for one Hugging Face (or PEFT) model; one module with
     ``get_input_embeddings``; one pair of ``nn.Embedding`` and ``nn.Linear`` with the same number of
     rows. It checks what the getters of a model return: the input embeddings of an encoder-decoder
-    are those that its encoder calls, and a head must have as many rows as there are words. A model
-    without a head (``BertModel``) may have one beside it in ``root``. Parts that are passed are not
-    searched for. Names are paths in ``root``, or in the language model.
+    are those that its encoder calls, and a head must have a row for each token. A model without a
+    head (``BertModel``) may have a head elsewhere in ``root``. Parts that are passed as arguments
+    are not searched for. Names are paths in ``root``, or in the language model.
 
     Args:
         root: The LightningModule, or any module.
@@ -240,17 +248,19 @@ def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
     The vocabularies differ if the sizes do, or if the configuration says that they are not shared.
     """
     decoder = find_side(model, "decoder")
-    other_side = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
-    if other_side is None or wrappers.leaf(other_side) is wrappers.leaf(embedding):
+    layer = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
+    if layer is None or wrappers.leaf(layer) is wrappers.leaf(embedding):
         return None
     config = getattr(model, "config", None)
-    separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
-    rows = count_rows(other_side)
-    return rows if separate or rows != count_rows(embedding) else None
+    is_separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
+    rows = count_rows(layer)
+    return rows if is_separate or rows != count_rows(embedding) else None
 
 
 def _find_model(root: nn.Module) -> nn.Module | None:
-    """Return the one language model inside ``root`` that has ``get_input_embeddings``, if any.
+    """Return the only language model inside ``root`` that has ``get_input_embeddings``, or None.
+
+    Hugging Face models are preferred to other modules, and these to a LightningModule.
 
     Raises:
         AnatomyError: There are several.
@@ -265,7 +275,7 @@ def _find_model(root: nn.Module) -> nn.Module | None:
             continue
         visited.add(id(module))
         if (
-            wrappers.transparent_child(module) is None  # else its getter is its child's, as DDP's
+            wrappers.transparent_child(module) is None  # a wrapper's getter may be its child's
             and call_matrix_getter(module, "get_input_embeddings") is not None
         ):
             is_lightning = hasattr(module, "training_step")
@@ -277,8 +287,8 @@ def _find_model(root: nn.Module) -> nn.Module | None:
         stack.extend(reversed(children))
     models = outermost(hugging_face)
     if not models:
-        inner = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
-        models = outermost(inner or with_getter)
+        not_lightning = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
+        models = outermost(not_lightning or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
         path, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
@@ -296,9 +306,9 @@ def _plain_parts(
     head: nn.Module | None,
     kind: Kind | None,
 ) -> tuple[nn.Module, nn.Module | None]:
-    """Return embedding and head of a plain module: the one pair with the same number of rows.
+    """Return embedding and head of a plain module: the only pair with the same number of rows.
 
-    Layers inside blocks are ignored, because they may have as many rows as a position embedding.
+    Layers inside blocks are ignored: one may have as many rows as a position embedding.
     """
     if embedding is not None and head is not None:
         return embedding, head
@@ -329,24 +339,25 @@ def _plain_parts(
 
 
 def _refuse_without_words(model: nn.Module, pairs: Sequence[object]) -> None:
-    """Raise an error for a model that takes no token ids; no argument could fix that."""
-    media = (getattr(m, "main_input_name", "input_ids") != "input_ids" for m in model.modules())
-    if not pairs and (any(media) or not find_layers(model, (nn.Embedding,))):
+    """Raise ``AnatomyError`` for a model that reads no token ids, which no argument can change."""
+    is_media = (getattr(m, "main_input_name", "input_ids") != "input_ids" for m in model.modules())
+    if not pairs and (any(is_media) or not find_layers(model, (nn.Embedding,))):
         raise AnatomyError(
-            f"no token embeddings were found in {type(model).__name__}: there are no words that "
-            "attacks could recover from its updates"
+            f"no token embeddings were found in {type(model).__name__}: its updates contain no "
+            "words that attacks could recover"
         )
 
 
 def _plain_kind(model: nn.Module) -> Kind:
-    transformer = any(isinstance(m, nn.Transformer) for m in model.modules())
-    return "seq2seq" if transformer else "causal"
+    """Return the kind of a plain module: ``"seq2seq"`` if it holds an ``nn.Transformer``."""
+    has_transformer = any(isinstance(m, nn.Transformer) for m in model.modules())
+    return "seq2seq" if has_transformer else "causal"
 
 
 def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:
-    """Return the innermost module that holds all parts and takes ``input_ids``.
+    """Return the innermost module that holds all parts and whose forward takes ``input_ids``.
 
-    If none takes ``input_ids``, return the innermost one with a ``forward``.
+    If no such forward takes ``input_ids``, return the innermost module with a forward.
     """
     paths = [path_in(root, p, "part").split(".") for p in parts if p is not None]
     levels = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
@@ -365,6 +376,7 @@ def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Modul
 
 
 def _is_tied(model: nn.Module, embedding: nn.Module, head: nn.Module | None) -> bool:
+    """Return whether the head's weight is also the weight of an embedding of the model."""
     weight = None if head is None else wrappers.leaf(head)._parameters.get("weight")
     if weight is None:
         return False

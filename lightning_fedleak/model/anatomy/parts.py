@@ -1,4 +1,9 @@
-"""The parts of one model, and their parameters."""
+"""The parts of a language model: embeddings, blocks and output head, and their parameters.
+
+:class:`Anatomy` holds the modules, :func:`~lightning_fedleak.model.anatomy.find_anatomy` finds
+them. A parameter that attacks read has a role, a name that is the same in every model:
+``"head.weight"``, ``"head.bias"`` or ``"embedding.weight"``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,10 @@ class AnatomyError(ValueError):
 
 
 def where_whole(tensor: Tensor) -> torch.device:
-    """Return the device on which layers compute with all of ``tensor``, also under CPU offload."""
+    """Return the device on which layers compute with the whole of ``tensor``.
+
+    It differs from the tensor's device if FSDP offloads a shard of it to the CPU.
+    """
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or mesh.device_type == tensor.device.type:
         return tensor.device
@@ -32,31 +40,34 @@ def where_whole(tensor: Tensor) -> torch.device:
 
 @dataclass(frozen=True, repr=False)
 class Anatomy:
-    """The parts of one model. Modules are the live ones of the run, never copies.
+    """The parts of one model. The modules are those that the run trains, never copies.
 
     Attributes:
         root: the module that was searched, usually the LightningModule.
         model: the language model inside it, callable with ``input_ids``, unwrapped from
             torch.compile and DDP.
-        kind: meaning of the labels: next tokens, masked tokens, a decoder's tokens, or classes. The
-            rows of a ``"classifier"``'s head are classes, so that its head's gradient shows no
-            words. So is called a model without a head too, which has no labels that are words.
-        embedding: input embeddings (of an encoder-decoder the encoder's), with their PEFT layer;
-            ``embedding_name`` is the path in ``root``.
+        kind: meaning of the labels: next tokens (``"causal"``), masked tokens, a decoder's tokens
+            (``"seq2seq"``), or classes. The rows of a classifier's head are classes, so that the
+            gradient of its head shows no words. A model without a head is a classifier too: its
+            labels are no words.
+        embedding: input embeddings (of the encoder, in an encoder-decoder), with their PEFT layer.
+        embedding_name: path of ``embedding`` in ``root``.
         head: the last linear layer, from hidden states to logits, with its PEFT layer; None for a
             model without one.
+        head_name: path of ``head`` in ``root``, or None.
         blocks: transformer blocks in order, those of the decoder for an encoder-decoder; empty if
             the model has no list of whole blocks.
-        tied: whether the head's weight is also a matrix of input embeddings: its gradient is then
-            the sum of both parts. With separate source and target embeddings that may be the
-            decoder's, not ``embedding``.
+        block_names: paths of ``blocks`` in ``root``.
+        tied: whether the head's weight is also a matrix of input embeddings: the gradient is then
+            the sum of both uses. In an encoder-decoder with two embeddings, the tied one may be the
+            decoder's and not ``embedding``.
         vocab_size: rows of the head's weight, or of the embedding without a head; the number of
             classes of a classifier.
         hidden_size: columns of the embedding.
         peft: kind of PEFT wrapping (``"LORA"``, ``"PROMPT_TUNING"``, ...), or None.
-        target_rows: number of tokens that the decoder reads, if its vocabulary differs from that of
-            ``embedding`` (Marian with separate vocabularies): the same id is then another word on
-            each side. None if there is one vocabulary.
+        target_rows: size of the decoder's vocabulary if it differs from the encoder's (Marian with
+            separate vocabularies), so that an id stands for different words in them. None if there
+            is one vocabulary.
     """
 
     root: nn.Module
@@ -83,7 +94,7 @@ class Anatomy:
         }.get(role)
 
     def parameter(self, role: str) -> nn.Parameter | None:
-        """Return the live parameter of a role, or by its name in ``root``.
+        """Return the current parameter of a role, or with this name in ``root``.
 
         For a layer under PEFT it is the active trainable copy (``modules_to_save``) or else the
         base weight, which LoRA and IA3 freeze.
@@ -98,19 +109,20 @@ class Anatomy:
         Raises:
             AnatomyError: ``role`` is neither a role nor a parameter's name.
         """
-        place = self._role(role)
-        if place is None:
+        entry = self._role(role)
+        if entry is None:
             return self._get_parameter(role)
-        module, _, name = place
+        module, _, name = entry
         return None if module is None else leaf(module)._parameters.get(name)
 
     def _get_parameter(self, name: str) -> nn.Parameter:
-        *path, last = name.split(".")
+        """Return the parameter with this name in ``root``, or raise ``AnatomyError``."""
+        *path, parameter_name = name.split(".")
         module: nn.Module | None = self.root
-        for part in path:  # get_submodule takes three times as long
-            module = None if module is None else module._modules.get(part)
-        # Not get_parameter, which would gather it within whole_model(as_read=True).
-        parameter = None if module is None else module._parameters.get(last)
+        for child_name in path:  # three times as fast as get_submodule
+            module = None if module is None else module._modules.get(child_name)
+        # get_parameter would gather a sharded parameter within whole_model(as_read=True).
+        parameter = None if module is None else module._parameters.get(parameter_name)
         if parameter is not None:
             return parameter
         raise AnatomyError(
@@ -121,17 +133,17 @@ class Anatomy:
     def parameter_name(self, role: str) -> str | None:
         """Return the parameter's name in ``root.named_parameters(remove_duplicate=False)``.
 
-        For a tied matrix each role has the name under its module.
+        A tied matrix has several names; each role gets the one under its module.
 
         Raises:
             AnatomyError: ``role`` is neither a role nor a parameter's name.
         """
-        parameter, place = self.parameter(role), self._role(role)
-        if place is None or parameter is None:
-            return role if place is None else None
+        parameter, entry = self.parameter(role), self._role(role)
+        if entry is None or parameter is None:
+            return role if entry is None else None
         parameters = self.root.named_parameters(remove_duplicate=False)
         names = [n for n, p in parameters if p is parameter]
-        prefix = f"{place[1]}." if place[1] else ""
+        prefix = f"{entry[1]}." if entry[1] else ""
         return next((n for n in names if n.startswith(prefix)), names[0])
 
     def trainable(self, role: str) -> bool:
@@ -165,11 +177,11 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class _HeadSurface:
-    """The trained matrix with a row for each type.
+    """The trained matrix of the head, which has a row for each of the V tokens.
 
     Attributes:
-        role: The role of the parameter, or its name.
-        projection: (r, d) that multiplies hidden states before the B of a LoRA on the head; None
+        role: The role of the parameter, or its name in ``anatomy.root``.
+        projection: (r, d) LoRA's A times its scale, which multiplies hidden states before B; None
             if the matrix is the head's weight.
     """
 
@@ -188,8 +200,8 @@ def head_surface(anatomy: Anatomy) -> _HeadSurface:
 
 
 def head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:
-    """Return B (V, r) of a LoRA on the head and its A (r, d) times LoRA's scale, or None."""
-    head: Any = anatomy.head  # a layer of PEFT, or none
+    """Return B (V, r) of a LoRA on the head, and its A (r, d) times LoRA's scale; or None."""
+    head: Any = anatomy.head  # a PEFT layer has attributes that nn.Module lacks
     if not isinstance(getattr(head, "lora_B", None), nn.ModuleDict):
         return None
     for name in head.active_adapters:

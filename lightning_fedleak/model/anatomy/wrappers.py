@@ -1,7 +1,9 @@
-"""Walking module trees: wrappers of a module (torch.compile, DDP, PEFT), and its contents.
+"""Find the layers inside wrapped modules, and what a model's forward and config say of them.
 
-Wrappers are recognised by the child modules they register, so neither PEFT nor any distributed
-backend is imported.
+A module can be wrapped by torch.compile, DDP, DataParallel or FSDP, and its layers by PEFT. The
+wrappers of torch have one child and are transparent: their child computes the same. A layer of PEFT
+has several children, of which one is active. Wrappers are recognised by the children that they
+register, so neither PEFT nor any distributed backend is imported.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from typing import Any
 
 from torch import nn
 
+# Names of the child inside torch.compile, and inside FSDP.
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module")
-_CACHES = ("past_key_values", "cache")  # the argument's name before transformers 5.24, and since
+# The forward's argument for the keys and values of earlier tokens: before transformers 5.24, since.
+_CACHES = ("past_key_values", "cache")
 
 
 def transparent_child(module: nn.Module) -> str | None:
-    """Return the name of the module inside a compile, DDP, DataParallel or FSDP wrapper."""
+    """Return the name of the child inside a compile, DDP, DataParallel or FSDP wrapper, or None."""
     for name in _TRANSPARENT:
         if name in module._modules:
             return name
@@ -66,8 +70,8 @@ def leaf(module: nn.Module) -> nn.Module:
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``(name, module)`` for the modules in use, outermost first, each once.
 
-    Unlike ``named_modules`` it enters only the active branch of a PEFT layer, and so no frozen
-    originals, inactive adapters and low-rank factors.
+    Unlike ``named_modules`` it enters only the active child of a PEFT layer. So it yields no frozen
+    original of a trained copy, no inactive adapter and no low-rank factor.
     """
     visited: set[int] = set()
     stack = [("", root)]
@@ -85,9 +89,9 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def mixed_precision(root: nn.Module) -> dict[int, Any]:
-    """Return the MixedPrecisionPolicy of each parameter that FSDP2 shards, by the ``id`` of it."""
+    """Return the ``MixedPrecisionPolicy`` of each parameter that FSDP2 shards, by its ``id``."""
     policies: dict[int, Any] = {}
-    for module in root.modules():  # outermost first: parameters inside have the policy of theirs
+    for module in root.modules():  # outermost first: the innermost policy of a parameter remains
         if hasattr(module, "_get_fsdp_state"):
             policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
             policies |= {id(p): policy for p in module.parameters() if p.is_floating_point()}
@@ -95,14 +99,15 @@ def mixed_precision(root: nn.Module) -> dict[int, Any]:
 
 
 def find_path(root: nn.Module, module: nn.Module) -> str | None:
-    """Return the first name of ``module`` in ``root.named_modules()``; None if it is not inside."""
+    """Return the first name of ``module`` in ``root.named_modules()``; None if it has none."""
     return next((n for n, m in root.named_modules() if m is module), None)
 
 
 def matrix_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return rows and columns of the layer's weight matrix, quantised and sharded layers included.
+    """Return rows and columns of a layer's weight matrix; None if the layer has no matrix.
 
-    The result is None for a layer without a matrix.
+    The layer's attributes are preferred to the weight's shape, which differs in a quantised or
+    sharded layer.
     """
     layer = leaf(module)
     for rows, columns in (("num_embeddings", "embedding_dim"), ("out_features", "in_features")):
@@ -116,7 +121,7 @@ def matrix_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def peft_kind(model: nn.Module) -> str | None:
-    """Return the kinds of the active PEFT adapters (``"LORA"``) with ``+`` between; or None."""
+    """Return the kinds of the active PEFT adapters (``"LORA"``, ``"IA3+LORA"``), or None."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not configs:
         return None
@@ -137,36 +142,37 @@ def accepts(model: nn.Module, argument: str) -> bool:
     """Return whether the model's ``forward`` can be called with an argument of that name."""
     forward = without_peft(model).forward
     parameters = signature(forward).parameters
-    if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
+    # The base class's forward takes any argument, but computes nothing.
+    if getattr(forward, "__qualname__", "") == "LightningModule.forward":
         return False
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the argument of the forward that takes what earlier tokens left; None without one."""
+    """Return the name of the forward's argument for the cache of keys and values, or None."""
     parameters = signature(without_peft(model).forward).parameters
     return next((name for name in _CACHES if name in parameters), None)
 
 
 def has_cache(arguments: Mapping[str, object]) -> bool:
-    """Return whether a call's arguments hold a cache, which a second call would change."""
+    """Return whether a call's arguments contain a cache, which a second call would change."""
     return any(arguments.get(name) is not None for name in _CACHES)
 
 
-def hears(model: nn.Module) -> bool:
-    """Return whether the encoder of an encoder-decoder reads something else than ids."""
+def reads_media(model: nn.Module) -> bool:
+    """Return whether the encoder of an encoder-decoder reads sound or images instead of ids."""
     core = without_peft(model)
-    other = getattr(core, "main_input_name", "input_ids") != "input_ids"
-    return other and "encoder_outputs" in signature(core.forward).parameters
+    is_media = getattr(core, "main_input_name", "input_ids") != "input_ids"
+    return is_media and "encoder_outputs" in signature(core.forward).parameters
 
 
 def ids_argument(model: nn.Module) -> str | None:
-    """Return the name of the forward's argument that gets the ids; None where there is none.
+    """Return the name of the forward's argument that takes the ids; None if it is unknown.
 
-    It is ``input_ids``, or else the only one that has no default, as ``idx`` of litgpt. Where an
-    encoder reads sound or images, as Whisper's, it is the decoder's.
+    It is ``input_ids``, or else the only argument without a default, such as ``idx`` in litgpt. If
+    an encoder reads sound or images, as in Whisper, the argument is ``decoder_input_ids``.
     """
-    if hears(model):
+    if reads_media(model):
         return "decoder_input_ids"
     if accepts(model, "input_ids"):
         return "input_ids"
@@ -177,54 +183,56 @@ def ids_argument(model: nn.Module) -> str | None:
 
 
 def taking_ids(model: nn.Module) -> Callable[..., Any]:
-    """Return the model's forward, with ``input_ids`` as another name of its ids' argument.
+    """Return a function that calls the model's forward and takes its ids as ``input_ids``.
 
-    A decoder whose encoder reads no ids is given a zero in the place of the encoder's states.
+    If the model's encoder reads sound or images, the decoder gets a state of zeros from it.
     """
-    forward, own_name = model.forward, ids_argument(model) or "input_ids"
-    width, silent = getattr(getattr(model, "config", None), "hidden_size", 1), hears(model)
+    forward, name = model.forward, ids_argument(model) or "input_ids"
+    width, has_media = getattr(getattr(model, "config", None), "hidden_size", 1), reads_media(model)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         ids = kwargs.pop("input_ids", None)
         if ids is None:
             return forward(*args, **kwargs)
-        if silent:
+        if has_media:
             states = next(model.parameters()).new_zeros(len(ids), 1, width)
             kwargs = {"encoder_outputs": (states,), **kwargs}
-        return forward(*args, **{**kwargs, own_name: ids})
+        return forward(*args, **{**kwargs, name: ids})
 
     return run
 
 
-_MARKS = ("bos", "eos", "cls", "sep", "pad")
+_MARKS = ("bos", "eos", "cls", "sep", "pad")  # special tokens whose ids a config may have
 _MEDIA = ("image", "video", "audio")
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:
-    """Return ids that keep places for an image, a video or a sound, by a model's config."""
-    names = (f"{medium}_token_{end}" for medium in _MEDIA for end in ("id", "index"))
+    """Return the ids that a model's config has as placeholders of images, videos or sounds."""
+    names = (f"{medium}_token_{suffix}" for medium in _MEDIA for suffix in ("id", "index"))
     return frozenset().union(*(_ids(getattr(config, name, None)) for name in names))
 
 
 def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
-    """Return ids of tokens that every text holds, such as [CLS] and [SEP].
+    """Return the ids of tokens that are no words, such as [CLS], [SEP] and placeholders of images.
+
+    The ids of the unknown token and of the mask are not included, because they stand for words:
+    in a masked language model, the last layers have a gradient only at masks.
 
     Args:
-        config: the model's config; that of a BERT does not list them.
-        tokenizers: Hugging Face tokenizers, or None. Their other special ids count too, except
-            those that replace words: the unknown token, and the mask, because the last layers of
-            a masked language model have a gradient at masks alone.
+        config: the model's config. The config of a BERT does not list special tokens.
+        tokenizers: Hugging Face tokenizers, or None. All of their special ids count.
     """
     ids = {*placeholder_ids(config)}
     for source in (config, *tokenizers):
         for mark in _MARKS:
             ids |= _ids(getattr(source, f"{mark}_token_id", None))
-        words = [_ids(getattr(source, f"{name}_token_id", None)) for name in ("mask", "unk")]
-        ids |= _ids(getattr(source, "all_special_ids", None)).difference(*words)
+        word_ids = [_ids(getattr(source, f"{name}_token_id", None)) for name in ("mask", "unk")]
+        ids |= _ids(getattr(source, "all_special_ids", None)).difference(*word_ids)
     return frozenset(ids)
 
 
 def _ids(value: Any) -> set[int]:
+    """Return the non-negative integers that a config's value is or lists."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return {i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0}

@@ -1,4 +1,4 @@
-"""The tap that records hidden states of layers in training, and the loss's gradient in them."""
+"""Record the hidden states of layers in training, and the gradient of the loss in them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ class ChangedInPlace(RuntimeError):
 
 @dataclass
 class _Record:
-    """One pass through a layer in one micro-batch.
+    """The tensors of one call of a layer in one micro-batch.
 
     Version counters of the tensors show whether the model overwrites them before they are read.
+
+    Attributes:
+        source: The hidden states in the user's graph.
+        states: The same states without a graph, (B, L, d); None if they are not recorded.
+        states_version: The version of ``states`` when they were recorded.
+        gradient: The gradient of the states, (B, L, d); None before the backward.
+        gradient_version: The version of ``gradient`` when it was recorded.
     """
 
     source: ref[Tensor]
@@ -65,11 +72,10 @@ class ActivationTap:
         states: whether to record the hidden states.
         gradients: whether to record the gradient of the loss with respect to them.
         reach: whether to record the gradient also if nothing below the layer is trained (layer 0
-            with frozen embeddings), with hidden states that require a gradient.
-            Backward then runs down
-            to the layer. Not with reentrant checkpoints, whose parameters would get gradients that
-            they do not get without the tap; nor may a measurement begin or end between a
-            checkpointed forward and its backward.
+            with frozen embeddings). The hidden states are then made to require a gradient, so that
+            backward runs down to the layer. Do not use it with reentrant checkpoints, whose
+            parameters would get gradients that they do not get without the tap. And do not begin or
+            end a measurement between a checkpointed forward and its backward.
         first: whether to run before the hooks that the model already has, to record hidden states
             before a defence's hook rewrites them.
 
@@ -88,40 +94,41 @@ class ActivationTap:
         first: bool = False,
     ) -> None:
         self._places = {layer: place_of(anatomy, layer) for layer in layers}
-        self._keep_states = states
-        self._keep_gradients = gradients
+        self._records_states = states
+        self._records_gradients = gradients
         self._reach = reach
         self._records: dict[int, list[_Record]] = {layer: [] for layer in layers}
         self.armed = False
         self.error: Exception | None = None
         self._handles = [
             place.on_states(
-                functools.partial(self._pass, layer), first=first, failed=self._keep_error
+                functools.partial(self._pass, layer), first=first, failed=self._store_error
             )
             for layer, place in self._places.items()
         ]
         self._root = anatomy.root
         reset_compiled(self._root)
 
-    def _keep_error(self, error: Exception) -> None:
+    def _store_error(self, error: Exception) -> None:
+        """Store the first exception of a hook."""
         self.error = self.error or error
 
     def _pass(self, layer: int, states: Any) -> Tensor | None:
-        """Record one pass; return hidden states to continue with, or None to leave them."""
+        """Record one call of a layer; return new hidden states, or None if they stay."""
         if not self.armed or not torch.is_grad_enabled() or not isinstance(states, Tensor):
             return None
         new_states = None
         if self._reach and not states.requires_grad:
             states = new_states = states.detach().requires_grad_()
-        copy = states.detach() if self._keep_states else None
+        copy = states.detach() if self._records_states else None
         record = _Record(ref(states), copy, _version(copy))
         records = self._records[layer]
-        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint computes it again
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint repeats the forward
         if not in_backward:
             records.append(record)
         elif any(r.source() is states for r in records):
             return new_states
-        if states.requires_grad and (self._keep_gradients or in_backward):
+        if states.requires_grad and (self._records_gradients or in_backward):
             # A recomputation that only restores saved tensors never sees a gradient.
             add = records.append if in_backward else None
             states.register_hook(functools.partial(self._record_gradient, record, add))
@@ -131,7 +138,8 @@ class ActivationTap:
     def _record_gradient(
         self, record: _Record, add: Callable[[_Record], None] | None, gradient: Tensor
     ) -> None:
-        if self._keep_gradients:
+        """Record the gradient of hidden states; ``add`` stores the record of a recomputation."""
+        if self._records_gradients:
             record.gradient = gradient.detach()
             record.gradient_version = _version(record.gradient)
         if add is not None:
@@ -153,7 +161,7 @@ class ActivationTap:
 
         Raises:
             ChangedInPlace: the model has overwritten them.
-            Exception: what a hook has raised since :meth:`arm`.
+            Exception: an exception that a hook raised since :meth:`arm`.
         """
         raise_kept(self)
         return tuple(
@@ -166,15 +174,16 @@ class ActivationTap:
         """Return the loss's gradients with respect to states at ``layer``, (B, L, d) each.
 
         Args:
-            layer: one of those tapped.
-            scale: loss scale still in the gradients (fp16's GradScaler); divided out, in a copy.
+            layer: one of the recorded layers.
+            scale: loss scale that the gradients contain (GradScaler of float16). Copies of the
+                gradients are divided by it.
 
         Returns:
             One for each micro-batch since :meth:`arm` that backward has reached.
 
         Raises:
-            ChangedInPlace: they were overwritten.
-            Exception: what a hook has raised since :meth:`arm`.
+            ChangedInPlace: the model has overwritten them.
+            Exception: an exception that a hook raised since :meth:`arm`.
         """
         raise_kept(self)
         gradients = (
@@ -201,7 +210,7 @@ def join_pieces(pieces: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, 
         rows: The number of rows of each batch.
 
     Returns:
-        One tensor for each batch; ``pieces`` where its rows do not add up to those of the batches.
+        One tensor for each batch; or ``pieces``, if their rows do not add up to the batches' rows.
     """
     joined, remaining = [], [*pieces]
     for count in rows:
@@ -221,13 +230,13 @@ def join_gradients(
     """Return the (B, L, d) gradient of each batch, joined from the pieces of the model's calls.
 
     Raises:
-        UnusableObservation: the gradients are not of these batches.
+        UnusableObservation: the gradients do not have the shapes of these batches.
     """
     gradients = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
     if len(gradients) != len(batches):
         raise UnusableObservation(
-            f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "
-            f"{len(batches)} batches (torch.compile, or a loss that does not use it?)"
+            f"the loss's gradient at layer {layer} was recorded in {len(gradients)} of "
+            f"{len(batches)} batches (torch.compile, or a loss that does not use the layer?)"
         )
     for batch, gradient in zip(batches, gradients, strict=True):
         if gradient.shape[:2] != batch.input_ids.shape:

@@ -1,4 +1,8 @@
-"""The calls of the model in a training step, and whether packed documents attend to each other."""
+"""Record the arguments of the model's calls, and test whether packed documents interact.
+
+Several texts that are packed into one row are its documents. Whether they attend to each other
+depends on the model and on its arguments; :func:`crosses` tests it by two runs.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +53,14 @@ class ModelCalls:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def record(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if self._armed and torch.is_grad_enabled():
-                self._note(model, args, kwargs)
+                self._store(model, args, kwargs)
 
         self._handle = anatomy.model.register_forward_pre_hook(record, with_kwargs=True)
         model_runs.reset_compiled(anatomy.root)
 
     @raised_when_read
-    def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _store(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Store the arguments of a call by name; its ids get the name ``input_ids``."""
         arguments = arguments_of(model, args, kwargs)
         if (name := ids_argument(model)) in arguments:
             arguments["input_ids"] = arguments.pop(name)
@@ -63,7 +68,7 @@ class ModelCalls:
 
     @property
     def calls(self) -> list[dict[str, object]]:
-        """Return the arguments of each call, by name; raise an error that the hook has kept."""
+        """Return the arguments of each call, by name; raise an error that the hook has stored."""
         raise_kept(self)
         return self._calls
 
@@ -102,8 +107,8 @@ def with_ids(
     ]
     if len(ids_of_batches) != len(batches) or len(new_batches) != len(batches):
         raise UnusableObservation(
-            "a defence replaces the batch, and which token ids the model ran on is not known: "
-            f"{len(calls)} calls in {len(batches)} batches, {len(new_batches)} of their shape"
+            "a defence replaces the batch, and the token ids that the model ran on are unknown: "
+            f"{len(calls)} calls in {len(batches)} batches, {len(new_batches)} of equal shape"
         )
     return new_batches
 
@@ -127,20 +132,20 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
     ids, documents = call.get("input_ids"), batch.documents
     is_batch = documents is not None and isinstance(ids, Tensor) and ids.shape == documents.shape
     if not is_batch or has_cache(call) or not text_blocks(anatomy):
-        why = "cannot be repeated" if is_batch else "was not on the batch's input_ids"
-        raise UnusableObservation(NOT_TESTED.format(f"the model's call {why}"))
+        cause = "cannot be repeated" if is_batch else "was not on the batch's input_ids"
+        raise UnusableObservation(NOT_TESTED.format(f"the model's call {cause}"))
     assert isinstance(ids, Tensor)
     assert documents is not None
     shape = matrix_shape(anatomy.embedding)
     vocab_size = anatomy.vocab_size if shape is None else shape[0]
-    replaced = documents.to(ids.device) % 2 == 0
-    new_ids = torch.where(replaced, (ids + 1) % vocab_size, ids)
+    is_replaced = documents.to(ids.device) % 2 == 0
+    new_ids = torch.where(is_replaced, (ids + 1) % vocab_size, ids)
     inputs = {name: value for name, value in call.items() if name != "labels"}
     place = place_of(anatomy, len(text_blocks(anatomy)))
     with model_runs.undisturbed(anatomy) as model, model_runs.only_needed_hooks(anatomy.root):
         run = model_runs.stop_at(model, place)
         states = [run(**{**inputs, "input_ids": x})[:, -ids.shape[1] :] for x in (ids, new_ids)]
-    compared = ~replaced
+    is_compared = ~is_replaced
     if batch.attention_mask is not None:
-        compared &= (batch.attention_mask != 0).to(ids.device)
-    return not torch.equal(states[0][compared], states[1][compared])
+        is_compared &= (batch.attention_mask != 0).to(ids.device)
+    return not torch.equal(states[0][is_compared], states[1][is_compared])

@@ -1,10 +1,12 @@
-"""The positive control of a measurement: an attack reads a gradient whose tokens are known.
+"""The positive control of a measurement: an undefended gradient of known, shuffled tokens.
 
 The step's forward is repeated with its tokens shuffled over their positions. It uses the current
-weights, the train or eval mode of each module in the step, and the random state that the call began
-with. No defence acts on it. Each row of dL/dlogits keeps its shape (its sizes, see ``RowLabels``),
-so that the control is as hard to attack as the step. If an attack fails on it, its low value on the
-real gradient means nothing. The same functions repeat the step itself, on its original tokens.
+weights, the train or eval mode of each module in the step, and the random state at the beginning of
+the call. No defence acts on it. A row of dL/dlogits, the gradient of the V scores for one predicted
+token, keeps its shape (the size of its label's gradient and of its other entries, see
+:class:`~lightning_fedleak.model.taps.row_labels.RowLabels`), so that the control is as hard to
+attack as the step. If an attack fails on the control, a low value on the real gradient says nothing
+about a defence. The same functions repeat the step itself, on its original tokens.
 """
 
 from __future__ import annotations
@@ -38,19 +40,20 @@ from lightning_fedleak.model.taps.split import Crossed, SplitTap
 from lightning_fedleak.model.taps.step import ModelCall, PlacedRows, Step
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
+# Coefficient of variation of the labels' gradients above which two controls are made.
+#
+# In one control the sizes of the gradients stay at their positions, in the other they move with the
+# tokens, as class weights do. A loss without weights stays below this value until most labels are
+# predicted; class weights of .1 and 1 are above it. If it were higher, class weights would be
+# treated as weights of positions.
 UNEVEN = 0.5
-"""Coefficient of variation of the labels' gradients above which two controls are made.
-
-A loss without weights stays below it until most labels are predicted; class weights of .1 and 1 are
-above. Were it higher, class weights would be shuffled as if they belonged to positions.
-"""
 
 
+# A function that returns whether a call failed on any process, given whether it failed here.
+#
+# Processes of a sharded model gather layers together. If only one of them stopped, the other
+# processes would wait for it forever.
 Fails = Callable[[bool], bool]
-"""Returns whether a call failed on this process (the argument) or on any other process.
-
-If one process stopped alone, the others would wait for it, because they gather layers together.
-"""
 
 
 def is_uneven(calls: Sequence[ModelCall]) -> bool:
@@ -91,29 +94,34 @@ def shuffle_words(
 def _fixed_positions(batch: TokenBatch, special: frozenset[int]) -> Tensor:
     """Return (B, L) bool: the positions of special tokens and padding, which are not shuffled."""
     ids = batch.input_ids
-    stay = torch.isin(ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype))
-    return stay if batch.attention_mask is None else stay | (batch.attention_mask.to(ids) == 0)
+    is_fixed = torch.isin(ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype))
+    return (
+        is_fixed if batch.attention_mask is None else is_fixed | (batch.attention_mask.to(ids) == 0)
+    )
 
 
 def _shuffle_call(
     call: ModelCall, special: frozenset[int], generator: torch.Generator, with_words: bool
 ) -> ModelCall:
-    """Return a call of a control, with shuffled tokens and labels, and the shapes of its rows."""
+    """Return a call of a control, with shuffled tokens and labels, and the shapes of its rows.
+
+    ``with_words`` says whether the size of a label's gradient moves with its token.
+    """
     batch, placed = call.texts, call.known_rows
     ids, labels, shapes = batch.input_ids, model_runs.labels_of(batch), placed.rows.shapes
-    stay = _fixed_positions(batch, special)
-    counted = labels != IGNORE_INDEX
+    is_fixed = _fixed_positions(batch, special)
+    has_label = labels != IGNORE_INDEX
     if batch.kind == "masked":  # positions to predict keep their mask tokens
-        stay |= counted
+        is_fixed |= has_label
     texts = batch.documents if batch.is_packed else None
-    source = _permutation(~stay, texts, generator)
+    source = _permutation(~is_fixed, texts, generator)
     shuffled_ids = ids.flatten()[source].view_as(ids)
     if batch.kind == "causal":  # a label moves with its token
-        words = torch.where(counted, labels.to(ids.dtype), ids)
+        words = torch.where(has_label, labels.to(ids.dtype), ids)
         words = words.flatten()[source].view_as(ids)
     else:
         # A classifier's labels stay with the gradient of their logits.
-        source = _permutation(counted & (batch.kind != "classifier"), None, generator)
+        source = _permutation(has_label & (batch.kind != "classifier"), None, generator)
         words = labels.flatten()[source].view_as(labels)
     if with_words and words.dim() == 2:
         shift = int(batch.kind == "causal")
@@ -125,7 +133,7 @@ def _shuffle_call(
         shuffled_rows = grid[placed.text, placed.place + shift]
         by_word = shapes[:, (shuffled_rows - 1).clamp(min=0)] * (shuffled_rows > 0)
         shapes = torch.where((shapes[0] != 0) & (by_word[0] != 0), by_word, shapes)
-    words = words.masked_fill(~counted, IGNORE_INDEX)
+    words = words.masked_fill(~has_label, IGNORE_INDEX)
     batch = replace(batch, input_ids=shuffled_ids, labels=words, soft_labels=False, reached=None)
     return replace(call, batch=batch, shapes=shapes)
 
@@ -190,19 +198,19 @@ def control_gradient(
         anatomy: The parts of the model.
         step: The step itself, or a control.
         roles: The roles of the parameters whose gradients are returned.
-        scale: The loss scale contained in the sizes, which is divided out.
+        scale: The loss scale that the recorded gradients contain; it is divided out.
         fails: See :data:`Fails`. If the model is sharded, each process makes every call.
 
     Raises:
-        UnusableObservation: the call cannot be made again, on this process or on another one.
+        UnusableObservation: a call cannot be repeated, on this process or on another one.
     """
     tensors: dict[str, Tensor] = {}
     parameters = {role: anatomy.parameter(role) for role in roles}
     ids = {id(parameter) for parameter in parameters.values()}
-    with _model_again(anatomy) as (model, leaves):
+    with _repeatable_model(anatomy) as (model, leaves):
         for key, leaf in leaves.items():
-            if key not in ids:  # their gradients are not kept
-                leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
+            if key not in ids:
+                leaf.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
         is_sharded = any(is_shard(p) for p in anatomy.root.parameters())
         for call in step.calls:
             if is_sharded or call.has_gradient:
@@ -225,15 +233,15 @@ def control_states(
         anatomy: The parts of the model.
         step: The step itself, or a control. Calls of a control without a label are skipped.
         layer: 0 is the input of the first block, k the output of block k.
-        scale: The loss scale contained in the sizes, which is divided out.
+        scale: The loss scale that the recorded gradients contain; it is divided out.
 
     Returns:
         (B, L, d) for each call.
 
     Raises:
-        UnusableObservation: a call cannot be made again.
+        UnusableObservation: a call cannot be repeated.
     """
-    with _again_for_states(anatomy) as model:
+    with _model_for_states(anatomy) as model:
         tap = ActivationTap(anatomy, [layer], states=False, reach=True)
         try:
             tap.arm()
@@ -260,37 +268,37 @@ def control_crossing(
         The tensors of each call.
 
     Raises:
-        UnusableObservation: a call cannot be made again, on this process or on another one.
+        UnusableObservation: a call cannot be repeated, on this process or on another one.
     """
-    crossed = []
-    with _again_for_states(anatomy) as model:
+    crossings = []
+    with _model_for_states(anatomy) as model:
         tap = SplitTap(anatomy, [layer], ())
         try:
             for call in step.calls:
                 tap.arm()
                 run_backward(anatomy, model, call, fails)
-                crossed.append(tap.take(call.texts))
+                crossings.append(tap.take(call.texts))
         finally:
             tap.close()
-    return crossed
+    return crossings
 
 
 @contextmanager
-def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
-    """Yield the model for repeated calls that record hidden states, without a trace."""
+def _model_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
+    """Yield the model for repeated calls that record hidden states; its state is restored after."""
     if model_runs.is_compiled(anatomy.root):
         raise UnusableObservation("a control of hidden states would compile the model again")
-    with _model_again(anatomy) as (model, _):
+    with _repeatable_model(anatomy) as (model, _):
         yield model
 
 
 @contextmanager
-def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Parameter]]]:
-    """Yield the model for repeated calls without a trace, and the leaves that get gradients.
+def _repeatable_model(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Parameter]]]:
+    """Yield the model for repeated calls, and the leaves that get gradients, by parameter ``id``.
 
-    The leaves are given by the ``id`` of their parameters. Under FSDP2 and ZeRO-3 the parameters
-    themselves get the gradients. The hooks of these packages run: they gather weights layer by
-    layer, so that all processes must make the same calls, and those of FSDP2 reduce gradients.
+    The model's state is restored after the block. Under FSDP2 and ZeRO-3 the leaves are the
+    parameters themselves. The hooks of these packages run: they gather weights layer by layer, so
+    that all processes must make the same calls, and those of FSDP2 reduce gradients.
     """
     root = anatomy.root
     sharded: list[Any] = [p for p in root.parameters() if is_shard(p) and p.requires_grad]
@@ -312,7 +320,8 @@ def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Par
                 p._post_accumulate_grad_hooks = hook
 
 
-def _forget_gradient(parameter: Tensor) -> None:
+def _drop_gradient(parameter: Tensor) -> None:
+    """Free the gradient of a parameter whose gradient is not needed."""
     parameter.grad = None
 
 
@@ -329,7 +338,7 @@ def run_backward(
         model: The model to be called.
         call: The call of the step, or of a control.
         fails: See :data:`Fails`.
-        scale: The loss scale contained in the sizes, which is divided out.
+        scale: The loss scale that the recorded gradients contain; it is divided out.
 
     Raises:
         UnusableObservation: The call cannot be repeated, on this process or on another one.
@@ -343,7 +352,7 @@ def run_backward(
     device, dtype = anatomy.device, call.autocast
     set_random_states(call.random, device)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        states, logits = _logits_again(anatomy, model, call)
+        states, logits = _repeat_forward(anatomy, model, call)
     heads = call.read_heads
     shapes_differ = [head.shape for head in heads] != [values.shape[:-1] for values in logits]
     if call.shapes is None and not fails(shapes_differ):
@@ -370,7 +379,7 @@ def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> li
         index = placed.text * width + placed.place + width - placed.width
     elif fails(n_rows != placed.n_rows):
         raise UnusableObservation(
-            f"the model's call could not be made again: it gave {n_rows} rows of logits, and "
+            f"the model's call could not be repeated: it gave {n_rows} rows of logits, and "
             f"{placed.n_rows} in the step"
         )
     gradient = call.read_heads[0].gradient if call.read_heads else None
@@ -385,7 +394,7 @@ def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> li
     return [make_rows(*part, temperature) for part in parts]
 
 
-def _logits_again(
+def _repeat_forward(
     anatomy: Anatomy, model: nn.Module, call: ModelCall
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Repeat a forward, and return its logits at the place where the step's rows were read.
@@ -400,7 +409,7 @@ def _logits_again(
     head: Any = anatomy.head
     arguments = _arguments(call, model)
     if backbone is not None and (source == "states" or target is backbone):
-        if "labels" in call.arguments:  # some backbones compute a fused loss from them
+        if "labels" in call.arguments:  # some backbones compute a fused loss from the labels
             arguments["labels"] = call.arguments["labels"]
         states = _last_states(target, backbone, arguments)
         reads_states = call.shapes is None and source == "states"
@@ -456,7 +465,7 @@ def _arguments(call: ModelCall, model: nn.Module) -> dict[str, object]:
 
 
 def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
-    """Return (N,) the label of each row of the logits, 0 where it has none."""
+    """Return (N,) the label of each row of the logits, 0 for a row without one."""
     labels = batch.labels
     assert labels is not None
     if labels.dim() == 1:

@@ -1,4 +1,9 @@
-"""Calls functions right before an optimizer's update, when the gradient that it uses is final."""
+"""Call functions right before an optimizer's update, when the gradient that it uses is final.
+
+:func:`before_real_step` replaces the optimizer's ``step`` by a patch, because torch's own hooks run
+at other times: a step pre-hook runs before the closure of Lightning's automatic optimization, so
+before backward, and in a post-hook the gradients may have been changed in place.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,12 @@ class UpdateError(ValueError):
     """A weight change cannot be put in units of a gradient."""
 
 
-# ---- the moment before an optimizer's step -----------------------------------------------
-
-# ``Optimizer.register_step_pre_hook`` fires before the closure of Lightning's automatic
-# optimization, that is, before backward; a post-hook may find gradients modified in place.
-_CHAIN = "_fedleak_before_step"
+_CHAIN = "_fedleak_before_step"  # attribute of a patched ``step`` that holds its chain
 
 
-_NO_ONE_GRADIENT = (
-    "{} {} in one step, so that no one gradient leaves the client. Use another optimizer, such as "
-    "AdamW or SGD."
+_SEVERAL_GRADIENTS = (
+    "{} {} in one step, so that the client has no single gradient to share. Use another optimizer, "
+    "such as AdamW or SGD."
 )
 
 
@@ -32,28 +33,27 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
     """Call ``fn`` in every step of ``optimizer`` right before the real update.
 
     In ``step(closure)``, as Lightning's automatic optimization calls it, ``fn`` runs after the
-    closure: forward, backward, hooks and gradient clipping. In ``step()`` it runs at once. Under a
-    ``GradScaler`` gradients are unscaled by then, and ``fn`` is not called in a step that the
-    scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
-    in which they were added.
+    closure, which does forward, backward, hooks and gradient clipping. In ``step()`` it runs first.
+    Under a ``GradScaler`` gradients are unscaled by then, and ``fn`` is not called in a step that
+    the scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the
+    order in which they were added.
 
-    Opacus' ``DPOptimizer`` makes its gradient inside its own step. ``fn`` then runs after that,
-    before the update of the optimizer that it wraps, and not in steps that it skips.
+    Opacus' ``DPOptimizer`` computes its gradient inside its step. ``fn`` runs after that, before
+    the update of the optimizer that it wraps, and not in steps that ``DPOptimizer`` skips.
 
-    The optimizer's ``step`` does everything else as before, hooks and learning rate schedulers
-    included.
+    Otherwise ``step`` works as before, with its hooks and learning rate schedulers.
 
     Args:
         optimizer: a torch optimizer or Lightning's wrapper of one.
-        fn: called without arguments; what it raises stops the step before the update.
+        fn: called without arguments. An exception that it raises ends the step before the update.
 
     Returns:
-        A function that removes ``fn``; may be called twice.
+        A function that removes ``fn``. It may be called twice.
 
     Raises:
-        RuntimeError: LBFGS. And in a step: an optimizer that runs its closure twice
-            (sharpness-aware ones) or not at all, or a fused one under a GradScaler, whose gradients
-            are still scaled and which skips steps inside its kernel.
+        RuntimeError: The optimizer is LBFGS. In a step: the optimizer runs its closure twice
+            (sharpness-aware optimizers) or not at all, or it is fused and under a GradScaler, so
+            that gradients are still scaled and steps are skipped inside its kernel.
     """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer) and isinstance(optimizer, type(inner)):
@@ -87,7 +87,7 @@ def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
     """
     problem = None
     if isinstance(optimizer, LBFGS):
-        problem = _NO_ONE_GRADIENT.format("LBFGS", "evaluates its closure several times")
+        problem = _SEVERAL_GRADIENTS.format("LBFGS", "evaluates its closure several times")
     elif scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         problem = _FUSED.format(type(optimizer).__name__)
     if problem:
@@ -131,6 +131,7 @@ class _Chain:
                 del self._optimizer.step
 
     def _run(self) -> None:
+        """Run all functions without autograd, in the order in which they were added."""
         with torch.no_grad():
             for fn in tuple(self.functions):
                 fn()
@@ -146,14 +147,14 @@ class _Chain:
         if closure is None:
             self._run()
             return self._original(*args, **kwargs)
-        called = False
+        has_run = False
 
         def closure_then_run() -> Any:
-            nonlocal called
-            if called:
-                raise RuntimeError(_NO_ONE_GRADIENT.format(name, "evaluates its closure twice"))
+            nonlocal has_run
+            if has_run:
+                raise RuntimeError(_SEVERAL_GRADIENTS.format(name, "evaluates its closure twice"))
             result = closure()
-            called = True
+            has_run = True
             self._run()
             return result
 
@@ -162,6 +163,6 @@ class _Chain:
         else:
             kwargs["closure"] = closure_then_run
         result = self._original(*args, **kwargs)
-        if not called:
-            raise RuntimeError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
+        if not has_run:
+            raise RuntimeError(_SEVERAL_GRADIENTS.format(name, "did not run its closure"))
         return result

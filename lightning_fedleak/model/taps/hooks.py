@@ -1,4 +1,8 @@
-"""Helpers for hooks of taps. A hook that fails must not end the user's forward or backward."""
+"""Helpers for the hooks of taps, which record tensors of the user's training.
+
+A hook that fails must not end the user's forward or backward: its error is stored, and raised when
+the tap is read.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,16 @@ from torch import Tensor, nn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+# A key for each open :func:`taps_paused` block.
+#
+# It is global and no context variable, because on a GPU autograd runs hooks in other threads.
 _pauses: set[object] = set()
-"""Global, not a context variable: on a GPU autograd runs hooks in threads of its own."""
 
 
 def raised_when_read(
     hook: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[Concatenate[Any, _P], _R | None]:
-    """Return a hook that never raises: its tap keeps the ``error`` until it is read.
+    """Return a hook that never raises: the first exception is stored as its tap's ``error``.
 
     Within :func:`taps_paused` it does nothing.
     """
@@ -39,7 +45,7 @@ def raised_when_read(
 
 @contextmanager
 def taps_paused() -> Iterator[None]:
-    """Pause the hooks of taps inside the block, for backwards that are not the step's own.
+    """Pause the hooks of taps inside the block, for backwards that do not train.
 
     For example, a check of a loss runs a backward through the step's graph.
     """
@@ -52,14 +58,14 @@ def taps_paused() -> Iterator[None]:
 
 
 def raise_kept(tap: Any) -> None:
-    """Raise the error that a tap has kept, and forget it."""
+    """Raise the error that a hook of a tap has stored, and clear it."""
     error, tap.error = tap.error, None
     if error is not None:
         raise error
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators of the CPU and the device; () for other devices."""
+    """Return the states of torch's generators of the CPU and of a CUDA device; () for others."""
     if device.type == "cuda":
         return torch.get_rng_state(), torch.cuda.get_rng_state(device)
     return (torch.get_rng_state(),) if device.type == "cpu" else ()

@@ -1,10 +1,14 @@
 """Labels of a step, read from its last hidden states and their gradient.
 
-A fused or chunked loss never calls the output head, so no gradient of logits can be observed. The
-hidden states h that such a loss reads, and g = dL/dh, exist in every step. A cross-entropy,
-whatever its weights, masks, signs and smoothing, has ``dL/dlogits = a p - b e_y - c 1`` in a row.
-So ``g = a u - b W_y - c m`` with ``u = W^T p`` and ``m = W^T 1``. The head's matrix W and h are
-known, and so is the softmax p. Projecting u and m out of g and W leaves the label's row of W.
+A fused or chunked loss multiplies by the head's matrix itself and never calls the head, so no hook
+sees the gradient of logits. But the hidden states h that such a loss reads, and g = dL/dh, exist in
+every step, one row (d,) for each predicted token.
+
+A cross-entropy, whatever its weights, masks, signs and smoothing, has ``dL/dlogits = a p - b e_y -
+c 1`` for a token, with the softmax p, the one-hot vector e_y of the label y, and numbers a, b, c.
+So ``g = a u - b W_y - c m``, with the head's matrix W (V, d), ``u = W^T p`` and ``m = W^T 1``. W
+and h are known, and p follows from them. If u and m are projected out of g, only the label's row
+W_y is left, projected too: :func:`read_states` finds the row of W with the same direction.
 """
 
 from __future__ import annotations
@@ -23,32 +27,34 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps.row_labels import RowLabels, claims_of
 
+# Logits that are computed at once: 64 MiB in float32, in memory three times.
 ENTRIES_AT_ONCE = 1 << 24
-"""Logits that are computed at once: 64 MiB in float32, in memory three times."""
+# Largest share of g's norm that a label may leave unexplained.
+#
+# The true label leaves 1e-5 in float32 and 1e-2 in bfloat16. A temperature that is wrong by half
+# leaves .1, soft targets (distillation) leave .3 and more.
 MAX_RESIDUAL = 0.05
-"""Largest share of g that a label leaves unexplained: float32 leaves 1e-5, bfloat16 1e-2.
-
-A temperature that is wrong by half leaves .1, targets that are no labels .3 and more.
-"""
+# Minimum cosine of a label's row of W and of g, both without u and m.
+#
+# Another token's row has a cosine of about d^-.5. If lower, rows of other tokens pass if d is
+# small; if higher, rounding to bfloat16 hides labels.
 MIN_COSINE = 0.9
-"""Minimum cosine of a label's row with g without u and m; another row has about d^-.5.
-
-Lower: rows of other tokens pass where d is small; higher: rounding to bfloat16 hides labels.
-"""
+# Difference of cosines up to which a candidate label is kept though another row of W fits better.
+#
+# Such a difference can be rounding, or the other row may be nearly equal.
 TWINS = 1e-3
-"""Cosine by which another row may fit better than a given label: rounding, or an equal row."""
+# Probability of a candidate label above which its gradient may be only rounding.
+#
+# It is then accepted without a fit of its row. If another token were the label, the gradient would
+# be a hundred times as large and contain that token's row.
 CERTAIN_P = 0.99
-"""Probability of a given label above which its gradient may be rounding, and does not refute it.
-
-Where another token is the label, the gradient is a hundred times as large and has its row in it.
-"""
+# Share of the rows with a gradient that may lack a label before a temperature is fitted.
 MAX_SOFT = 0.2
-"""Share of rows without a label above which another temperature is tried."""
+# The rows that a temperature is fitted to, its range, its first grid's size, its relative error.
+#
+# The grid is log-spaced in steps of 22%. A temperature that is 20% off leaves .05 of g unexplained,
+# one that is .1% off leaves .0003.
 FITTED_ROWS, TEMPERATURES, GRID, ACCURACY = 8, (0.1, 10.0), 24, 1e-3
-"""Rows by which a temperature is fitted, its range, the size of the first grid, and the error.
-
-The grid is log-spaced in steps of 22%; a temperature 20% off leaves .05 of g, one by .1% .0003.
-"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class _HeadMap:
     """The map from last hidden states to logits: ``cap tanh((W h + bias) / cap) / temperature``.
 
     Attributes:
-        weight: (V, d), with a LoRA on the head in it.
+        weight: (V, d) W, with a LoRA on the head added to it.
         bias: (V,), or None.
         cap: The cap of the logits (Gemma 2); None without one.
         temperature: The number by which the loss divides the model's logits.
@@ -97,11 +103,17 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """A block of rows and what is computed from it once for all candidate labels.
+    """A block of n rows, with values that are computed once for all candidate labels.
 
-    ``residual`` is ``gradient`` (g) with u and m projected out, ``basis`` an orthonormal basis of u
-    and m, ``columns`` u and m themselves, ``slopes`` the derivative of the cap, and ``p`` the
-    softmax. ``row_norms`` are the squared norms of the rows of W.
+    Attributes:
+        states: (n, d) the last hidden states h.
+        gradient: (n, d) g = dL/dh.
+        residual: (n, d) g with u and m projected out.
+        basis: (n, d, 2) an orthonormal basis of u and m.
+        columns: (n, d, 2) u and m.
+        slopes: (n, V) the derivative of the logits' cap; None without a cap.
+        p: (n, V) the softmax.
+        row_norms: (V,) the squared norms of the rows of W.
     """
 
     states: Tensor
@@ -121,7 +133,7 @@ class _Rows(NamedTuple):
 
 
 def _prepare(states: Tensor, gradient: Tensor, head: _HeadMap, weight: Tensor) -> _Rows:
-    """Project u and m out of g, in float32."""
+    """Return the values of a block of rows in float32, with u and m projected out of g."""
     states, gradient = states.float(), gradient.float()
     logits = functional.linear(states, weight, None if head.bias is None else head.bias.float())
     slopes = None
@@ -143,7 +155,7 @@ def _prepare(states: Tensor, gradient: Tensor, head: _HeadMap, weight: Tensor) -
 
 
 def _cosines(rows: _Rows, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return (n,) the absolute cosine of each label's row of W with the residual."""
+    """Return (n,) the absolute cosine of the residual and the label's row of W without u and m."""
     entries = weight[labels]
     if rows.slopes is not None:
         entries = entries * rows.slopes.gather(1, labels[:, None])
@@ -161,21 +173,21 @@ def _search(rows: _Rows, weight: Tensor) -> Tensor:
 
 
 def _fit_labels(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit a, -c and -b to g for given labels, (n, 3); also return the unexplained share, (n,)."""
+    """Fit a, -c and -b to g for these labels, (n, 3); also return g's unexplained share, (n,)."""
     entries = weight[labels]
     if rows.slopes is not None:
         entries = entries * rows.slopes.gather(1, labels[:, None])
     columns = torch.cat([rows.columns, entries[..., None]], 2)
     sizes = torch.linalg.vector_norm(columns, dim=1).clamp_min(1e-30)
     columns = columns / sizes[:, None]
-    right = columns.mT @ rows.gradient[..., None]
-    # On the CPU, since some devices have no float64; three columns a row.
+    targets = columns.mT @ rows.gradient[..., None]
+    # On the CPU, because some devices have no float64: each row has only a 3 x 3 matrix.
     products = (columns.mT @ columns).double().cpu()
     inverse = torch.linalg.pinv(products, hermitian=True, rtol=1e-7)
-    factors = (inverse @ right.double().cpu())[..., 0].float().to(columns.device)
+    factors = (inverse @ targets.double().cpu())[..., 0].float().to(columns.device)
     residual = rows.gradient - (columns @ factors[..., None])[..., 0]
-    norm = torch.linalg.vector_norm(rows.gradient, dim=1).clamp_min(1e-30)
-    return factors / sizes, torch.linalg.vector_norm(residual, dim=1) / norm
+    gradient_norms = torch.linalg.vector_norm(rows.gradient, dim=1).clamp_min(1e-30)
+    return factors / sizes, torch.linalg.vector_norm(residual, dim=1) / gradient_norms
 
 
 def read_states(
@@ -193,11 +205,11 @@ def read_states(
         claims: Sets of candidate labels, each (n,), -100 for none.
     """
     n, weight, device = len(states), head.weight.float(), states.device
-    live = (gradient != 0).any(1) | ~gradient.isfinite().all(1)
-    numbers = torch.zeros(3, n, device=device)
+    has_gradient = (gradient != 0).any(1) | ~gradient.isfinite().all(1)
+    shapes = torch.zeros(3, n, device=device)
     labels = torch.full((n,), IGNORE_INDEX, device=device)
-    pushed = torch.zeros_like(live)
-    indices, step = live.nonzero()[:, 0], max(1, ENTRIES_AT_ONCE // len(weight))
+    is_rejected = torch.zeros_like(has_gradient)
+    indices, step = has_gradient.nonzero()[:, 0], max(1, ENTRIES_AT_ONCE // len(weight))
     for start in range(0, len(indices), step):
         block = indices[start : start + step]
         rows = _prepare(states[block], gradient[block], head, weight)
@@ -210,19 +222,23 @@ def read_states(
         a, c, b = factors[:, 0], -factors[:, 1], -factors[:, 2]
         shape = torch.stack([b + c - a * p_y, a * p_others, c])
         for claim in claims if bool((~is_label).any()) else ():
-            row = (~is_label).nonzero()[:, 0]
-            claimed = claim[block[row]].to(device)
-            holds, sizes = _check_hidden(rows.select(row), weight, claimed)
-            row, claimed, sizes = row[holds], claimed[holds], sizes[holds]
-            best[row], b[row], is_label[row] = claimed, sizes, True
-            shape[:, row] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
+            open_rows = (~is_label).nonzero()[:, 0]
+            claimed = claim[block[open_rows]].to(device)
+            is_accepted, sizes = _check_hidden(rows.select(open_rows), weight, claimed)
+            open_rows, claimed, sizes = (
+                open_rows[is_accepted],
+                claimed[is_accepted],
+                sizes[is_accepted],
+            )
+            best[open_rows], b[open_rows], is_label[open_rows] = claimed, sizes, True
+            shape[:, open_rows] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
         labels[block] = torch.where(is_label, best, IGNORE_INDEX)
-        numbers[:, block] = torch.where(is_label, shape, 0.0)
-        pushed[block] = is_label & (b < 0)
-    soft, never = live & (labels == IGNORE_INDEX), torch.zeros_like(live)
-    no_ids, values = torch.zeros_like(labels), numbers.new_zeros(n, 2)
-    fields = labels, numbers[0], numbers[1], numbers[2], pushed, live, soft
-    return RowLabels(*fields, never, no_ids, no_ids, never, values)
+        shapes[:, block] = torch.where(is_label, shape, 0.0)
+        is_rejected[block] = is_label & (b < 0)
+    is_soft, all_false = has_gradient & (labels == IGNORE_INDEX), torch.zeros_like(has_gradient)
+    no_ids, values = torch.zeros_like(labels), shapes.new_zeros(n, 2)
+    fields = labels, shapes[0], shapes[1], shapes[2], is_rejected, has_gradient, is_soft
+    return RowLabels(*fields, all_false, no_ids, no_ids, all_false, values)
 
 
 def _labels(rows: _Rows, weight: Tensor, claims: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -249,9 +265,9 @@ def _labels(rows: _Rows, weight: Tensor, claims: Sequence[Tensor]) -> tuple[Tens
 def _check_hidden(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, Tensor]:
     """Return whether to accept candidate labels that g cannot show, (n,), and their sizes.
 
-    Either the model is certain of them, or their row of W is 0, such as that of a padding token in
-    a tied head. The size is s in ``g = s (W^T q - W_y)``, where q is the softmax over the other
-    tokens.
+    Either the model is certain of them, or their row of W is 0, such as the row of a padding token
+    in a tied head. The size of a label is s in ``g = s (W^T q - W_y)``, where q is the softmax over
+    the other tokens.
     """
     labels = claims.clamp(0, len(weight) - 1)[:, None]
     q = rows.p.scatter(1, labels, 0.0)
@@ -260,11 +276,11 @@ def _check_hidden(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, 
     sizes = (rows.gradient * direction).sum(1) / direction.square().sum(1).clamp_min(1e-30)
     residual = torch.linalg.vector_norm(rows.gradient - sizes[:, None] * direction, dim=1)
     explains = residual <= MAX_RESIDUAL * torch.linalg.vector_norm(rows.gradient, dim=1)
-    is_silent = explains & (rows.row_norms[labels[:, 0]] == 0)
-    is_certain = (rows.p.gather(1, labels)[:, 0] > CERTAIN_P) & ~is_silent
-    holds = (is_certain | is_silent) & (claims == labels[:, 0]) & sizes.isfinite()
+    has_zero_row = explains & (rows.row_norms[labels[:, 0]] == 0)
+    is_certain = (rows.p.gather(1, labels)[:, 0] > CERTAIN_P) & ~has_zero_row
+    is_accepted = (is_certain | has_zero_row) & (claims == labels[:, 0]) & sizes.isfinite()
     # A negative size of a certain label is rounding, not a rejected text.
-    return holds, torch.where(is_certain, sizes.clamp_min(0.0), sizes)
+    return is_accepted, torch.where(is_certain, sizes.clamp_min(0.0), sizes)
 
 
 def fit_temperature(states: Tensor, gradient: Tensor, head: _HeadMap) -> _HeadMap:
@@ -278,8 +294,8 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: _HeadMap) -> _HeadMa
         head: The head with the expected temperature, which is returned if no other is clearly
             better.
     """
-    live = (gradient != 0).any(1).nonzero()[:, 0]
-    block, weight = live[:: max(1, len(live) // FITTED_ROWS)], head.weight.float()
+    indices = (gradient != 0).any(1).nonzero()[:, 0]
+    block, weight = indices[:: max(1, len(indices) // FITTED_ROWS)], head.weight.float()
     sample = states[block], gradient[block]
 
     def residual_at(temperature: float, labels: Tensor | None = None) -> tuple[float, Tensor]:
@@ -294,8 +310,8 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: _HeadMap) -> _HeadMa
     labels = grid[middle][1]
     while width > ACCURACY:
         width /= 2
-        near = (middle - width, middle, middle + width)
-        middle = min(near, key=lambda log_t: residual_at(math.exp(log_t), labels)[0])
+        candidates = (middle - width, middle, middle + width)
+        middle = min(candidates, key=lambda log_t: residual_at(math.exp(log_t), labels)[0])
     best = math.exp(middle)
     is_better = residual_at(best)[0] < min(MAX_RESIDUAL, residual_at(head.temperature)[0] / 2)
     return replace(head, temperature=best) if is_better else head
@@ -316,7 +332,7 @@ def read_last_states(
     rows, gradients = states.flatten(0, 1), gradient.flatten(0, 1)
     claims = [claims_of(labels, states.shape[1], shift) for labels, shift in sources]
     row_labels = read_states(rows, gradients, head, claims)
-    if float(row_labels.soft.sum()) > MAX_SOFT * float(row_labels.live.sum()):
+    if float(row_labels.is_soft.sum()) > MAX_SOFT * float(row_labels.has_gradient.sum()):
         fitted = fit_temperature(rows, gradients, head)
         if fitted is not head:
             return read_states(rows, gradients, fitted, claims), fitted

@@ -1,6 +1,7 @@
-"""Repeats a round of local steps, on its own tokens or on the shuffled ones of a control.
+"""Repeat a round of local steps, on its own tokens or on the shuffled tokens of a control.
 
-Each client's steps are taken again by a new optimizer, from the weights of the round's start.
+A control is a copy of a step or round whose tokens are shuffled over their positions. A new
+optimizer repeats each client's steps from the weights at the start of the round.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ def control_update(
     scale: float = 1.0,
     clip_value: float | None = None,
 ) -> UpdateSnapshot:
-    """Repeat a round from its weights with an optimizer of its class, and return the update.
+    """Repeat a round from its first weights with an optimizer of its class; return its update.
 
     Args:
         anatomy: The parts of the model.
         step: The round itself, or a control, with the calls of all local steps.
         roles: The roles of the parameters whose updates are returned.
-        scale: The loss scale contained in the sizes, which is divided out.
+        scale: The loss scale that the recorded gradients contain; it is divided out.
         clip_value: The absolute value to which entries of each gradient are clipped, or None.
 
     Raises:
@@ -47,22 +48,22 @@ def control_update(
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
     trains_more = not trained <= local.weights.keys()
     if local.why_not is not None or local.optimizer is None or trains_more:
-        unseen = "no step of the round was seen, or more is trained at its end than at its begin"
-        raise UnusableObservation(local.why_not or unseen)
+        reason = "no step of the round was observed, or it began to train further parameters"
+        raise UnusableObservation(local.why_not or reason)
     parameters = {role: anatomy.parameter(role) for role in roles}
     ids_by_role = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
     learning_rate = sum(local.rates_of({*ids_by_role.values()})) / len(local.rates)
     n_steps, sums = len(local.rates) // local.clients, dict[str, Tensor]()
     for client in range(local.clients):
-        numbers = range(client * n_steps, (client + 1) * n_steps)
-        with _steps_again(anatomy, step, numbers, scale, clip_value) as leaves:
+        steps = range(client * n_steps, (client + 1) * n_steps)
+        with _steps_again(anatomy, step, steps, scale, clip_value) as leaves:
             for role, key in ids_by_role.items():
-                change = (local.weights[key] - leaves[key].detach()) / learning_rate
-                sums[role] = sums[role] + change if role in sums else change
+                client_update = (local.weights[key] - leaves[key].detach()) / learning_rate
+                sums[role] = sums[role] + client_update if role in sums else client_update
     return UpdateSnapshot(
         step.number,
         Stage.SHARED,
-        {role: change / local.clients for role, change in sums.items()},
+        {role: client_update / local.clients for role, client_update in sums.items()},
         anatomy.tied,
         local_steps=n_steps,
         learning_rate=learning_rate,
@@ -95,7 +96,8 @@ def _steps_again(
             # The unwrapped step, without hooks of the user on the steps of all optimizers.
             step_alone = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
             step_alone(optimizer)
-            optimizer.zero_grad(set_to_none=False)  # zeros, not None: the next step counts anyway
+            # Zeros and not None, so that a step without a gradient counts too.
+            optimizer.zero_grad(set_to_none=False)
         yield leaves
 
 
@@ -135,13 +137,13 @@ def plain_call(
         return call
     labels, shift = model_runs.labels_of(batch), int(batch.kind == "causal")
     targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
-    counted = targets != IGNORE_INDEX
-    sizes = counted / counted.sum().clamp(min=1)
-    never, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
+    has_label = targets != IGNORE_INDEX
+    sizes = has_label / has_label.sum().clamp(min=1)
+    no, index = torch.zeros_like(has_label), torch.arange(len(targets), device=targets.device)
     no_ids = torch.zeros_like(targets)
     values = sizes.new_zeros(len(sizes), 2)
-    shape = sizes, sizes, torch.zeros_like(sizes), never
-    rows = RowLabels(targets, *shape, counted, never, never, no_ids, no_ids, never, values)
+    shape = sizes, sizes, torch.zeros_like(sizes), no
+    rows = RowLabels(targets, *shape, has_label, no, no, no_ids, no_ids, no, values)
     width = labels.shape[1]
     placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
     return replace(call, placed=placed)

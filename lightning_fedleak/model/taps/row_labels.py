@@ -1,10 +1,14 @@
 """Labels of a step, read from the gradient of its logits.
 
-A cross-entropy has the gradient ``w (softmax - one_hot)`` in a row of logits, whatever computes the
-weight w: the label is the only negative entry of its row. A text that a loss pushes away (the
-rejected one of DPO) has the only positive one. Label smoothing, focal losses, class and token
-weights, a z-loss and masks of any name leave that pattern as it is, so that no field of the user's
-batch has to be read.
+A row of logits holds the V scores for one predicted token. The gradient of a cross-entropy in this
+row is ``w (softmax - one_hot)``, whatever computes the weight w, so the label is the only negative
+entry of the row. If a loss makes a text less likely (the rejected text of DPO), w is negative, and
+the label is the only positive entry. Focal losses, class weights, token weights and masks only
+change w. So the labels of a step are known without reading any field of the user's batch.
+
+Label smoothing and a z-loss add further terms, so that other entries can have the label's sign.
+:func:`read_rows` then fits the shape of the row to find its label. :func:`make_rows` computes a row
+of the same shape for another label, as a control with shuffled tokens needs it.
 """
 
 from __future__ import annotations
@@ -18,60 +22,61 @@ from torch.nn import functional
 
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
+# Entries of dL/dlogits that are processed at once on a CPU: 1 MiB in float32, for its cache.
+#
+# If larger, each operation passes over memory again; if smaller, short rows take more calls of
+# torch.
 ENTRIES_AT_ONCE = 1 << 18
-"""Entries of dL/dlogits that a CPU reads at once: 1 MiB in float32, which stays in its cache.
-
-Larger: several passes over memory; smaller: more calls of torch for a row of few entries.
-"""
+# The same on other devices: 64 MiB in float32, more than training alone needs.
+#
+# Each block makes the host wait for the device once, so blocks are larger than on a CPU.
 DEVICE_ENTRIES_AT_ONCE = 1 << 24
-"""The same on other devices: 64 MiB in float32 beyond training's memory; each block waits once."""
+# Largest number of entries of dL/dlogits that are stored per call of the head, in 48 MiB.
+#
+# Stored are the entries that the shapes of the rows do not reproduce; in bfloat16 about one in a
+# thousand. If larger, losses of other shapes are reproduced for larger batches, with more memory.
+# If smaller, the rounding of bfloat16 is not stored for large batches, and counts as a change of
+# the gradient.
 MAX_RESIDUAL_ENTRIES = 1 << 22
-"""Entries of one call that are stored because the shapes of its rows do not reproduce them: 48 MiB.
-
-In bfloat16 that is about one entry in a thousand. Larger: losses of other shapes are reproduced in
-larger batches, for more memory; smaller: rounding counts as a change of the gradient.
-"""
+# Largest sum of the other entries with a label's sign, in units of the label's own entry.
+#
+# Above it the label is found by fitting the row's shape (:func:`_fit_others`). If larger, soft
+# targets of a confident teacher pass for labels; if smaller, more rows of smoothed labels need a
+# fit.
 MAX_OTHERS = 0.2
-"""Largest sum of the other entries with a label's sign, in units of the label's own entry.
-
-Above it the label is found by fitting the row's shape (:func:`_fit_others`). Larger: soft
-targets of a confident teacher pass for labels; smaller: more rows of smoothed labels need a fit.
-"""
+# Largest squared norm of a fit's residual, over that of all entries except the label's.
+#
+# Rounding to bfloat16 leaves 1e-5, a wrong label more than 0.1. If larger, soft targets pass for
+# labels; if smaller, no label is found in rows of logits that are capped after the head.
 MAX_DEVIATION = 0.01
-"""Largest squared norm of a fit's residual, over that of the entries beside the label.
-
-Rounding to bfloat16 leaves 1e-5, a wrong label more than 0.1. Larger: soft targets pass for labels;
-smaller: rows of logits that are capped after the head are unknown.
-"""
+# Largest sum of a row's shifts over the size b of its label, if a fit found the label.
+#
+# The shift is the number that smoothing subtracts from each entry (:class:`RowLabels`). Smoothing
+# by a share s has the ratio s / (1 - s). If larger, a label that is exactly as likely as its
+# smoothed target, and so has no gradient, is mistaken for another token; if smaller, smoothed rows
+# have no label.
 MAX_SHIFT = 0.5
-"""Largest sum of a row's shifts over the size b of a label that is found by a fit.
-
-Label smoothing by a share s leaves s / (1 - s). Larger: rows whose label has no gradient, since it
-is as likely as its target, have another label; smaller: smoothed rows are unknown.
-"""
+# Smallest size b of a label, over the row's largest entry, if a fit found the label.
+#
+# A cross-entropy has 1, and with label smoothing of 1/3 it has .67. If larger, smoothed rows have
+# no label; if smaller, rows that only a z-loss reaches have one.
 MIN_SIZE = 0.5
-"""Least size b of a label that is found by a fit, over the row's largest entry.
-
-A cross-entropy leaves 1, and with a third of label smoothing .67. Larger: smoothed rows are
-unknown; smaller: rows of a z-loss alone have a label.
-"""
+# Smallest sum of a row's other entries, over the sum of their shifts, that shows the sign of b.
+#
+# A smaller sum may be the rounding of bfloat16 in a row whose gradient is only that of smoothing.
+# If larger, rejected texts of which the model is certain pass for preferred texts; if smaller,
+# smoothed rows pass for rejected ones.
 MIN_SUM = 2.0**-6
-"""Least sum of a row's other entries over that of their shifts at which the sign of b is known.
-
-A smaller one may be bfloat16's rounding of a row that has only smoothing. Larger: rejected texts of
-which the model is certain pass for trained ones; smaller: smoothed rows pass for rejected ones.
-"""
+# Odds p / (1 - p) of a candidate label above which a small size b does not exclude it.
+#
+# Its gradient is then below a hundredth of that of an unlikely label, and may be rounding. If
+# larger, certain labels of smoothed rows are not found in bfloat16; if smaller, more false
+# candidates pass.
 CERTAIN_ODDS = 99.0
-"""Odds of a candidate label above which its size may be rounding, and does not refute it.
-
-The label's gradient is then below a hundredth of another one's. Larger: certain labels of smoothed
-rows are unknown in bfloat16; smaller: more false candidates pass for labels.
-"""
+# Smallest ``n |q|^2 - 1`` at which a shift is fitted; q is the softmax over n other entries.
+#
+# A uniform q has 0. It has the same direction as a shift of all entries, so the shift is set to 0.
 MIN_SPREAD = 1e-4
-"""Least ``n |q|^2 - 1`` of the softmax q over a row's n other entries; a uniform one has 0.
-
-Below it q and a shift are the same direction, and the shift counts as 0.
-"""
 
 Source = Literal["head", "model", "states"]
 
@@ -79,45 +84,49 @@ Source = Literal["head", "model", "states"]
 class RowLabels(NamedTuple):
     """The labels and the shapes of n rows of dL/dlogits, each field (n,) on the logits' device.
 
-    A row is ``-sizes`` at its label and ``others q - shifts`` elsewhere, where q is the softmax
-    over the other entries. Every gradient ``a p - b e_y - c 1`` of a cross-entropy with any weight,
-    sign, smoothing or z-loss has this form.
+    A row is ``-sizes`` at its label and ``other_sums q - shifts`` elsewhere, where q is the softmax
+    over the other entries. With any weight, sign, smoothing or z-loss, the gradient of a
+    cross-entropy is ``a p - b e_y - c 1``, with the softmax p, the one-hot vector e_y of the label
+    y, and numbers a, b, c. Every such row has this shape: three numbers per row, ``sizes``,
+    ``other_sums`` and ``shifts`` (which is c).
 
     Attributes:
         labels: The label of each row; -100 if it has none, or if it is unknown.
         sizes: Minus the entry at the label; 0 without a label.
-        others: The sum of the other entries, with the shifts added back.
+        other_sums: The sum of the other entries, with the shifts added back.
         shifts: The number that is subtracted from each of the other entries.
-        pushed: Whether the loss makes the label less likely (a rejected text).
-        live: Whether the row has an entry other than 0.
-        soft: Whether the target is not a single label, as in distillation.
-        ambiguous: Whether two labels could have produced this row.
+        is_rejected: Whether the loss makes the label less likely, as in DPO's rejected texts.
+        has_gradient: Whether any entry of the row is not 0.
+        is_soft: Whether the target is not a single label, as in distillation.
+        is_ambiguous: Whether two labels could have produced this row.
         lowest: The index of the row's lowest entry.
         highest: The index of the row's highest entry.
-        one_each: Whether the row has exactly one negative and one positive entry.
+        has_two_entries: Whether the row has exactly one negative and one positive entry, so that
+            either can be the label.
         values: (n, 2) the entries at ``lowest`` and at ``highest``.
     """
 
     labels: Tensor
     sizes: Tensor
-    others: Tensor
+    other_sums: Tensor
     shifts: Tensor
-    pushed: Tensor
-    live: Tensor
-    soft: Tensor
-    ambiguous: Tensor
+    is_rejected: Tensor
+    has_gradient: Tensor
+    is_soft: Tensor
+    is_ambiguous: Tensor
     lowest: Tensor
     highest: Tensor
-    one_each: Tensor
+    has_two_entries: Tensor
     values: Tensor
 
     @property
     def shapes(self) -> Tensor:
-        """Return (3, n) sizes, others and shifts, from which :func:`make_rows` computes rows."""
-        return torch.stack([self.sizes, self.others, self.shifts])
+        """Return (3, n) ``sizes``, ``other_sums`` and ``shifts``, for :func:`make_rows`."""
+        return torch.stack([self.sizes, self.other_sums, self.shifts])
 
 
 def _rows_at_once(matrix: Tensor) -> int:
+    """Return the number of rows of a matrix (n, V) that are processed at once."""
     entries = ENTRIES_AT_ONCE if matrix.device.type == "cpu" else DEVICE_ENTRIES_AT_ONCE
     return max(1, entries // max(1, matrix.shape[1]))
 
@@ -145,9 +154,10 @@ def read_rows(gradient: Tensor, logits: Tensor, claims: Tensor | None = None) ->
 def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     """Return the labels and shapes of a block of rows.
 
-    The label is the lowest entry if no other one is negative, or if it outweighs the other negative
-    entries while the highest does not outweigh the other positive ones. In any other row, the label
-    is the one whose shape fits the rest of the row.
+    The label is the lowest entry if it is the only negative one and several are positive, or if it
+    outweighs the other negative entries while the highest entry does not outweigh the other
+    positive ones. In any other row, the label is the entry (or the candidate) whose shape fits the
+    other entries of the row.
     """
     low, lowest = gradient.min(1)
     high, highest = gradient.max(1)
@@ -157,33 +167,35 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     others_above = gradient.clamp_min(0).sum(1) - high.clamp_min(0)
     is_low = others_below.abs() <= MAX_OTHERS * low.abs()
     is_high = others_above.abs() <= MAX_OTHERS * high.abs()
-    finite = low.isfinite() & high.isfinite()  # NaN is the lowest and the highest of its row
-    live = (n_below > 0) | (n_above > 0) | ~finite
-    mixed, one_each = (n_below > 1) & (n_above > 1), (n_below == 1) & (n_above == 1)
-    is_lowest = (n_below == 1) & (n_above > 1) | (mixed & is_low & ~is_high)
+    is_finite = low.isfinite() & high.isfinite()  # a NaN is min and max of its row
+    has_gradient = (n_below > 0) | (n_above > 0) | ~is_finite
+    is_mixed, has_two_entries = (n_below > 1) & (n_above > 1), (n_below == 1) & (n_above == 1)
+    is_lowest = (n_below == 1) & (n_above > 1) | (is_mixed & is_low & ~is_high)
     labels = lowest.masked_fill(~is_lowest, IGNORE_INDEX)
     shape = _fit_shape(gradient, logits, lowest)[0]
-    pushed, ambiguous, soft = torch.zeros(3, len(low), device=low.device).bool()
-    rows = (live & finite & ~is_lowest).nonzero()[:, 0]
+    is_rejected, is_ambiguous, is_soft = torch.zeros(3, len(low), device=low.device).bool()
+    rows = (has_gradient & is_finite & ~is_lowest).nonzero()[:, 0]
     if len(rows):
         scores, ends = logits[rows], torch.stack([lowest[rows], highest[rows]])
-        labels[rows], shape[:, rows], pushed[rows], fits = _labels_by_shape(
+        labels[rows], shape[:, rows], is_rejected[rows], fits = _labels_by_shape(
             gradient[rows], scores, claims[rows], *ends
         )
-        # Logits that are capped after the head fit no shape. Without smoothing, the label that such
-        # a row is pushed from is still its only positive entry.
-        p = scores.float().softmax(1).gather(1, ends.T).sum(1)
-        is_capped = (n_above[rows] == 1) & (n_below[rows] > 1) & ~fits & (p < 1 - MAX_OTHERS)
+        # Logits that are capped after the head fit no shape. Without smoothing, the label of a
+        # rejected text is still the only positive entry of its row.
+        two_probs = scores.float().softmax(1).gather(1, ends.T).sum(1)
+        is_capped = (
+            (n_above[rows] == 1) & (n_below[rows] > 1) & ~fits & (two_probs < 1 - MAX_OTHERS)
+        )
         labels[rows] = torch.where(is_capped, highest[rows], labels[rows])
-        pushed[rows] |= is_capped
+        is_rejected[rows] |= is_capped
         is_open = labels[rows] == IGNORE_INDEX
-        soft[rows] = is_open & mixed[rows] & ~is_low[rows] & ~fits
-        ambiguous[rows] = is_open & ~soft[rows]
-    ambiguous |= ~finite
+        is_soft[rows] = is_open & is_mixed[rows] & ~is_low[rows] & ~fits
+        is_ambiguous[rows] = is_open & ~is_soft[rows]
+    is_ambiguous |= ~is_finite
     has_label = labels != IGNORE_INDEX
     sizes = -gradient.gather(1, labels.clamp_min(0)[:, None])[:, 0].masked_fill(~has_label, 0.0)
-    entries = lowest, highest, one_each, torch.stack([low, high], 1)
-    fields = labels, sizes, shape[0], shape[1], pushed, live, soft, ambiguous
+    entries = lowest, highest, has_two_entries, torch.stack([low, high], 1)
+    fields = labels, sizes, shape[0], shape[1], is_rejected, has_gradient, is_soft, is_ambiguous
     return RowLabels(*fields, *entries)
 
 
@@ -191,8 +203,8 @@ class _RowFit(NamedTuple):
     """How well a label explains the other entries of each of n rows.
 
     Attributes:
-        shape: (2, n) the sum and the shift of the other entries.
-        sizes: (n,) the size b of the label, with its sign.
+        shape: (2, n) the sum of the other entries with the shifts added back, and the shift.
+        sizes: (n,) the size b of the label, negative for a label that the loss makes less likely.
         explains: (n,) whether the label explains the row.
     """
 
@@ -204,12 +216,15 @@ class _RowFit(NamedTuple):
 def _labels_by_shape(
     gradient: Tensor, logits: Tensor, claims: Tensor, lowest: Tensor, highest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the only labels that explain the other entries of their rows.
+    """Return the label of each row that explains the row's other entries.
+
+    Tried are the lowest entry, the highest entry, and the candidate (``claims``).
 
     Returns:
-        The labels (n,), -100 if two labels or none fit; the shape (2, n) of the other entries,
-        relative to the highest entry for -100; whether the loss makes the label less likely, (n,);
-        and whether any label fits, (n,).
+        The labels (n,), -100 if no label fits, or if both the lowest and the highest entry do and
+        the candidate does not; the shape (2, n) of the other entries, for -100 that without the
+        highest entry; whether the loss makes the label less likely, (n,); and whether the lowest
+        entry, the highest entry or the candidate fits, (n,).
     """
     claim = _fit_others(gradient, logits, claims.clamp(0, gradient.shape[1] - 1), is_claim=True)
     low, high = (_fit_others(gradient, logits, entry) for entry in (lowest, highest))
@@ -217,7 +232,7 @@ def _labels_by_shape(
     is_low, is_high = low.explains & ~high.explains, high.explains & ~low.explains
     labels, shape, sizes = torch.full_like(lowest, IGNORE_INDEX), high.shape, high.sizes
     candidates = (is_low, lowest, low), (is_high, highest, high), (is_claim, claims, claim)
-    for is_label, entry, fit in candidates:  # a claim that fits is preferred
+    for is_label, entry, fit in candidates:  # a fitting candidate overrides both
         labels = torch.where(is_label, entry, labels)
         shape = torch.where(is_label, fit.shape, shape)
         sizes = torch.where(is_label, fit.sizes, sizes)
@@ -246,18 +261,20 @@ def _fit_others(
 ) -> _RowFit:
     """Return how well a label explains the other entries of each row.
 
-    Rounding hides the size of a label of which the model is certain, so that the fit of a claim
-    does not depend on it.
+    A label explains its row if the residual of the fitted shape is small and the label's size is
+    large enough. If the model is certain of a label, rounding hides its size; then the residual
+    alone decides for a candidate (``is_claim``).
     """
     logits, column, n = logits.float(), labels[:, None], gradient.shape[1] - 1
     shape, q, entries = _fit_shape(gradient, logits, labels)
-    others, shifts = shape
+    other_sums, shifts = shape
     log_sum = logits.scatter(1, column, -torch.inf).logsumexp(1)
     odds = (logits.gather(1, column)[:, 0] - log_sum).clamp_max(80.0).exp()  # p / (1 - p)
-    residual = entries - (q * others[:, None] - shifts[:, None]).scatter_(1, column, 0.0)
-    # What is missing at the label of the shape that the other entries have.
-    sizes = others * odds - shifts - gradient.gather(1, column)[:, 0]
-    has_no_sign = others.abs() < MIN_SUM * n * shifts.abs()
+    residual = entries - (q * other_sums[:, None] - shifts[:, None]).scatter_(1, column, 0.0)
+    # The size b is what the shape of the other entries predicts at the label, minus the gradient
+    # there.
+    sizes = other_sums * odds - shifts - gradient.gather(1, column)[:, 0]
+    has_no_sign = other_sums.abs() < MIN_SUM * n * shifts.abs()
     sizes = torch.where(has_no_sign, sizes.abs(), sizes)
     fits = n * shifts.abs() <= MAX_SHIFT * sizes.abs()
     fits &= sizes.abs() >= MIN_SIZE * gradient.abs().amax(1)
@@ -267,12 +284,12 @@ def _fit_others(
 
 
 def claims_of(labels: Tensor, width: int, shift: int) -> Tensor:
-    """Return (B * width,) the candidate label of each row, -100 for none.
+    """Return (B * width,) the candidate label of each row of logits, -100 for none.
 
     Args:
         labels: (B, L) labels at the positions of their tokens; virtual tokens, which come first,
             have none.
-        width: The number of rows of a text.
+        width: The number of rows of a text, with those of virtual tokens (prompt tuning).
         shift: The number of columns between a row and its label.
     """
     length = labels.shape[1]
@@ -299,17 +316,17 @@ def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: floa
         block = slice(start, start + step)
         labels = targets[block, None].clamp(max=values.shape[1] - 1)  # a single output has class 0
         scores = values[block].float() / (temperature or 1.0)
-        sizes, others, shifts = shapes[:, block, None].float()
+        sizes, other_sums, shifts = shapes[:, block, None].float()
         if temperature is None:
             at_labels = scores.softmax(1).gather(1, labels)
-            sizes, others = sizes * (1 - at_labels), others * (1 - at_labels)
-        entries = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(others).sub_(shifts)
+            sizes, other_sums = sizes * (1 - at_labels), other_sums * (1 - at_labels)
+        entries = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(other_sums).sub_(shifts)
         rows[block] = entries.scatter_(1, labels, -sizes)
     return rows.view(logits.shape)
 
 
 class _Residual(NamedTuple):
-    """The entries of dL/dlogits that labels and shapes of its rows do not reproduce.
+    """The entries of dL/dlogits that the labels and shapes of its rows do not reproduce.
 
     Attributes:
         share: The norm of the residual over the norm of the gradient; NaN if the gradient is zero.
@@ -327,23 +344,26 @@ class _Residual(NamedTuple):
 def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residual:
     """Return the entries of a gradient (n, V) that the shapes of its rows do not reproduce."""
     step, width = _rows_at_once(gradient), gradient.shape[1]
-    tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # float32 leaves 1e-7
+    tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # rounding of float32 is about 1e-7
     indices, values = [], []
-    n_entries, residual_norm, norm = 0, *gradient.new_zeros(2, dtype=torch.float32)  # squared
+    n_entries, residual_norm, gradient_norm = (
+        0,
+        *gradient.new_zeros(2, dtype=torch.float32),
+    )  # squared
     for start in range(0, len(gradient), step):
         block = slice(start, start + step)
-        true = gradient[block]
-        labels = RowLabels(*(column[block] for column in rows))
-        residual = true.float() - rows_of_step(labels, logits[block]).float()
+        true_rows = gradient[block]
+        row_labels = RowLabels(*(column[block] for column in rows))
+        residual = true_rows.float() - rows_of_step(row_labels, logits[block]).float()
         residual_norm += residual.square().sum()
-        norm += true.float().square().sum()
-        limits = tolerance * true.abs().amax(1, keepdim=True)
+        gradient_norm += true_rows.float().square().sum()
+        limits = tolerance * true_rows.abs().amax(1, keepdim=True)
         is_off = (residual.abs() > limits).flatten().nonzero()[:, 0]
         n_entries += len(is_off)
         if n_entries <= MAX_RESIDUAL_ENTRIES:
             indices.append(is_off + start * width)
-            values.append(true.flatten()[is_off])
-    share = float((residual_norm / norm).sqrt())
+            values.append(true_rows.flatten()[is_off])
+    share = float((residual_norm / gradient_norm).sqrt())
     if n_entries > MAX_RESIDUAL_ENTRIES or not indices:
         return _Residual(share)
     return _Residual(share, torch.cat(indices), torch.cat(values))
@@ -355,7 +375,7 @@ def rows_of_step(rows: RowLabels, logits: Tensor, residual: _Residual | None = N
     # The shape of a row without a label is relative to its highest entry.
     targets = torch.where(has_label, rows.labels, rows.highest)
     sizes = torch.where(has_label, rows.sizes, -rows.values[:, 1])
-    shapes = torch.stack([sizes, rows.others, rows.shifts])
+    shapes = torch.stack([sizes, rows.other_sums, rows.shifts])
     gradient = make_rows(logits, targets, shapes, 1.0)
     if residual is not None and residual.indices is not None and residual.values is not None:
         gradient.view(-1).index_copy_(0, residual.indices, residual.values)

@@ -1,7 +1,8 @@
-"""The tap that records what crosses the split of split learning in a training step.
+"""Record the tensors that a client of split learning sends in a training step.
 
-The client sends the hidden states of a layer, the mask and the positions to the server. The tap
-records them in the user's forward, before and after the client's defences.
+The model is split at a layer: the client runs the blocks below it, and sends the hidden states of
+the layer, the mask and the positions to the server. :class:`SplitTap` records them in the user's
+forward, before and after the client's defences.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_fedleak.model.snapshots import Stage, UnusableObservation
 from lightning_fedleak.model.taps.activations import ActivationTap, join_pieces
 from lightning_fedleak.model.taps.calls import ModelCalls
 
+# Arguments of the model that the client sends besides the hidden states.
 ARGUMENTS = ("attention_mask", "position_ids")
 
 
@@ -28,10 +30,10 @@ class Crossed:
     If the batch packs several documents into a row, the tensors have a row for each document.
 
     Attributes:
-        batch: the client's batch before any defence: the truth.
-        local: by layer the hidden states (B, L, d) before the defences, or the error that says why
-            they are unknown.
-        shared: by layer the hidden states (B, L, d) that left the client, or the error.
+        batch: the client's batch before any defence, the ground truth.
+        local: the hidden states (B, L, d) by layer before the defences, or the error because of
+            which they are unknown.
+        shared: the hidden states (B, L, d) by layer that the client sent, or the error.
         attention_mask: (B, L), as the model received it, or None.
         position_ids: (B, L), as the model received them, or None.
     """
@@ -46,7 +48,7 @@ class Crossed:
         """Return hidden states (B, L, d) at a stage.
 
         Raises:
-            UnusableObservation: the layer was called never or repeatedly, or on other tokens.
+            UnusableObservation: the layer was not called exactly once on the batch's tokens.
             ChangedInPlace: the model has overwritten them.
         """
         states = (self.local if stage is Stage.LOCAL else self.shared)[layer]
@@ -58,11 +60,11 @@ class Crossed:
 class SplitTap:
     """Hooks that record hidden states before and after the defences that rewrite them.
 
-    The tap is created after the defences have registered their hooks, so that its hooks run before
-    and after theirs.
+    Create the tap after the defences have registered their hooks: some of its hooks then run before
+    the defences' hooks, and the others after them.
 
-    The mask and the positions are those that the model itself received. If only its parts were
-    called, they are the batch's mask, and None.
+    The mask and the positions are those that the model received. If only its parts were called, the
+    mask is the batch's, and the positions are None.
 
     Args:
         anatomy: The parts of the model.
@@ -74,9 +76,9 @@ class SplitTap:
         self, anatomy: Anatomy, layers: Collection[int], defended: Collection[int]
     ) -> None:
         self._layers = sorted(set(layers))
-        self._virtual = virtual_tokens(anatomy)
-        self._rewritten = sorted(set(layers) & set(defended))
-        self._before = ActivationTap(anatomy, self._rewritten, gradients=False, first=True)
+        self._n_virtual = virtual_tokens(anatomy)
+        self._defended = sorted(set(layers) & set(defended))
+        self._before = ActivationTap(anatomy, self._defended, gradients=False, first=True)
         self._after = ActivationTap(anatomy, self._layers, gradients=False)
         self._calls = ModelCalls(anatomy)
         self._taps = self._before, self._after, self._calls
@@ -99,7 +101,7 @@ class SplitTap:
             tap.close()
 
     def take(self, batch: TokenBatch) -> Crossed:
-        """Return what crossed since :meth:`arm`, and start the next micro-batch."""
+        """Return the tensors that were sent since :meth:`arm`, and start the next micro-batch."""
         shape = tuple(batch.input_ids.shape)
         try:
             documents = batch.by_document()
@@ -111,7 +113,7 @@ class SplitTap:
             self.arm()
             return Crossed(batch, errors, errors, None, None)
         shared = {layer: self._states(self._after, layer, shape) for layer in self._layers}
-        local = shared | {n: self._states(self._before, n, shape) for n in self._rewritten}
+        local = shared | {n: self._states(self._before, n, shape) for n in self._defended}
         self.arm()
         local, shared = (
             {n: batch.per_document(s) if isinstance(s, Tensor) else s for n, s in states.items()}
@@ -120,7 +122,7 @@ class SplitTap:
         return Crossed(batch, local, shared, mask, positions)
 
     def _states(self, tap: ActivationTap, layer: int, shape: tuple[int, ...]) -> Tensor | Exception:
-        """Return the hidden states of a batch (B, L), or the error that says what is wrong."""
+        """Return the hidden states (B, L, d) of a batch of ``shape`` (B, L), or an error."""
         try:
             passes = join_pieces(tap.states(layer), shape[:1])
         except RuntimeError as error:
@@ -128,13 +130,13 @@ class SplitTap:
         if len(passes) != 1:
             return UnusableObservation(
                 f"layer {layer} was passed {len(passes)} times in the training step of one batch: "
-                "which of them crosses a split is unknown"
+                "which of them the client sends is unknown"
             )
         [states] = passes
         batch, length = shape
         if states.dim() != 3 or states.shape[:2] not in (
             (batch, length),
-            (batch, length + self._virtual),
+            (batch, length + self._n_virtual),
         ):
             return UnusableObservation(
                 f"hidden states at layer {layer} are {tuple(states.shape)}, the batch holds {shape}"

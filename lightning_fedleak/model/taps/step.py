@@ -1,8 +1,8 @@
 """One training step as a value: what the model was called with, its labels, and its gradients.
 
-A :class:`Step` is made while the user's forward and backward run
+Hooks record a :class:`Step` while the user's forward and backward run
 (:mod:`~lightning_fedleak.model.taps.step_tap`). A control is also a ``Step``: a copy with shuffled
-tokens. So is a round of a federation, with several local steps. A test writes one by hand::
+tokens. A round of a federation is a ``Step`` with several local steps. A test can create one::
 
     Step(calls=[ModelCall(batch=batch)], gradients={Stage.SHARED: snapshot})
 """
@@ -26,10 +26,10 @@ from lightning_fedleak.model.taps.row_labels import HeadCall, RowLabels
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of dL/dlogits of a call, and their positions in its texts.
+    """The rows of dL/dlogits of a call, each for one predicted token, and their positions in texts.
 
     Attributes:
-        rows: The N rows, without those of virtual tokens that predict a virtual token.
+        rows: The N rows, without those at which a virtual token (prompt tuning) is predicted.
         text: (N,) the index of each row's text in the batch.
         place: (N,) the column of each row in its text (of the decoder, in an encoder-decoder).
         width: The number of columns of a text.
@@ -45,7 +45,7 @@ class PlacedRows:
     n_rows: int
 
     def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
-        """Return (texts, width + shift) the rows' values, each ``shift`` columns after its row."""
+        """Return (texts, width + shift) the rows' values, ``shift`` columns after their rows."""
         shape, place = (texts, self.width + shift), self.place + shift
         grid = torch.full(shape, fill, dtype=values.dtype, device=values.device)
         grid[self.text, place] = values
@@ -65,14 +65,15 @@ class ModelCall:
         training: The ``id`` of each module that was in train mode.
         autocast: The dtype of autocast; None without autocast.
         text_logits: Whether the model's logits have one row per text.
-        reached: (B, L) bool, where the embedding, or a causal model's first block, got a gradient.
+        reached: (B, L) bool, the positions where the output of the embedding, or of a causal
+            model's first block, got a gradient.
         states: (B, L, d) the last hidden states; None if the head was called, or without a graph.
         gradient: (B, L, d) the gradient of ``states``; None before the backward.
         random: The states of torch's generators of the CPU and the model's device at the beginning
             of the call.
         batch: The ids, labels and mask of the call; None until they are read.
         placed: The rows of dL/dlogits, with the size and the sign of each label's gradient; None if
-            neither the graph nor the batch shows them.
+            neither the recorded gradients nor the batch show them.
         shapes: In a control, (3, N) the shapes of these rows, see ``RowLabels.shapes``; 0 for a row
             without a label. None in the step itself.
     """
@@ -207,7 +208,7 @@ class LocalRound:
                 write to them in place until the round has been repeated.
         """
         if any(hasattr(p, "full_tensor") for p in parameters):
-            return cls({}, why_not="the rounds of a sharded model are not made again")
+            return cls({}, why_not="the rounds of a sharded model are not repeated")
         return cls({id(p): p.detach() for p in parameters if p.requires_grad})
 
     def add_step(self, optimizer: Optimizer, n_calls: int, rate: float | None = None) -> None:
@@ -219,7 +220,7 @@ class LocalRound:
             rate: The learning rate of the step; None for the optimizer's current rates.
         """
         if self.optimizer not in (None, optimizer):
-            self.why_not = "several optimizers step in a round, which is not made again"
+            self.why_not = "several optimizers step in a round, which is therefore not repeated"
         self.optimizer = optimizer
         rates = (group["lr"] if rate is None else rate for group in optimizer.param_groups)
         self.rates.append([float(group_rate) for group_rate in rates])
@@ -236,7 +237,7 @@ class LocalRound:
         name = type(self.optimizer).__name__
         if type(self.optimizer) is not getattr(torch.optim, name, None):
             raise UnusableObservation(
-                f"{name} is no class of torch.optim, and its steps are not made again"
+                f"{name} is no class of torch.optim, so that its steps are not repeated"
             )
         groups = [
             {**group, "params": [leaves[id(p)] for p in group["params"] if id(p) in leaves]}
@@ -257,7 +258,7 @@ class LocalRound:
         rates_by_step = [{rates[i] for i in indices} for rates in self.rates]
         learning_rates = [rates.pop() for rates in rates_by_step if len(rates) == 1]
         if len(learning_rates) < len(rates_by_step) or not sum(learning_rates) > 0:
-            raise UnusableObservation("what is read is trained at several learning rates, or at 0")
+            raise UnusableObservation("observed parameters have several learning rates, or only 0")
         return learning_rates
 
 
@@ -281,7 +282,7 @@ class Step:
         placeholders: Ids that stand for an image or a sound and are no words.
         round: The data from which a round is repeated; None for a single step.
         undefended: The local gradient that attacks read, if defences or a reduction change it
-            before the optimizer steps; None if nothing changes it, or if it is not observed.
+            before the optimizer steps; None if nothing changes it, or if it is not recorded.
         unexplained: The share of ``undefended`` that the repeated step does not explain; NaN if the
             step was not repeated.
         noise_std: The standard deviation of the noise that defences have added to each number of

@@ -1,8 +1,10 @@
-"""The tap that makes the :class:`~lightning_fedleak.model.taps.step.Step` of a training step.
+"""Record a training step: the calls of the model, their ids and labels, and the gradients.
 
-A *tap* is a set of hooks that record what attacks read, and change nothing. Ids and labels are read
-from the step's own forward and backward, so that the form of the user's batch does not matter. If
-the graph cannot be read, they are taken from the batch. Gradients are read from ``p.grad``.
+A *tap* is a set of hooks that record tensors of the user's training and change nothing.
+:class:`StepTap` records a :class:`~lightning_fedleak.model.taps.step.Step`, the value that attacks
+run on and are scored with. Ids and labels are read from the step's own forward and backward (its
+graph), so that the form of the user's batch does not matter. If that is impossible, they are read
+from the batch. Gradients are read from ``p.grad``.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from lightning_fedleak.model.taps.step import ModelCall, Step
 
 
 class _EncoderTap(GraphTap):
-    """Hooks that record which calls of a model without a head got a gradient in a step.
+    """Hooks that record which calls of a model without a head (an encoder) got a gradient.
 
     Args:
         anatomy: The parts of the model.
@@ -55,15 +57,15 @@ class _EncoderTap(GraphTap):
             self.why_not = None
 
     def close(self) -> None:
-        """Remove the hooks, and forget the calls."""
+        """Remove the hooks and discard the calls."""
         super().close()
         self._calls_with_gradient = []
 
-    def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
-        """Return and forget the calls whose states got a gradient since the previous ``take``.
+    def take(self, user_batch: TokenBatch | None = None) -> list[ModelCall]:
+        """Return the calls whose states got a gradient since the previous ``take``; discard them.
 
         Args:
-            read: Unused; part of the interface of :class:`GraphTap`.
+            user_batch: Unused; part of the interface of :class:`GraphTap`.
 
         Raises:
             Exception: An exception that a hook raised during the user's forward or backward.
@@ -82,8 +84,8 @@ class _EncoderTap(GraphTap):
         outputs = [*output.values()] if isinstance(output, Mapping) else output
         for states in outputs if isinstance(outputs, list | tuple) else [output]:
             if isinstance(states, Tensor) and states.requires_grad and self._calls:
-                note = partial(self._note_gradient, self._calls[-1])
-                states.register_hook(note)  # type: ignore[no-untyped-call]
+                hook = partial(self._note_gradient, self._calls[-1])
+                states.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _note_gradient(self, call: ModelCall, gradient: Tensor) -> None:
         self._calls_with_gradient.append(call)
@@ -93,39 +95,42 @@ class _EncoderTap(GraphTap):
         self._calls_with_gradient.append(call)
 
 
-def _read_encoder_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> ModelCall:
+def _read_encoder_call(
+    call: ModelCall, kind: Kind, user_batch: TokenBatch | None = None
+) -> ModelCall:
     """Return the call with its token batch: ids, mask, and labels if the user's batch matches.
 
     Args:
         call: A call whose hidden states got a gradient.
         kind: The kind of the model.
-        read: The user's batch, or None if it could not be read. Its labels are used if its ids have
-            the call's shape.
+        user_batch: The user's batch, or None if it could not be read. Its labels are used if its
+            ids have the call's shape.
 
     Raises:
         BatchError: No ids arrived at the model's input embedding.
     """
-    batch = read_inputs(call, kind, read)
-    has_same_shape = read is not None and read.input_ids.shape == batch.input_ids.shape
-    batch = replace(batch, labels=read.labels if read and has_same_shape else None)
+    batch = read_inputs(call, kind, user_batch)
+    has_same_shape = user_batch is not None and user_batch.input_ids.shape == batch.input_ids.shape
+    batch = replace(batch, labels=user_batch.labels if user_batch and has_same_shape else None)
     return replace(call, batch=batch)
 
 
 _NO_GRADIENT = (
-    "its graph shows none (a fused or chunked loss?). Nothing is to be done: "
-    "leakage/step/unexplained says whether they fit the step"
+    "its graph shows none (a fused or chunked loss?). No action is needed: "
+    "leakage/step/unexplained shows whether these labels fit the step"
 )
 
 
 class _GradientTap:
-    """The gradients of some parameters, also the local gradients that DDP overwrites.
+    """Reads the gradients of some parameters, including local gradients that DDP overwrites.
 
     If ``p.grad`` holds the gradient of a stage, :meth:`view` returns views of it without a copy. A
     DDP process's local gradient exists only until DDP reduces it inside backward: while the tap is
     armed, :meth:`keep_local` copies it into one buffer per parameter, which is allocated once.
 
     Args:
-        parameters: parameter by role. A tied matrix with two roles is read once.
+        parameters: the parameters by role, such as ``"head.weight"``. A tied matrix with two roles
+            is read once.
         gradient_of: returns the gradient with which the optimizer steps a parameter.
         tied: whether head and embedding are one matrix, for the snapshots.
     """
@@ -157,6 +162,7 @@ class _GradientTap:
 
     @raised_when_read
     def _copy_gradient(self, parameter: Tensor) -> None:
+        """Copy the gradient of a parameter to its buffer, while the tap is armed."""
         if not self.armed or parameter.grad is None:
             return
         grad = _dense(parameter.grad)
@@ -186,7 +192,7 @@ class _GradientTap:
             stage: the stage of the gradients.
             copies: whether to read the copies of :meth:`keep_local` instead of ``p.grad``.
             client: rank of the client.
-            scale: loss scale still in the copies (fp16's GradScaler); divided out.
+            scale: loss scale that the copies contain (GradScaler of float16); it is divided out.
 
         Returns:
             A snapshot without the roles that have no gradient.
@@ -218,7 +224,7 @@ class _GradientTap:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the tensor as a whole and dense one, if it is a shard or sparse."""
+    """Return the whole dense tensor of a tensor that may be a shard or sparse."""
     tensor = whole_tensor(tensor)
     return tensor.to_dense() if tensor.is_sparse else tensor
 
@@ -254,7 +260,9 @@ class _PackedRows:
     def with_crossing(
         self, batch: TokenBatch, calls: Sequence[Mapping[str, object]] | None = None
     ) -> TokenBatch:
-        """Return the batch with ``crossing`` set; each form of a call is tested only once.
+        """Return the batch with ``crossing`` set: whether documents of a row attend to each other.
+
+        Calls of the same form (arguments of the same ranks and values) are tested only once.
 
         Args:
             batch: A batch of a step.
@@ -270,11 +278,11 @@ class _PackedRows:
             self._calls.arm(False)
         if not batch.is_packed:
             return replace(batch, crossing=False)
-        sharded = any(map(is_shard, self._anatomy.root.parameters()))
-        if sharded or len(calls) != 1:
-            called = f"the model was called {len(calls)} times in one batch"
-            why = "the model's parameters are sharded" if sharded else called
-            raise UnusableObservation(NOT_TESTED.format(why))
+        is_sharded = any(map(is_shard, self._anatomy.root.parameters()))
+        if is_sharded or len(calls) != 1:
+            count = f"the model was called {len(calls)} times in one batch"
+            cause = "the model's parameters are sharded" if is_sharded else count
+            raise UnusableObservation(NOT_TESTED.format(cause))
         [call] = calls
         form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
         if form not in self._crossing:
@@ -291,7 +299,7 @@ def _form(argument: object) -> object:
 
 
 class StepTap:
-    """Make a :class:`Step` while the user's forward and backward run.
+    """Record a :class:`Step` while the user's forward and backward run.
 
     ::
 
@@ -299,7 +307,7 @@ class StepTap:
         tap.read_gradients({"head.weight": head.weight})
         step = tap.begin(number)
         tap.batch_begins(step, batch)          # then the user's forward and backward
-        tap.settle(step)                       # labels and inputs are known
+        tap.settle(step)                       # reads the labels and inputs
         step.gradients[Stage.SHARED] = tap.gradients(number, Stage.SHARED)
         tap.batch_ends(step, trained=True)
         tap.end()
@@ -310,7 +318,7 @@ class StepTap:
         temperature: The expected divisor of the logits in a fused loss.
         adapter: A function from the user's batch to a :class:`TokenBatch`; None for known forms.
         autocast: The dtype that the step computes in; None without autocast.
-        why_not: A reason why the graph does not show the content of the batch, or None.
+        why_not: A reason why the step's graph must not be read for ids and labels, or None.
         say: A function that gets messages about the source of the ground truth, each only once.
         reason: A function from an error to a message without words of the private batch.
 
@@ -481,36 +489,37 @@ class StepTap:
     # ---- the ground truth -------------------------------------------------------------------
 
     def _packed_rows(self) -> _PackedRows:
+        """Return the test of packed rows, which is created at its first use."""
         self._rows = self._rows or _PackedRows(self._anatomy, self._forward_context)
         return self._rows
 
     def _read_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:
-        """Return the calls with the ground truth of their graph, or a plain call on the batch."""
+        """Return the calls with their ids and labels, or a plain call on the batch without them."""
         kind, batch = self._anatomy.kind, step.batch
         try:
-            reads = [self._read_call(call, kind, batch) for call in calls]
+            calls_with_texts = [self._read_call(call, kind, batch) for call in calls]
         except BatchError as error:
             if batch is None:
                 raise
-            self._say(f"the labels of a step are read off its batch: {error}")
+            self._say(f"the labels of a step are read from its batch: {error}")
             return [self._call_on_batch(step, batch)]
-        for i, call in enumerate(reads):
+        for i, call in enumerate(calls_with_texts):
             texts = call.texts
             if texts.crossing is None and texts.is_packed:
                 texts = self._packed_rows().with_crossing(texts, [call.arguments])
-                reads[i] = replace(call, batch=texts)
-        self._say("the labels and inputs of a step are read off its own graph")
+                calls_with_texts[i] = replace(call, batch=texts)
+        self._say("the labels and inputs of a step are read from its own graph")
         for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
-            beside = f"the images or sounds that the model reads: {name}"
-            self._say(f"the text of a step is looked for, and nobody asks about {beside}")
-        call, *more = reads
-        if not more and call.ids is not None and call.texts.input_ids.shape == call.ids.shape:
+            media = f"the images or sounds that the model reads: {name}"
+            self._say(f"attacks recover the text of a step, but no attack recovers {media}")
+        call, *further = calls_with_texts
+        if not further and call.ids is not None and call.texts.input_ids.shape == call.ids.shape:
             step.batch = call.batch
-        return reads
+        return calls_with_texts
 
     def _call_on_batch(self, step: Step, batch: TokenBatch) -> ModelCall:
-        """Return a plain call on the user's batch, as a plain loss would have made it."""
-        self._say(f"the labels of a step are read off its batch: {self.why_not or _NO_GRADIENT}")
+        """Return the call that a plain cross-entropy makes on the user's batch."""
+        self._say(f"the labels of a step are read from its batch: {self.why_not or _NO_GRADIENT}")
         if self._rows is not None:
             batch = self._rows.with_crossing(batch)
         step.batch = batch

@@ -1,11 +1,11 @@
 """Per-token log-probabilities of texts: the forwards that memorization attacks use.
 
-A causal model is queried for a text once. A masked model is queried once for each of 7 parts of
-the text's tokens, with that part masked, about the 15% that collators mask. The parts are drawn
-from the text alone, so that the base model and the trained one have the same masks in every
-measurement. The sum over the tokens is a pseudo-log-likelihood (Salazar et al. 2020, arXiv
-1910.14659, who mask one token a forward). Attacks compare it with that of the base model
-(Mireshghallah et al. 2022, arXiv 2203.03929).
+A causal model is queried for a text once. For a masked model, the text's tokens are divided into 7
+random parts, and the model is queried once for each part, with that part masked: about the 15% that
+collators mask. The parts depend only on the text, so that the base model and the trained model have
+the same masks in every measurement. The sum over the tokens is a pseudo-log-likelihood (Salazar et
+al. 2020, arXiv 1910.14659, who mask one token per forward). Attacks compare it with the sum of the
+base model (Mireshghallah et al. 2022, arXiv 2203.03929).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.pairs import PairBatch, RatedBatch
 from lightning_fedleak.model.snapshots import TokenSnapshot
 
-TOKENS_AT_ONCE = 1 << 10  # tokens of one forward; larger ones are not faster on two CPU cores
-LOGITS_OF_FORWARD = 1 << 25  # 128 MiB in float32: no more memory than an evaluation step takes
-MASKS = 7  # forwards of a masked model for a text, each with 1/7 of its tokens masked
-# Positions whose logits are reduced at once on a CPU: they fit its cache; 16 take 1.6x as long.
+TOKENS_AT_ONCE = 1 << 10  # tokens of one forward; more are not faster on two CPU cores
+LOGITS_OF_FORWARD = 1 << 25  # logits of one forward: 128 MiB, no more than an evaluation takes
+MASKS = 7  # forwards of a masked model per text, each with 1/7 of the tokens masked
+# Positions whose logits are reduced at once on a CPU: 4 fit its cache, and 16 take 1.6x as long.
 POSITIONS_AT_ONCE = 4
 # Logits that are reduced at once if the vocabulary is small: those of 4 positions at 32,000 tokens.
 NUMBERS_AT_ONCE = 1 << 17
@@ -45,8 +45,8 @@ class Text:
     Attributes:
         ids: (L,) int64 token ids.
         labels: (L,) int64, the id if the loss is computed on the token and -100 otherwise; the
-            first is not predicted. For a classifier or a masked model (L + 1,): a -100, then the
-            label of each token. A class of the whole text is at its last token.
+            first token is not predicted. For a classifier or a masked model (L + 1,): -100, then
+            the label of each token. A class of the whole text is at its last token.
         split: For a pair, the number of tokens of the chosen text; the tokens of the rejected text
             follow it. For a rated answer, L if it is desirable and 0 if not. None without
             preferences.
@@ -65,7 +65,7 @@ class Text:
 
     @property
     def alone(self) -> list[Text]:
-        """Return the texts that a model reads separately; for a pair chosen and rejected."""
+        """Return the texts that a model reads separately: a pair is two of them."""
         if self.split is None:
             return [self]
         parts = slice(self.split), slice(self.split, None)
@@ -78,14 +78,14 @@ class Text:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether the model predicts each label at its own token, not at the one before."""
+        """Return whether a label is predicted at its own token, and not at the token before."""
         return len(self.labels) > len(self.ids)
 
     @property
     def prompt(self) -> Text:
         """Return the text with labels at the tokens that the loss is not computed on.
 
-        A pair, and a text of a classifier or a masked model, has no prompt and so no labels.
+        A pair, and a text of a classifier or a masked model, has no prompt: it gets no labels.
         """
         if self.is_aligned or self.split is not None:
             return Text(self.ids, torch.full_like(self.labels, IGNORE_INDEX))
@@ -93,7 +93,7 @@ class Text:
 
     @property
     def whole(self) -> Text:
-        """Return the text with a label at every token; pairs and aligned texts as they are."""
+        """Return the text with a label at every token. Pairs and aligned texts are not changed."""
         return self if self.is_aligned or self.split is not None else Text(self.ids, self.ids)
 
     @property
@@ -110,7 +110,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Completions(Text):
-    """A model's completions of one prompt, one after the other, each with the prompt before it.
+    """A model's completions of one prompt, joined, each with the prompt before it.
 
     Attributes:
         lengths: The number of tokens of each completion with its prompt.
@@ -225,10 +225,10 @@ def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> Token
         special: ids of special tokens.
 
     Raises:
-        ValueError: it has no labels.
+        ValueError: the batch has no labels.
     """
     if batch.labels is None:
-        raise ValueError("it has no labels, which alone say what its masked tokens were")
+        raise ValueError("it has no labels, without which its masked tokens are unknown")
     ids = torch.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)
     hidden = (ids == mask_id).any(-1, keepdim=True) | torch.isin(
         ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype)
@@ -237,7 +237,7 @@ def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> Token
 
 
 def _masked_copies(text: Text, mask_id: int) -> list[Text]:
-    """Return a copy of a text for each of its parts: the part is masked and alone has labels."""
+    """Return 7 copies of a text: in each, another part is masked, and only this part has labels."""
     places = (text.labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
     seed = int.from_bytes(hashlib.sha256(text.ids.numpy().tobytes()).digest()[:7])
     generator = torch.Generator().manual_seed(seed)
@@ -275,11 +275,12 @@ def compressed_bytes(
 def token_log_probs(
     anatomy: Anatomy, texts: Sequence[Text], mask_id: int | None = None
 ) -> TokenSnapshot:
-    """Query the model for each label token of texts, in eval mode and without a trace.
+    """Query the model for each label token of texts, in eval mode.
 
-    A text costs one forward, a pair two, and a text of a masked model 7. Texts are batched by
-    length. The caller chooses the precision by an autocast around the call. Under FSDP2 every
-    process must make the call, with texts of the same lengths.
+    The run changes neither the model nor the random generators. A text costs one forward, a pair
+    two, and a text of a masked model 7. Texts are batched by length. The caller chooses the
+    precision by an autocast around the call. Under FSDP2 every process must make the call, with
+    texts of the same lengths.
 
     Args:
         anatomy: a causal language model; a classifier, which is queried for the class of each text
@@ -310,7 +311,7 @@ def token_log_probs(
         while order:
             length = len(texts[order[0]].ids)
             rows = max(1, at_once // length)
-            if anatomy.kind == "classifier":  # it may find a text's end by padding tokens: pad none
+            if anatomy.kind == "classifier":  # may find a text's end by padding tokens
                 rows = min(rows, sum(len(texts[row].ids) == length for row in order[:rows]))
             part, order = order[:rows], order[rows:]
             answers = _query(anatomy, model, [texts[row] for row in part])
@@ -364,7 +365,10 @@ def _query(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSn
 
 
 def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return (4, n): log probability, its mean and deviation over the vocabulary, and greedy.
+    """Return (4, n) numbers of each target token, as in ``TokenSnapshot``.
+
+    They are its log probability, the mean and the standard deviation of the log probability over
+    the vocabulary, and 1 if it is the most likely token, else 0.
 
     Args:
         logits: (n, V) at the predicting positions.
@@ -401,7 +405,7 @@ Prefix = tuple[int, ...]
 def candidate_log_probs(
     anatomy: Anatomy, context: Tensor, candidates: Sequence[Tensor]
 ) -> tuple[Tensor, bool]:
-    """Return the log probability of each candidate after a context, in eval mode, without a trace.
+    """Return the log probability of each candidate after a context, in eval mode.
 
     The context runs once, and so does each prefix that candidates share. One forward holds the last
     tokens of many prefixes, each of which attends to the context and to its own prefix (tree
@@ -430,7 +434,7 @@ def candidate_log_probs(
             if logits and not is_verified:
                 [whole] = _run_whole(anatomy, model, context, prefixes[-1:])
                 is_tree = _agree(logits[-1], whole)
-                # A model that ignores the mask is right on a single branch.
+                # On a single branch a model that ignores the mask would be right by chance.
                 is_verified = len(prefixes) > len(prefixes[-1])
             if logits is None or not is_tree:
                 logits, is_tree = _run_whole(anatomy, model, context, prefixes), False
@@ -498,14 +502,14 @@ def _run_tree(
             use_cache=True,
             **caches,
         )
-    except Exception:  # other masks, or no positions: the caller runs prefixes one by one
+    except Exception:  # the model takes no such mask or no positions
         return None
     return [*model_runs.logits_in(output)[0]]
 
 
-def _agree(logits: Tensor, others: Tensor) -> bool:
+def _agree(logits: Tensor, other_logits: Tensor) -> bool:
     """Return whether two logits (V,) differ only by rounding: 3% in 16 bits, 0.1% in 32."""
-    a, b = (part.float() - part.float().mean() for part in (logits, others))
+    a, b = (part.float() - part.float().mean() for part in (logits, other_logits))
     return bool((a - b).norm() <= (0.03 if logits.element_size() < 4 else 1e-3) * b.norm())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.atoms import explain_kept, most_kept
+from lightning_fedleak.attacks.row_space.atoms import explain_sparse, select_densest
 from tests.attacks.row_space.test_pursuit import NOTHING, D, V, dictionary, planted
 
 ODDS = torch.full((V,), math.log(20 / V))
@@ -41,8 +41,8 @@ def test_the_planted_types_are_found_and_each_is_needed(types: int, share: float
     atoms = dictionary()
     for seed in range(5):
         gradient, truth = planted(atoms, types, 40, seed)
-        rows = most_kept(sparse(gradient, share))
-        result = explain_kept(rows, atoms, NOTHING, ODDS)
+        rows = select_densest(sparse(gradient, share))
+        result = explain_sparse(rows, atoms, NOTHING, ODDS)
         assert result is not None
         assert set(result.tolist()) == set(truth.tolist())
         rows = rows[(rows != 0).sum(1) > 2 * types]
@@ -57,11 +57,11 @@ def test_directions_that_are_no_word_are_no_types() -> None:
     generator = torch.Generator().manual_seed(7)
     beside = torch.nn.functional.normalize(torch.randn(2, D, generator=generator).double(), dim=1)
     mixed = gradient.double() + 20 * torch.randn(40, 2, generator=generator).double() @ beside
-    rows = most_kept(sparse(mixed.float(), 0.4))
-    result = explain_kept(rows, atoms, beside, ODDS)
+    rows = select_densest(sparse(mixed.float(), 0.4))
+    result = explain_sparse(rows, atoms, beside, ODDS)
     assert result is not None
     assert set(result.tolist()) == set(truth.tolist())
-    alone = explain_kept(rows, atoms, NOTHING, ODDS)
+    alone = explain_sparse(rows, atoms, NOTHING, ODDS)
     assert alone is None or set(alone.tolist()) != set(truth.tolist())
 
 
@@ -71,20 +71,20 @@ def test_a_type_that_only_came_first_is_taken_back() -> None:
     # Nearly the sum of two others, and so what explains most of rows that hold both alike.
     atoms[2] = atoms[0] + atoms[1] + 0.2 * torch.randn(D, generator=generator)
     weights = 1 + 0.2 * torch.randn(40, 2, generator=generator)
-    rows = most_kept(sparse(weights @ atoms[:2], 0.5))
+    rows = select_densest(sparse(weights @ atoms[:2], 0.5))
     assert misfit(rows, atoms[2:3]) < misfit(rows, atoms[0:1])
     assert misfit(rows, atoms[2:3]) < misfit(rows, atoms[1:2])
-    result = explain_kept(rows, atoms, NOTHING, ODDS)
+    result = explain_sparse(rows, atoms, NOTHING, ODDS)
     assert result is not None
     assert set(result.tolist()) == {0, 1}
 
 
 def test_the_vocabulary_may_be_read_in_parts(monkeypatch) -> None:
     atoms = dictionary()
-    rows = most_kept(sparse(planted(atoms, 4, 40)[0], 0.3))
-    whole = explain_kept(rows, atoms, NOTHING, ODDS)
+    rows = select_densest(sparse(planted(atoms, 4, 40)[0], 0.3))
+    whole = explain_sparse(rows, atoms, NOTHING, ODDS)
     monkeypatch.setattr("lightning_fedleak.attacks.row_space.atoms._TOKENS_AT_ONCE", 7)
-    parts = explain_kept(rows, atoms, NOTHING, ODDS)
+    parts = explain_sparse(rows, atoms, NOTHING, ODDS)
     assert whole is not None
     assert parts is not None
     assert torch.equal(whole, parts)
@@ -95,7 +95,7 @@ def test_equal_atoms_count_once() -> None:
     gradient, truth = planted(atoms, 4, 40)
     equal = [t for t in range(100, 160) if t not in truth.tolist()]
     atoms[equal] = atoms[truth[0]].clone()
-    result = explain_kept(most_kept(sparse(gradient, 0.2)), atoms, NOTHING, ODDS)
+    result = explain_sparse(select_densest(sparse(gradient, 0.2)), atoms, NOTHING, ODDS)
     assert result is not None
     names = {int(truth[0]) if t in equal else t for t in result.tolist()}
     assert len(result) == 4

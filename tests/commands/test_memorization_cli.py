@@ -145,7 +145,7 @@ def test_members_that_are_distinguished_wholly_never_pass(
     monkeypatch.setattr(Combined, "score", lambda self, released: -torch.arange(2.0 * n))
     status, text = run(tmp_path, drawn=True, at_most=0.7)
     assert status == BREACH
-    assert ("is unknown: it lies between 0.645 and 1.000" in text) is (n == 10)
+    assert ("is unknown: it is between 0.645 and 1.000" in text) is (n == 10)
     assert ("is shown to be at least 0.803" in text) is (n == 20)
     assert "give more texts" in text.lower() or n == 20
 
@@ -186,7 +186,7 @@ def test_members_of_a_length_that_is_not_compared_are_unknown(mixed: Path) -> No
     status, text = run(mixed, str(EMBEDDED_MODEL), drawn=True, at_most=0.999, out=output)
     assert status == BREACH
     text = " ".join(text.split())
-    assert "given away of 3 members with 1 to 7 label tokens is UNKNOWN: 3 members and 0" in text
+    assert "The leakage of 3 members with 1 to 7 label tokens is UNKNOWN: 3 members and 0" in text
     assert "BREACH: loss_ratio_short/auc is unknown." in text
     assert "combined/auc" not in text
     assert list(json.loads(output.read_text())["not_compared"]) == ["loss_ratio_short"]
@@ -255,7 +255,7 @@ def test_the_command_writes_the_list_and_gates_on_it(folder: Path, tmp_path: Pat
     counts = json.loads(output.read_text())["records"]
     assert counts["at_least"] == records.head["at_least"] > 2
     assert records.head["account"] is None
-    assert f"at least {records.head['at_least']} are given away" in text
+    assert f"at least {records.head['at_least']} leak" in text
     assert {line.row for line in records.lines} == set(range(TEXTS))
     words = (folder / "members.jsonl").read_text().splitlines()
     assert json.loads(words[0])["text"] not in path.read_text()
@@ -263,7 +263,7 @@ def test_the_command_writes_the_list_and_gates_on_it(folder: Path, tmp_path: Pat
     assert json.loads(output.read_text())["records"]["at_least"] == 0
     status, text = run(folder, at_most=29.0, **settings)
     assert status == BREACH
-    assert "is unknown: so few others" in text
+    assert "is unknown: too few others" in text
 
 
 def test_without_a_draw_no_list_is_written(folder: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
     measured: list[object] = []
     monkeypatch.setattr(plan, "show_attacks", measured.append)
     output = printed(model=model, targets="mlp.c_fc", batch=(2, 6))
-    assert "What SubspaceWords can read is unknown: no trained map of this model" in output
+    assert "What SubspaceWords can recover is unknown: no trained linear map" in output
     assert len(measured) == 1
 
 

@@ -112,7 +112,7 @@ def test_references_show_what_was_trained_on_and_nothing_else(
     assert "beyond_references/auc is shown to be at least" in text
     assert "2 references are trained on 60 rows each, 120 steps" in text
     unknown = r"an unknown share \(with 60 others\)"
-    assert re.search(f"{unknown} pass the bar of 1% FPR beyond 2 references and {unknown}", text)
+    assert re.search(f"{unknown} are detected at 1% FPR with 2 references and {unknown}", text)
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["beyond_references"]["auc"] > 0.95
     records = RecordList.load(tmp_path / "list.jsonl")

@@ -199,7 +199,9 @@ class DPSGD(Defense):
         """
         if self._referee is None or self._is_alone:
             return None if self._referee is None else str(self.verdict.in_short)
-        return "unknown: several processes trained, and no one of them knows of all looks"
+        return (
+            "unknown: several processes trained, and no single process has the results of all looks"
+        )
 
     @property
     def privacy(self) -> Privacy:

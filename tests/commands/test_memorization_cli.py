@@ -314,7 +314,7 @@ def test_rows_are_shown_on_a_terminal_alone(tmp_path: Path) -> None:
     assert places == sorted(places)
     assert {4, 9, 0} <= {*shown}
     assert "p is over the draw of rows" in text
-    with pytest.raises(SourceError, match="on a terminal alone") as refusal:
+    with pytest.raises(SourceError, match="only on a terminal") as refusal:
         run_command("records", **settings)
     assert "text number" not in str(refusal.value)
 
@@ -348,7 +348,7 @@ def test_kept_rows_are_written_and_the_draw_is_used_up(
 @pytest.mark.parametrize(
     ("head", "out", "words"),
     [
-        ({"account": True}, "kept.jsonl", "under differential privacy: which"),
+        ({"account": True}, "kept.jsonl", "under differential privacy: dropping"),
         ({"account": None}, "kept.jsonl", "--no-account"),
         ({"others": 1}, "kept.jsonl", "too few texts"),
         ({}, None, "--out FILE.jsonl"),

@@ -204,7 +204,7 @@ LLAMA = ("LlamaForCausalLM", "llama")
     [
         # Of a model's weights, and of a configuration alone.
         (None, "--targets nothing", "--targets nothing: Target modules"),
-        (None, "--targets c_attn --lora-r 0", "give its rank too, --lora-r 8"),
+        (None, "--targets c_attn --lora-r 0", "also give its rank, such as --lora-r 8"),
         (None, "--batch 2x65", "--batch 2 x 65 is longer than the model's context of 64"),
         (LLAMA, "--targets foo", "fedleak: --targets foo: Target modules"),
         (LLAMA, "--batch 1x9999", "--batch 1 x 9999 is longer than the model's context of 2048"),

@@ -190,13 +190,13 @@ def test_settings_are_read_from_the_record_and_options_come_first(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"no_account": False}, "say by --no-account"),
+        ({"no_account": False}, "give --no-account"),
         ({"batch_size": None}, "--batch-size"),
         ({"drawn": False}, "give --drawn"),
         ({"references": 1}, "seen half of them"),
         ({"references": 0}, "needs --references"),
-        ({"run": "private"}, "one with differential privacy"),
-        ({"run": "resumed"}, "one with differential privacy"),
+        ({"run": "private"}, "had differential privacy"),
+        ({"run": "resumed"}, "had differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),
         ({"run": "absent"}, "no whole run.jsonl"),
         ({"batch_size": 1000}, "fewer rows than --batch-size"),

@@ -84,9 +84,12 @@ class ReferenceRows:
     def data(self) -> list[_ReferenceData]:
         """Return the training data of each reference."""
         rows = (inside.nonzero()[:, 0].tolist() for inside in self.inside)
-        return [_ReferenceData([self.sources[n] for n in chosen]) for chosen in rows]
+        return [_ReferenceData([self.sources[n] for n in indices]) for indices in rows]
 
     @property
     def seen(self) -> Tensor:
-        """Return (N,) bool, the texts that the first reference is trained on; a second is not."""
+        """Return (N,) bool, the texts that the first reference is trained on.
+
+        A second reference is trained on the other texts.
+        """
         return self.inside[0, self.row_of]

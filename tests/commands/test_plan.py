@@ -235,4 +235,4 @@ def test_a_batch_is_texts_by_tokens(model: str, capsys: pytest.CaptureFixture[st
 
 def test_a_model_in_the_folder_of_no_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "~nobody-of-this-name/model"]) == 1
-    assert "no user has the name behind ~" in capsys.readouterr().err
+    assert "no user has the name after ~" in capsys.readouterr().err

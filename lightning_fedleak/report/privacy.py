@@ -162,7 +162,7 @@ class Account:
             return "none holds"
         if self.poisson is False:
             return "the same: epsilon does not count on sampling"
-        return "not computed for a privacy filter" if self.accountant == "filter" else None
+        return "not computed: the budget is a filter's" if self.accountant == "filter" else None
 
     @property
     def clip_norm(self) -> object:

@@ -313,7 +313,7 @@ def test_rows_are_shown_on_a_terminal_alone(tmp_path: Path) -> None:
     places = [text.index(f"row {n},") for n in (4, 9, 0, 1)]
     assert places == sorted(places)
     assert {4, 9, 0} <= {*shown}
-    assert "p is over the draw of rows" in text
+    assert "p is a probability over the draw of rows" in text
     with pytest.raises(SourceError, match="only on a terminal") as refusal:
         run_command("records", **settings)
     assert "text number" not in str(refusal.value)
@@ -329,7 +329,7 @@ def test_kept_rows_are_written_and_the_draw_is_used_up(
     settings["no_account"] = account is None
     status, text = run_command("records", top=0.15, out=kept, **settings)
     assert status == 0
-    assert "fresh draw" in text
+    assert "new draw" in text
     rows = [json.loads(line)["id"] for line in kept.read_text().splitlines()]
     assert rows == [n for n in range(20) if n not in (4, 9, 0)]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -400,7 +400,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     assert status == BREACH
     for name in ("combined", "combined_reference"):
         assert f"{name}/tpr_at_fpr_0.001 is unknown." in text
-    with pytest.raises(SourceError, match="give that of a model, or --references 2"):
+    with pytest.raises(SourceError, match="Give the folder of a model, or --references 2"):
         run(folder, drawn=True, at_most=0.6, out=output, reference="automatic")
     few = {"reference": reference, "reference_rows": TEXTS - 1, "summary": tmp_path / "summary.md"}
     status, text = run(folder, drawn=True, at_most=0.999, out=output, **few)
@@ -411,6 +411,6 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         assert f"trained on {TEXTS - 1} rows" in words
     with pytest.raises(SourceError, match=r"--reference cannot be loaded: .*nowhere"):
         run(folder, drawn=True, reference=str(tmp_path / "nowhere"))
-    pool_error = "--reference: Memorization.* has seen some of them"
+    pool_error = "--reference: Memorization.* was trained on some of them"
     with pytest.raises(SourceError, match=pool_error):
         run(folder, drawn=True, reference=str(tmp_path / "held_out"))

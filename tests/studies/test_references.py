@@ -193,7 +193,7 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"no_account": False}, "give --no-account"),
         ({"batch_size": None}, "--batch-size"),
         ({"drawn": False}, "give --drawn"),
-        ({"references": 1}, "seen half of them"),
+        ({"references": 1}, "two models or more"),
         ({"references": 0}, "needs --references"),
         ({"run": "private"}, "had differential privacy"),
         ({"run": "resumed"}, "had differential privacy"),

@@ -363,7 +363,7 @@ class Report:
                 f"{family} {value:.2f}".replace("nan", "unknown") for family, value in worst.items()
             ]
             rank_zero_info(
-                f"{self._run.watcher}: the worst attacks read at last: {', '.join(rates)}"
+                f"{self._run.watcher}: highest leakage at the last look: {', '.join(rates)}"
             )
 
     def write(

@@ -130,15 +130,19 @@ def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Finder]:
             or not (is_pattern or Path(kind).is_file())
         ):
             raise ValueError(
-                f"entities holds '{kind}', which is none of {', '.join(KINDS)} and no file with a "
-                "name of its own of letters, digits, '_', '-' and '.'"
+                f"entities holds '{kind}', which is none of {', '.join(KINDS)}, and no file with a "
+                "new name of letters, digits, '_', '-' and '.'"
             )
         finders[name] = KINDS[name] if is_pattern else _list_finder(Path(kind))
     return finders
 
 
 def _list_finder(path: Path) -> _Finder:
-    """Return a finder of the values in a file, whatever stands between their words."""
+    """Return a finder of the values in a file; any characters may separate the words of a value.
+
+    Raises:
+        ValueError: The file has no values, or a line without a letter or a digit.
+    """
     word = re.compile(r"\w+")
     lines = path.read_text(encoding="utf-8").splitlines()
     values = {tuple(word.findall(line)) for line in lines if line.strip()}

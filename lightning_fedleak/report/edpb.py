@@ -58,13 +58,13 @@ def _named_attack(
     of_updates = [
         a for a in attacks if a.stage != RELEASED and a.looks and a.family.name in families
     ]
-    places = ["the trained model"] * bool(measured) + ["what clients shared"] * bool(of_updates)
+    targets = ["the trained model"] * bool(measured) + ["what clients shared"] * bool(of_updates)
     silent = [a.name for a in attacks if _is_on_texts(a) and not a.looks]
     if silent and metric and not measured:
-        places.append(f"unknown for the trained model: no result of {', '.join(silent)}")
+        targets.append(f"unknown for the trained model: no result of {', '.join(silent)}")
     return NamedAttack(
         name,
-        "; ".join(places) or NOT_TRIED,
+        "; ".join(targets) or NOT_TRIED,
         [_result(a, metric) for a in measured] + [_result(a, a.headline) for a in of_updates],
         [f"{a.name}: {_visible(a, unit)}" for a in measured]
         + [f"{a.name}: {_visible(a)}" for a in of_updates],

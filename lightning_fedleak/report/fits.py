@@ -419,7 +419,7 @@ def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
 
 
 def _untested(family: records.Family, was_tried: bool) -> str:
-    """Return that a family of attacks has no result, and which attack would test it."""
+    """Return a sentence that a family of attacks has no result, and which attack would test it."""
     hint = f"not tried. {family.untested.format(watcher='LeakageMonitor')}".rstrip()
     return f"{family.tested}: {'no attack gave a result' if was_tried else hint}"
 
@@ -536,5 +536,6 @@ def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
 
 
 def _highest(rates: Sequence[MetricValue | None]) -> float | None:
+    """Return the highest value; None without one."""
     values = [rate.value for rate in rates if rate is not None and rate.value is not None]
     return max(values, default=None)

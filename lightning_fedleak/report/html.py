@@ -42,6 +42,7 @@ def page(findings: Findings, revealed: Mapping[str, str] | None = None, *, live:
 
 @cache
 def _template() -> jinja2.Template:
+    """Return ``page.html`` as a template, with the functions and filters that it uses."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

@@ -108,8 +108,8 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     files = (records.RESULTS, records.RECORD)
     for place in places:
         if not place.is_dir() and (not place.exists() or place.name not in files):
-            what = "is no log of a run" if place.exists() else "does not exist"
-            raise ReportError(f"'{place}' {what}: name the folder of a run's logs")
+            problem = "is no log of a run" if place.exists() else "does not exist"
+            raise ReportError(f"'{place}' {problem}: name the folder of a run's logs")
         paths = [place] if place.is_file() else [p for name in files for p in place.rglob(name)]
         for folder in sorted({path.parent for path in paths}):
             fits += _fits(folder, problems)
@@ -129,7 +129,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
 
 
 def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
-    """Return the log of each fit in a folder, and add to the problems what could not be read."""
+    """Return the log of each fit in a folder, and add unreadable lines to the problems."""
     lines: list[records.ResultLine | records.RunLine] = []
     for name in (records.RECORD, records.RESULTS):
         file = records.read_lines(folder / name)
@@ -183,8 +183,8 @@ def _without_copies(fits: Sequence[FitLog], problems: list[str]) -> list[FitLog]
         else:
             copies.append(fit)
             problems.append(
-                f"run {fit.run} lies in {short(original.folder)} and in {short(fit.folder)}: it is "
-                "counted once, by the first"
+                f"run {fit.run} is in {short(original.folder)} and in {short(fit.folder)}: only "
+                "the first is counted"
             )
     return [fit for fit in fits if all(fit is not copy for copy in copies)]
 

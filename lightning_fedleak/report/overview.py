@@ -34,7 +34,7 @@ _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
 
 
 class Part(NamedTuple):
-    """A part of a sentence, and the tone in which the page renders it."""
+    """A part of a sentence, and the class of page.css that it has: bold, or red for a leak."""
 
     text: str
     tone: Literal["", "strong", "read"] = ""
@@ -159,6 +159,7 @@ def overview(fit: FitSummary) -> Overview:
 
 
 def _warnings(fit: FitSummary) -> Iterator[str]:
+    """Yield sentences about refuted accounts, withheld updates and other gaps of the numbers."""
     if any(a.refuted for a in fit.attacks):
         yield (
             "The trained model shows more than the account of differential privacy allows. Its "
@@ -173,8 +174,8 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
         yield fit.rows_in_words
     if fit.withheld:
         yield (
-            f"Gates kept back {fit.withheld} of {fit.updates} updates: what those would have given "
-            "away is in no number here."
+            f"Gates kept back {fit.withheld} of {fit.updates} updates: what those would have "
+            "leaked is in no number here."
         )
     if any(account.holds and not account.whole for account in fit.privacy):
         yield (
@@ -432,6 +433,7 @@ def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
 
 
 def _titles(readings: Sequence[Reading], verdict: str, separator: str = ", ") -> str:
+    """Return the titles of the readings with a verdict, joined."""
     return separator.join(r.title.lower() for r in readings if r.verdict == verdict)
 
 
@@ -506,6 +508,7 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
 
 
 def _defense(fit: FitSummary) -> _Fact:
+    """Return the fact on the defences, their effect and their epsilon."""
     are_named = len(fit.privacy) > 1
     claims = [f"{a.claim_in_short}{f' ({a.defense})' * are_named}" for a in fit.privacy]
     if fit.defenses is None:
@@ -519,6 +522,7 @@ def _defense(fit: FitSummary) -> _Fact:
 
 
 def _utility_fact(fit: FitSummary) -> _Fact:
+    """Return the fact on the first utility metric: its last value, and its first one."""
     for name, points in utility(fit).items():
         description = title_of(name).removeprefix(name).strip(" ()")
         begin = f"from {points[0][1]:.3f}" if len(points) > 1 else "one value"
@@ -529,6 +533,7 @@ def _utility_fact(fit: FitSummary) -> _Fact:
 
 
 def _gate_fact(fit: FitSummary) -> _Fact:
+    """Return the fact on the gates: their limits, and when they acted first."""
     gates = [
         f"{gate.metric.removeprefix('leakage/')} at most {brief(gate.at_most)}"
         for gate in fit.gates or ()

@@ -127,7 +127,7 @@ class Account:
         if not self.holds:
             bound = f"none holds (recorded: {bound})"
         elif not self.whole:
-            bound = f"{bound}, until the last look alone"
+            bound = f"{bound}, only until the last look"
         return f"{bound}; planted gradients: {self.check_result}" if self.check else bound
 
     @property
@@ -142,10 +142,10 @@ class Account:
             return "no epsilon holds"
         if self.check_result == "refuted":
             return "refuted by planted gradients"
-        whole = "" if self.whole else ", until the last look alone"
+        extent = "" if self.whole else ", only until the last look"
         return (
             f"ε {wording.digits(self.epsilon)} at δ {wording.digits(self.delta)}"
-            f"{wording.FOR_UNIT.get(self.unit, '')}, {self.releases} releases{whole}"
+            f"{wording.FOR_UNIT.get(self.unit, '')}, {self.releases} releases{extent}"
         )
 
     @property
@@ -161,7 +161,7 @@ class Account:
         if not self.holds:
             return "none holds"
         if self.poisson is False:
-            return "the same: sampling counts for nothing"
+            return "the same: epsilon does not count on sampling"
         return "not computed: the budget is a filter's" if self.accountant == "filter" else None
 
     @property
@@ -191,16 +191,16 @@ def clip_in_words(settings: records.JsonObject) -> object:
 def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
     """Return the account of each defence of a fit, and the problems with their ledgers."""
     facts = grouped(log.begin.defenses if log.begin else (), lambda defense: defense.name)
-    between: list[records.LookLine | records.MetricsLine] = [*log.looks, *log.metrics]
-    lines = [*sorted(between, key=attrgetter("step")), *([log.end] if log.end else [])]
+    steps: list[records.LookLine | records.MetricsLine] = [*log.looks, *log.metrics]
+    lines = [*sorted(steps, key=attrgetter("step")), *([log.end] if log.end else [])]
     spent_at = [(line.step, spending) for line in lines for spending in line.privacy or ()]
     spendings = grouped(spent_at, lambda pair: pair[1].defense)
     problems: list[str] = []
-    every = [
-        _account(log, steps, facts.get(name, [records.DefenseFacts(name=name)]), problems)
-        for name, steps in spendings.items()
+    all_accounts = [
+        _account(log, pairs, facts.get(name, [records.DefenseFacts(name=name)]), problems)
+        for name, pairs in spendings.items()
     ]
-    return every, problems
+    return all_accounts, problems
 
 
 def _account(

@@ -185,7 +185,7 @@ def test_a_record_keeps_the_draw_and_holds_no_value(tmp_path: Path) -> None:
     ("kinds", "more", "message"),
     [
         ({"phone": ("Call me.", "###-####")}, {}, r"one \{\}"),
-        ({"phone": ("{} is mine", "###-####")}, {}, "behind some words"),
+        ({"phone": ("{} is mine", "###-####")}, {}, "after some words"),
         ({"code": ("Code {}", "##")}, {}, "of at least 220, got 100: of which 20 are planted"),
         ({"name": ("I am {}", ["Jo"] * 300)}, {}, "a value twice, or one whose tokens begin"),
         ({}, {}, "give kinds="),

@@ -69,7 +69,7 @@ def test_each_round_is_shown_and_watching_changes_no_bit(
 def test_a_gate_holds_updates_back(tmp_path: Path, small: dict, capsys) -> None:
     words = "leakage/worst/words"
     printed, folder = federate(tmp_path, small, gate=0.05, watch=words, rounds=1)
-    assert "2 of 2 updates did not leave" in printed
+    assert "2 of 2 updates were withheld" in printed
     assert "withheld" not in capsys.readouterr().err  # the table has it
     assert "(" in next(line for line in printed.splitlines() if "words, F1" in line)
     gates = [x for x in lines(folder, "run.jsonl") if x["kind"] == "gate"]
@@ -91,7 +91,7 @@ def test_the_default_gate_watches_what_the_table_shows(tmp_path: Path, small: di
     }
     printed, folder = federate(tmp_path, small, **settings)
     assert (
-        "It does not watch words, which are never known here: a round of 4 steps of AdamW"
+        "It does not watch words, whose leakage is always unknown here: a round of 4 steps of AdamW"
         in printed
     )
     [start, *_] = lines(folder, "run.jsonl")
@@ -102,7 +102,7 @@ def test_the_default_gate_watches_what_the_table_shows(tmp_path: Path, small: di
     assert (first["measured"], first["why"]) == (0.859375, "")
     assert second["measured"] is None
     assert second["why"].startswith("it reads 0.63, and 0.72 of known texts")  # its control
-    assert "2 of 2 updates did not leave" in printed
+    assert "2 of 2 updates were withheld" in printed
 
 
 DROWNED = "Noise will drown the updates: its norm is"
@@ -144,7 +144,7 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
         ("--gate 0.5 --watch leakage/words", "words: RoundGate"),
         ("--trust local", "give --epsilon too"),
         ("--epsilon 8 --delta 0.9", "below 0.25"),
-        ("--targets c_attn", "give its rank too, --lora-r 8"),
+        ("--targets c_attn", "also give its rank, such as --lora-r 8"),
         ("--lora-r 8 --targets none_such", "--targets none_such"),
         ("--length 4000", "--length must be an integer from 1 to"),
     ],

@@ -98,7 +98,7 @@ def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path,
         (["--attack", "fc", "--layer", "3"], "layer must be an integer from 0 to 2, got 3"),
         (["--attack", "fc", "--tokens", "65"], "longer than the model's context of 64"),
         (["--attack", "attention", "--text", "some"], "public texts to calibrate on"),
-        (["--targets", "c_attn"], "give its rank too, --lora-r 8"),
+        (["--targets", "c_attn"], "also give its rank, such as --lora-r 8"),
     ],
 )
 def test_errors_are_one_line(
@@ -146,7 +146,7 @@ def test_ldp_is_played_and_epsilon_decides(model: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("defense", "message"),
     [
-        ("gradient_noise:clip=1,sigma=1", "grr, rappor, the or dbitflip, as grr:epsilon=5"),
+        ("gradient_noise:clip=1,sigma=1", "'grr', 'rappor', 'the' or 'dbitflip', such as"),
         ("grr:epsilon=1/2", "one defence of the client's tokens"),
         ("grr:epsilon=-1", "epsilon must be a number above 0, got -1"),
     ],

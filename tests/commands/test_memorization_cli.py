@@ -145,7 +145,7 @@ def test_members_that_are_distinguished_wholly_never_pass(
     monkeypatch.setattr(Combined, "score", lambda self, released: -torch.arange(2.0 * n))
     status, text = run(tmp_path, drawn=True, at_most=0.7)
     assert status == BREACH
-    assert ("is unknown: it lies between 0.645 and 1.000" in text) is (n == 10)
+    assert ("is unknown: it is between 0.645 and 1.000" in text) is (n == 10)
     assert ("is shown to be at least 0.803" in text) is (n == 20)
     assert "give more texts" in text.lower() or n == 20
 
@@ -186,7 +186,7 @@ def test_members_of_a_length_that_is_not_compared_are_unknown(mixed: Path) -> No
     status, text = run(mixed, str(EMBEDDED_MODEL), drawn=True, at_most=0.999, out=output)
     assert status == BREACH
     text = " ".join(text.split())
-    assert "given away of 3 members with 1 to 7 label tokens is UNKNOWN: 3 members and 0" in text
+    assert "The leakage of 3 members with 1 to 7 label tokens is UNKNOWN: 3 members and 0" in text
     assert "BREACH: loss_ratio_short/auc is unknown." in text
     assert "combined/auc" not in text
     assert list(json.loads(output.read_text())["not_compared"]) == ["loss_ratio_short"]
@@ -255,7 +255,7 @@ def test_the_command_writes_the_list_and_gates_on_it(folder: Path, tmp_path: Pat
     counts = json.loads(output.read_text())["records"]
     assert counts["at_least"] == records.head["at_least"] > 2
     assert records.head["account"] is None
-    assert f"at least {records.head['at_least']} are given away" in text
+    assert f"at least {records.head['at_least']} leak" in text
     assert {line.row for line in records.lines} == set(range(TEXTS))
     words = (folder / "members.jsonl").read_text().splitlines()
     assert json.loads(words[0])["text"] not in path.read_text()
@@ -263,7 +263,7 @@ def test_the_command_writes_the_list_and_gates_on_it(folder: Path, tmp_path: Pat
     assert json.loads(output.read_text())["records"]["at_least"] == 0
     status, text = run(folder, at_most=29.0, **settings)
     assert status == BREACH
-    assert "is unknown: so few others" in text
+    assert "is unknown: too few others" in text
 
 
 def test_without_a_draw_no_list_is_written(folder: Path, tmp_path: Path) -> None:
@@ -313,8 +313,8 @@ def test_rows_are_shown_on_a_terminal_alone(tmp_path: Path) -> None:
     places = [text.index(f"row {n},") for n in (4, 9, 0, 1)]
     assert places == sorted(places)
     assert {4, 9, 0} <= {*shown}
-    assert "p is over the draw of rows" in text
-    with pytest.raises(SourceError, match="on a terminal alone") as refusal:
+    assert "p is a probability over the draw of rows" in text
+    with pytest.raises(SourceError, match="only on a terminal") as refusal:
         run_command("records", **settings)
     assert "text number" not in str(refusal.value)
 
@@ -329,7 +329,7 @@ def test_kept_rows_are_written_and_the_draw_is_used_up(
     settings["no_account"] = account is None
     status, text = run_command("records", top=0.15, out=kept, **settings)
     assert status == 0
-    assert "fresh draw" in text
+    assert "new draw" in text
     rows = [json.loads(line)["id"] for line in kept.read_text().splitlines()]
     assert rows == [n for n in range(20) if n not in (4, 9, 0)]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -348,7 +348,7 @@ def test_kept_rows_are_written_and_the_draw_is_used_up(
 @pytest.mark.parametrize(
     ("head", "out", "words"),
     [
-        ({"account": True}, "kept.jsonl", "under differential privacy: which"),
+        ({"account": True}, "kept.jsonl", "under differential privacy: dropping"),
         ({"account": None}, "kept.jsonl", "--no-account"),
         ({"others": 1}, "kept.jsonl", "too few texts"),
         ({}, None, "--out FILE.jsonl"),
@@ -400,7 +400,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     assert status == BREACH
     for name in ("combined", "combined_reference"):
         assert f"{name}/tpr_at_fpr_0.001 is unknown." in text
-    with pytest.raises(SourceError, match="give that of a model, or --references 2"):
+    with pytest.raises(SourceError, match="Give the folder of a model, or --references 2"):
         run(folder, drawn=True, at_most=0.6, out=output, reference="automatic")
     few = {"reference": reference, "reference_rows": TEXTS - 1, "summary": tmp_path / "summary.md"}
     status, text = run(folder, drawn=True, at_most=0.999, out=output, **few)
@@ -411,6 +411,6 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         assert f"trained on {TEXTS - 1} rows" in words
     with pytest.raises(SourceError, match=r"--reference cannot be loaded: .*nowhere"):
         run(folder, drawn=True, reference=str(tmp_path / "nowhere"))
-    pool_error = "--reference: Memorization.* has seen some of them"
+    pool_error = "--reference: Memorization.* was trained on some of them"
     with pytest.raises(SourceError, match=pool_error):
         run(folder, drawn=True, reference=str(tmp_path / "held_out"))

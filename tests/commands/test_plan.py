@@ -51,7 +51,7 @@ def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
     measured: list[object] = []
     monkeypatch.setattr(plan, "show_attacks", measured.append)
     output = printed(model=model, targets="mlp.c_fc", batch=(2, 6))
-    assert "What SubspaceWords can read is unknown: no trained map of this model" in output
+    assert "What SubspaceWords can recover is unknown: no trained linear map" in output
     assert len(measured) == 1
 
 
@@ -204,7 +204,7 @@ LLAMA = ("LlamaForCausalLM", "llama")
     [
         # Of a model's weights, and of a configuration alone.
         (None, "--targets nothing", "--targets nothing: Target modules"),
-        (None, "--targets c_attn --lora-r 0", "give its rank too, --lora-r 8"),
+        (None, "--targets c_attn --lora-r 0", "also give its rank, such as --lora-r 8"),
         (None, "--batch 2x65", "--batch 2 x 65 is longer than the model's context of 64"),
         (LLAMA, "--targets foo", "fedleak: --targets foo: Target modules"),
         (LLAMA, "--batch 1x9999", "--batch 1 x 9999 is longer than the model's context of 2048"),
@@ -235,4 +235,4 @@ def test_a_batch_is_texts_by_tokens(model: str, capsys: pytest.CaptureFixture[st
 
 def test_a_model_in_the_folder_of_no_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "~nobody-of-this-name/model"]) == 1
-    assert "no user has the name behind ~" in capsys.readouterr().err
+    assert "no user has the name after ~" in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_rows_that_are_not_drawn_or_used_up_are_unknown_and_a_breach(
     used_up_mark(rows).write_text("{}")
     status, text = run(folder, rows=str(rows), at_most=1.0)
     assert status == BREACH
-    assert "rows were dropped from --rows by a list that left-out rows made" in text
+    assert "rows were dropped from --rows by a list that depends on the held-out rows" in text
 
 
 def test_short_rows_are_a_pool_of_their_own(folder: Path, tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: 
         ("/no/such", r"\(there is no folder '/no' either"),
         ("leters.csv", r"did you mean 'letters\.csv'\?"),
         ("My dear Anna, " * 30, "a name of 420 characters is not a file, folder or dataset"),
-        ("~nobody-of-this-name/letters", "no user has the name behind ~"),
+        ("~nobody-of-this-name/letters", "no user has the name after ~"),
     ],
 )
 def test_errors_of_names(

@@ -65,8 +65,8 @@ def test_of_several_tiers_the_highest_counts_and_they_share_the_error() -> None:
     assert few["first"] == 0
     unknown = entity_values(guess_of(ranks), members, others, repeats, (16,))
     assert unknown == (
-        "40 values were left out, and so many were trained on: 0 x16. 10 of each are needed: plant "
-        "more (count=)"
+        "40 values were held out; trained on, by number of rows: 0 x16. 10 of each are needed: "
+        "plant more (count=)"
     )
 
 

@@ -144,7 +144,7 @@ def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
         ("report", str(folder), "--out", str(tmp_path)): "has 'licence': it may have one table",
         ("report", str(folder), "--reveal", str(tmp_path / "no.txt")): "cannot be read",
         ("compare", str(folder), str(tmp_path / "nowhere")): "does not exist",
-        ("compare", str(folder), str(folder)): "one run to compare",
+        ("compare", str(folder), str(folder)): "holds one run, and two are needed",
     }
     for arguments, said in cases.items():
         assert main(list(arguments)) == 1
@@ -176,7 +176,7 @@ def test_compare_cuts_no_name_at_80_columns(tmp_path, capsys, monkeypatch):
     table = [line for line in out.splitlines() if line[:1] in "│┃"]
     assert max(map(len, table)) <= 80
     assert "".join(line.split("┃")[2].strip() for line in table if "┃" in line) == f"{name}a"
-    for part in ("0.91 (0.81–0.98)", "2 at 1e-05, until the last look alone"):
+    for part in ("0.91 (0.81–0.98)", "2 at 1e-05, only until the last look"):
         assert part in " ".join(out.replace("│", " ").split())
 
 

@@ -69,7 +69,7 @@ def test_a_copy_of_a_run_is_not_counted_again(tmp_path):
     reading = read([tmp_path])
     [fit] = reading.fits
     assert (fit.folder.name, len(fit.results), fit.end.step) == ("version_0", 2, 6)
-    said = "run a lies in logs/version_0 and in logs/{}: it is counted once, by the first"
+    said = "run a is in logs/version_0 and in logs/{}: only the first is counted"
     assert reading.problems == (said.format("version_0_copy"), said.format("a_backup"))
     for client in (0, 1):  # of two processes that began as one
         lines = [result(0, f1=0.1) | {"client": client}]

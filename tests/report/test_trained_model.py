@@ -58,10 +58,10 @@ def test_attacks_on_updates_are_tried_on_what_clients_shared(tmp_path):
 
 def test_attacks_on_the_weights_that_are_refused_later_are_not_played(tmp_path):
     attacks = [about("flatchat", "words"), about("combined", "memorization")]
-    refused = result(0, "combined", "released") | {"unknown": "not played: nobody to compare"}
+    refused = result(0, "combined", "released") | {"unknown": "not played: no texts to compare"}
     [fit] = found_in(tmp_path, [refused, result(1, f1=0.5)], [begin(attacks=attacks)]).runs
-    assert fit.not_played == {"combined": "nobody to compare"}
-    assert "combined: nobody to compare" in fit.not_tested
+    assert fit.not_played == {"combined": "no texts to compare"}
+    assert "combined: no texts to compare" in fit.not_tested
     assert rows_of(fit)["membership inference"].tried == "not tried"
 
 

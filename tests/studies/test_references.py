@@ -112,7 +112,7 @@ def test_references_show_what_was_trained_on_and_nothing_else(
     assert "beyond_references/auc is shown to be at least" in text
     assert "2 references are trained on 60 rows each, 120 steps" in text
     unknown = r"an unknown share \(with 60 others\)"
-    assert re.search(f"{unknown} pass the bar of 1% FPR beyond 2 references and {unknown}", text)
+    assert re.search(f"{unknown} are detected at 1% FPR with 2 references and {unknown}", text)
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["beyond_references"]["auc"] > 0.95
     records = RecordList.load(tmp_path / "list.jsonl")
@@ -190,13 +190,13 @@ def test_settings_are_read_from_the_record_and_options_come_first(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"no_account": False}, "say by --no-account"),
+        ({"no_account": False}, "give --no-account"),
         ({"batch_size": None}, "--batch-size"),
         ({"drawn": False}, "give --drawn"),
-        ({"references": 1}, "seen half of them"),
+        ({"references": 1}, "two models or more"),
         ({"references": 0}, "needs --references"),
-        ({"run": "private"}, "one with differential privacy"),
-        ({"run": "resumed"}, "one with differential privacy"),
+        ({"run": "private"}, "had differential privacy"),
+        ({"run": "resumed"}, "had differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),
         ({"run": "absent"}, "no whole run.jsonl"),
         ({"batch_size": 1000}, "fewer rows than --batch-size"),

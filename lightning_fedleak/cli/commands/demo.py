@@ -1,4 +1,10 @@
-"""``fedleak demo``: what fine-tuning leaks, the same under DP-SGD, and a gate that stops it."""
+"""``fedleak demo``: what fine-tuning leaks without a defence, under DP-SGD, and with a gate.
+
+It trains three times on the same texts: without a defence ("watched"), under DP-SGD ("defended"),
+and with a gate that stops the training when word leakage exceeds a limit ("gated"). Attacks measure
+each run at a sizes steps, called looks. Then it prints a table, the path of the report, and an
+invented message with the words that the server recovered.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +44,21 @@ from lightning_fedleak.report.wording import brief, brief_interval
 from lightning_fedleak.strategies import DefendedStrategy
 
 _CAVEAT = (
-    "A number holds for this model, text and batch size; other attacks may read more. An interval\n"
-    "that holds guessing (0.50 of members, weights) shows no leak, and does not exclude one.\n"
-    "DP-SGD does not act on what crosses a split: ActivationNoise does."
+    "A number holds for this model, text and batch size; other attacks may recover more. If an\n"
+    "interval contains guessing (0.50 of members, weights), a leak is neither shown nor excluded.\n"
+    "DP-SGD does not protect hidden states that cross a split: ActivationNoise does."
 )
 _OWN_TRAINING = (
     "In your own training: L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
-    "or, in transformers': trainer.add_callback(lightning_fedleak.LeakageCallback(trainer))"
+    "or with transformers: trainer.add_callback(lightning_fedleak.LeakageCallback(trainer))"
 )
-_PIECE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a token in a reveal file
+_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a token in a reveal file
 _WATCHED, _DEFENDED, _GATED = "watched", "defended", "gated"  # folders of the runs
-_FORM = "{:<38}{:<20}{:<20}{}"  # characters of the columns of what leaked
+_LINE = "{:<38}{:<20}{:<20}{}"  # a line of the final table; the widths are in characters
 
 
-# The name of an attack, what it reads, how the tables call it, and the command that shows what it
-# reads where the demo's texts are too few.
+# The name of an attack, what it recovers, its title in the tables, and the command that shows a
+# leak if the demo's sizes texts do not.
 _ATTACKS = (
     ("flatchat", "words", "FlatChat (FLATCHAT)", "demo --batch-size 4"),
     ("aligned_flatchat", "words", "AlignedFlatChat (best)", "demo --batch-size 4"),
@@ -65,34 +71,40 @@ _ATTACKS = (
 
 
 class _Rows(finetuning.TextDataModule):
-    """The texts of a command, of which some are trained on and as many are left out."""
+    """The texts of a command; some are trained on, and as many are held out.
+
+    Attributes:
+        n: The number of training texts.
+        others: The held-out texts.
+        is_enough: Whether both sides have enough long texts to test the trained weights.
+    """
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the texts, and draw those that are left out, once."""
+        """Read the texts, and draw the held-out ones, once."""
         if self._train is None:
             super().setup(stage)
             rows: list[Tensor] = (self._train or [])[: 2 * demo_settings.ROWS]
             n = max(1, min(len(rows) // 2, len(rows) - self.batch_size))
-            kept, others = leave_out(rows, n, self.seed)
-            self.n, self.others = len(kept), attacks.PublicText([others[i] for i in range(n)])
-            sides = ([kept[i] for i in range(self.n)], self.others.sentences)
+            members, others = leave_out(rows, n, self.seed)
+            self.n, self.others = len(members), attacks.PublicText([others[i] for i in range(n)])
+            sides = ([members[i] for i in range(self.n)], self.others.sentences)
             long = [{tuple(row.tolist()) for row in side if len(row) > 8} for side in sides]
             self.is_enough = min(map(len, long)) >= demo_settings.LONG_ROWS
-            self._train = kept  # type: ignore[assignment]  # a loader takes it like a list
+            self._train = members  # type: ignore[assignment]  # a loader takes it like a list
 
 
 class _Demo:
     """The runs of the demo, which share their texts and calibrations.
 
     Args:
-        options: Of the command.
-        console: Where to print.
-        folder: Of the runs' folders.
+        options: The options of the command.
+        console: The console to print on.
+        folder: The folder that holds the folders of the runs.
 
     Attributes:
         data: The texts.
-        interrupted: Whether the newest run was.
-        message: A message of the newest look at the run without a defence, in tokens.
+        interrupted: Whether the newest run was interrupted.
+        message: The tokens of a training message at the last look of the run without a defence.
     """
 
     def __init__(self, options: Namespace, console: Console, folder: Path) -> None:
@@ -104,27 +116,27 @@ class _Demo:
 
     def fit(self, name: str, defenses: Sequence[Defense] = ()) -> None:
         """Train and attack, and print each look and what the gate did."""
-        options, few = self.options, demo_settings
+        options, sizes = self.options, demo_settings
         L.seed_everything(options.seed, verbose=False)
         module = finetuning.CausalLMFineTuning(options.model, lr=options.lr, loss="sample_mean")
         layer = max(1, len(find_anatomy(module).blocks) // 2)
         public = sweep.public_text(options.model, options.length, options.seed)
-        played: list[attacks.Attack] = [
+        plan: list[attacks.Attack] = [
             attacks.FlatChat(public),
-            attacks.AlignedFlatChat(public, calibration_tokens=few.CALIBRATION_TOKENS),
+            attacks.AlignedFlatChat(public, calibration_tokens=sizes.CALIBRATION_TOKENS),
             attacks.GradientMembership(public, tokens=options.length),
             attacks.FCMembership(layer),
             attacks.AttentionMembership(layer, public, batch=options.batch_size),
-            attacks.PrefixInversion(layer, None, few.INVERSION_SECONDS),
+            attacks.PrefixInversion(layer, None, sizes.INVERSION_SECONDS),
         ] + [attacks.Combined()] * self.data.is_enough
         stages = ("local", "shared") if defenses else ("shared",)
         reveals = (options.reveal or options.text is None) and name == _WATCHED
-        memory = Memorization(max_overhead=few.WEIGHTS_OVERHEAD, looks=())
+        memory = Memorization(max_overhead=sizes.WEIGHTS_OVERHEAD, looks=())
         settings = WatchSettings(
-            stages, reveals, self.data.tokenizer, texts=few.TEXTS, memorization=memory
+            stages, reveals, self.data.tokenizer, texts=sizes.TEXTS, memorization=memory
         )
-        games = Games(few.GAMES, self.data.others)
-        monitor = LeakageMonitor(played, options.every_n_steps, games=games, settings=settings)
+        games = Games(sizes.GAMES, self.data.others)
+        monitor = LeakageMonitor(plan, options.every_n_steps, games=games, settings=settings)
         monitor.engine.reuse(self._calibrations)
         table = _LooksTable(self.console, monitor)
         if name == _WATCHED:
@@ -150,7 +162,7 @@ class _Demo:
             self.console.print(f"The gate let all {options.steps} steps pass: lower --at-most.")
 
     def defend(self) -> None:
-        """Train under DP-SGD, unless the defence refuses this model."""
+        """Train under DP-SGD, or print why the defence refuses this model."""
         epsilon, delta = demo_settings.EPSILON, 0.1 / self.data.n
         title = f"Run 2: DP-SGD, epsilon {epsilon:g} at delta {delta:.1g} for each text"
         self.console.print(title, style="bold")
@@ -162,19 +174,19 @@ class _Demo:
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Run the trainings, and print what they show.
+    """Run the three trainings, and print what leaked.
 
     Args:
         options: The options of the command.
-        console: where to print; stdout by default.
+        console: The console to print on; stdout by default.
 
     Returns:
         0, or 130 after an interrupt.
 
     Raises:
-        SourceError: model or text cannot be used, or ``out`` cannot be written to.
-        AnatomyError: the model's output head was not found.
-        ValueError: the attacks cannot run on this model.
+        SourceError: The model or the text cannot be used, or ``out`` cannot be written to.
+        AnatomyError: The model's output head was not found.
+        ValueError: The attacks cannot run on this model.
     """
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -184,9 +196,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
         printing.make_folder(folder, options.out)
         console.print(
             f"A client fine-tunes {printing.model_name(options.model)} on {demo.data.n} of "
-            f"{printing.text_name(options.text)}, {options.batch_size} a step; as many are left "
-            "out, to compare with. A server that knows the model reads each update; it adds layers "
-            "to ask for texts (A_FC, A_Attn), or owns the first blocks (split).",
+            f"{printing.text_name(options.text)}, {options.batch_size} a step; as many are held "
+            "out, to compare with. A server that knows the model attacks each update; it adds "
+            "layers to test membership (A_FC, A_Attn), or sees hidden states (split).",
             highlight=False,
         )
         console.print("Run 1: no defence", style="bold")
@@ -220,41 +232,44 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 
 def _summary(fit: FitSummary, attack: str, is_local: bool) -> AttackSummary | None:
-    """Return what an attack read before the defence, or of what left; None where it read none."""
-    of_attack = (a for a in fit.attacks if a.name == attack)
-    return next((a for a in of_attack if (a.stage == "local") == is_local), None)
+    """Return the results of an attack on updates before the defence, or after; None without any."""
+    summaries = (a for a in fit.attacks if a.name == attack)
+    return next((a for a in summaries if (a.stage == "local") == is_local), None)
 
 
 def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
-    """Print what each attack read, without a defence and on both sides of it, and what it cost."""
-    titles = _FORM.format("", "no defence", "before DP-SGD", "after DP-SGD")
+    """Print each attack's results without DP-SGD, before and after it, and the cost of DP-SGD."""
+    titles = _LINE.format("", "no defence", "before DP-SGD", "after DP-SGD")
     console.print(titles, style="bold", soft_wrap=True)
     columns = ((_WATCHED, False), (_DEFENDED, True), (_DEFENDED, False))
     for name, leak, title, command in _ATTACKS:
-        found = [_summary(fits[run], name, local) for run, local in columns if run in fits]
-        looks = [a.quoted if a else None for a in found]
+        results = [_summary(fits[run], name, local) for run, local in columns if run in fits]
+        looks = [result.quoted if result else None for result in results]
         cells = [f"{brief(q.rate.value)} ({brief_interval(q.rate)})" if q else "" for q in looks]
-        line = _FORM.format(f"{leak}: {title}", *cells, "", "").rstrip()
-        if found[0] and not (looks[0] and is_leak(looks[0].rate, found[0].chance)):
+        line = _LINE.format(f"{leak}: {title}", *cells, "", "").rstrip()
+        if results[0] and not (looks[0] and is_leak(looks[0].rate, results[0].chance)):
             line += f"\n  Not conclusive without a defence. This shows it: fedleak {command}"
-        if not found[0]:
+        if not results[0]:
             line += f"\n  Not tested: it needs {2 * demo_settings.LONG_ROWS} texts of 9 tokens."
         console.print(line, markup=False, soft_wrap=True)
     losses = [utility(fits[run]).get("val_loss") for run in (_WATCHED, _DEFENDED) if run in fits]
     cells = [f"{points[-1][1]:.3f}" if points else "" for points in losses]
-    line = _FORM.format("cost: val_loss at the end", *cells[:1], "", *cells[1:], "", "").rstrip()
+    line = _LINE.format("cost: val_loss at the end", *cells[:1], "", *cells[1:], "", "").rstrip()
     console.print(line, soft_wrap=True)
 
 
 def _print_message(console: Console, message: Sequence[str], revealed: Path) -> None:
-    """Print a message of the newest batch, and which of its tokens the last attack named."""
+    """Print a message (its tokens), and below it only the tokens that the last attack recovered.
+
+    The recovered tokens are read from the newest line of the reveal file ``revealed``.
+    """
     lines = revealed.read_text(encoding="utf-8").splitlines()
-    recovered = next(line for line in reversed(lines) if line.startswith("recovered"))
-    named = {ast.literal_eval(piece) for piece in _PIECE.findall(recovered)}
-    parts = ((p, "bold red") if p in named else ("_" * len(p), "dim") for p in message)
-    console.print("An invented message, and what the server read of its words off the gradient:")
+    newest = next(line for line in reversed(lines) if line.startswith("recovered"))
+    recovered = {ast.literal_eval(token) for token in _TOKEN.findall(newest)}
+    spans = ((t, "bold red") if t in recovered else ("_" * len(t), "dim") for t in message)
+    console.print("An invented message, and the words that the server recovered from the gradient:")
     console.print(Text("  ").append("".join(message).strip()), soft_wrap=True)
-    console.print(Text("  ").append_text(Text.assemble(*parts)), soft_wrap=True)
+    console.print(Text("  ").append_text(Text.assemble(*spans)), soft_wrap=True)
 
 
 class _LooksTable(L.Callback):
@@ -267,7 +282,7 @@ class _LooksTable(L.Callback):
     Attributes:
         lines: The table.
         message: (L,) token ids of the first text in the batch of the newest look.
-        calibrations: What the attacks found out before the first step.
+        calibrations: The results of the attacks' calibration before the first step.
     """
 
     def __init__(self, console: Console, monitor: LeakageMonitor) -> None:
@@ -275,19 +290,23 @@ class _LooksTable(L.Callback):
         self._batch = self.message = torch.empty(0, dtype=torch.long)
         self.calibrations: Mapping[str, object] = {}
         headers = [f"{leak}\n{title.partition('(')[2][:-1]}" for _, leak, title, _ in _ATTACKS]
-        self._values: list[str] = []  # of the newest look at an update
+        self._values: list[str] = []  # cells of the newest look at an update
         self.lines = printing.LinesTable(console, ["step", "loss", *headers], [6, 7, *[11] * 7])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Have the monitor call this table after each look."""
         self._monitor.subscribe(self._on_look)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the calibrations, which the later runs use again."""
         self.calibrations = self._monitor.engine.calibrations()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        """Keep the first text of the batch, without padding."""
         self._batch = batch["input_ids"][:1][batch["attention_mask"][:1] > 0]
 
     def _on_look(self, trainer: L.Trainer) -> None:
+        """Print the values of a look: of the update if they are new, and of the weights."""
         latest, values = self._monitor.latest, []
         for attack, *_ in _ATTACKS:
             names = [f"leakage/{attack}/{name}" for name in ("auc", "token_accuracy", "f1")]
@@ -297,7 +316,7 @@ class _LooksTable(L.Callback):
         is_new, self._values = update != self._values, update
         if is_new:
             self.message = self._batch
-        else:  # the weights alone were asked
+        else:  # only the weights were queried
             update = [""] * len(update)
         if is_new or step == trainer.max_steps:
             loss = float(trainer.callback_metrics.get("train_loss", math.nan))

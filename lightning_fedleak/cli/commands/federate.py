@@ -1,4 +1,8 @@
-"""``fedleak federate``: a federation that is watched, gated and defended, and what it leaked."""
+"""``fedleak federate``: trains a federation, attacks every update, and prints what it leaked.
+
+A gate may withhold updates that leak too much, and client-level differential privacy may clip them
+and add noise.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from lightning_fedleak.engine.channels.played import MIN_MEMBERS
 from lightning_fedleak.federation import SUM, trained_state
 from lightning_fedleak.report import ReportError, write
 
-_MAX_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
+_MAX_COLUMNS = 8  # clients with a column each; with more, the table has lowest, median and highest
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -47,7 +51,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     _check_options(options)
     federation = Federation(**{f.name: getattr(options, f.name) for f in fields(Federation)})
-    # These three refuse wrong options before anything is written.
+    # These three calls refuse wrong options before anything is written.
     federation.account(None)
     federation.make_model()
     _check_gates(federation)
@@ -69,7 +73,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         except KeyboardInterrupt:
             console.print(
                 f"\nInterrupted after {len(rounds)} of {options.rounds} rounds, whose logs are in "
-                f"{os.path.relpath(folder)}. No run goes on from them: begin a new one.",
+                f"{os.path.relpath(folder)}. It cannot be continued: begin a new run.",
                 soft_wrap=True,
             )
             raise
@@ -86,7 +90,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 
 def _check_options(options: Namespace) -> None:
-    """Raise an error for options that have no effect without another one."""
+    """Raise ``SourceError`` for an option that has no effect without another one."""
     rules = (
         (options.gate, ("watch",), "--gate, such as 0.5"),
         (options.epsilon, ("clip", "delta", "trust"), "--epsilon"),
@@ -99,11 +103,11 @@ def _check_options(options: Namespace) -> None:
     ]
     if useless:
         option, needed = useless[0]
-        raise SourceError(f"{option} has no effect alone: give {needed} too.")
+        raise SourceError(f"{option} has no effect by itself: give {needed} too.")
 
 
 def _check_gates(federation: Federation) -> None:
-    """Refuse a gate that would never judge an update, before the training."""
+    """Raise ``SourceError`` for a gate whose metric would be unknown for every update."""
     if not (round_gates := federation.gates()):
         return
     observer = federation.observer(Path())
@@ -114,9 +118,9 @@ def _check_gates(federation: Federation) -> None:
             gate.watch_rounds(observer)
         if "membership" in gate.metric and texts < MIN_MEMBERS:
             raise SourceError(
-                f"--watch {gate.metric}: a round has {texts} texts of a client, and no update is "
-                f"judged with fewer than {MIN_MEMBERS}: give more --local-steps or a larger "
-                "--batch-size (and texts), or --watch leakage/worst/words"
+                f"--watch {gate.metric}: a client trains on {texts} texts in a round, and a gate "
+                f"needs {MIN_MEMBERS}: give more --local-steps or a larger --batch-size (and "
+                "texts), or --watch leakage/worst/words"
             )
 
 
@@ -132,16 +136,17 @@ def _introduction(federation: Federation) -> str:
         f"{federation.make_optimizer.keywords['lr']:g}), {federation.batch_size} texts of at most "
         f"{federation.length} tokens a step.",
         "Each update is attacked before it leaves, and so is their sum, which is all that a "
-        "server sees behind a secure aggregation. The attacks are calibrated first.",
+        "server sees with secure aggregation. The attacks are calibrated first.",
     ]
     if federation.gate is not None:
         lines.append(
             f"The gate watches {' and '.join(federation.watched)}, at most {federation.gate:g}; "
-            "what is unknown does not pass. In brackets: what did not leave."
+            "an unknown value does not pass. In brackets: values of updates that were withheld."
         )
         if federation.watch is None and federation.words_hidden:
             lines.append(
-                f"It does not watch words, which are never known here: {federation.words_hidden}."
+                "It does not watch words, whose leakage is always unknown here: "
+                f"{federation.words_hidden}."
             )
     if (dp := federation.account(None)) is not None:
         lines.append(
@@ -171,9 +176,9 @@ def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
     lines = []
     withheld = sum(len(r.withheld) for r in rounds)
     if withheld:
-        lines.append(f"{withheld} of {clients * len(rounds)} updates did not leave.")
+        lines.append(f"{withheld} of {clients * len(rounds)} updates were withheld.")
     lines += [
-        f"Client {client} counted for nothing in round {r.number}: {reason}."
+        f"Client {client} did not count in round {r.number}: {reason}."
         for r in rounds
         for client, reason in r.absent.items()
         if client not in r.withheld
@@ -198,7 +203,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _RoundsTable(printing.LinesTable):
-    """Shows each round as it closes.
+    """The table of rounds, of which each is printed when it ends.
 
     Args:
         console: The console to print to.
@@ -230,7 +235,10 @@ class _RoundsTable(printing.LinesTable):
             self.add([*first, "", *["-"] * (columns + 1), *last])
 
     def _cells(self, values: Values, round_: Round) -> list[str]:
-        """Return the cells of clients, in brackets where an update did not leave, and the sum."""
+        """Return the cells of the clients, in brackets if an update was withheld, and of the sum.
+
+        With many clients, these are the lowest, the median and the highest value instead.
+        """
         total = printing.format_number(values[SUM]) if SUM in values else "-"
         if self._clients > _MAX_COLUMNS:
             rates = [v for c, v in values.items() if c != SUM and not math.isnan(v)] or [math.nan]

@@ -1,4 +1,10 @@
-"""``fedleak game``: plays the membership game on a model and a text, and explains the results."""
+"""``fedleak game``: runs the membership game on a model and a text, and explains the results.
+
+In each game, a client trains on a random batch of sentences. A target sentence is in the batch or
+not, by a fair bit, and each adversary (an attack of the server) guesses which from the gradient.
+Active adversaries add layers to the model before; passive ones read the gradient of the parameters
+that the client trains.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +39,21 @@ from lightning_fedleak.model.anatomy import Anatomy
 
 _PUBLIC_SHARE = 0.25  # share of --text that the server gets; more: fewer sentences; not tuned
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
-_POOL = 1000  # texts that games are drawn from, at most; not tuned, more take longer
-_ADDS = (
-    "A dishonest server has added layers of its own, sets dropout to 0, and asks whether one "
+_MAX_POOL = 1000  # texts that games are drawn from; not tuned, more take longer
+_ACTIVE_SERVER = (
+    "A dishonest server has added layers to the model, sets dropout to 0, and decides whether one "
     "sentence is in that batch. "
 )
-_READS = (
-    "An honest but curious server asks the same of the gradient of what is trained (--attack "
-    "gradient, subspace). "
+_PASSIVE_SERVER = (
+    "An honest but curious server decides the same from the gradient of the trained parameters "
+    "(--attack gradient, subspace). "
 )
 PASSIVE: dict[str, type[attacks.GradientMembership] | type[attacks.SubspaceMembership]] = {
     "gradient": attacks.GradientMembership,
     "subspace": attacks.SubspaceMembership,
 }
 """The attacks that add no layers to the model, by name."""
+# The rates in the table, with their headers.
 _COLUMNS = {
     "accuracy": "accuracy",
     "auc": "AUC",
@@ -66,9 +73,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
         0.
 
     Raises:
-        SourceError: model or text cannot be used.
-        AnatomyError: the model's parts could not be found.
-        ValueError: model, text, layer and settings do not go together.
+        SourceError: The model or the text cannot be used.
+        AnatomyError: The model's parts could not be found.
+        ValueError: Model, text, layer and settings do not go together.
     """
     console = console or Console(highlight=False)
     tokenizer = finetuning.load_tokenizer(options.model)
@@ -154,13 +161,17 @@ def _move_from_start(anatomy: Anatomy, seed: int) -> None:
 
 
 def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
-    """Return the defence of the client's tokens, which draws again in every game by default."""
+    """Return the defence that replaces the client's tokens, by a new draw in every game by default.
+
+    Raises:
+        SourceError: ``--defense`` names another defence, or more than one.
+    """
     specs = parse_defenses(text)
     if [spec.kind for spec in specs] != [TokenLDP.name]:
         raise finetuning.SourceError(
-            f"--defense {text}: a game is played with one defence of the client's tokens, grr, "
-            "rappor, the or dbitflip, as grr:epsilon=5. Others are measured in a fit: fedleak "
-            "sweep --defense"
+            f"--defense {text}: a game takes one defence of the client's tokens, 'grr', 'rappor', "
+            "'the' or 'dbitflip', such as grr:epsilon=5. For other defences use fedleak sweep "
+            "--defense"
         )
     # The batch holds only ids, which are also the labels of the client's loss.
     arguments = {"memoize": False, **specs[0].arguments}
@@ -191,24 +202,24 @@ def _texts(options: Namespace, tokenizer: Any) -> tuple[list[str], PublicText | 
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.randperm(len(texts), generator=generator).tolist()
     if all(name.startswith("fc") for name in options.attack):
-        return [texts[i] for i in sorted(order[:_POOL])], None
+        return [texts[i] for i in sorted(order[:_MAX_POOL])], None
     n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
     if n == 0:
         raise finetuning.SourceError(
             f"{len(texts)} texts are too few to give the server some to calibrate on: give more"
         )
     public_texts, order = [texts[i] for i in order[:n]], order[n:]
-    texts = [text for i in sorted(order[:_POOL]) if (text := texts[i]) not in {*public_texts}]
+    texts = [text for i in sorted(order[:_MAX_POOL]) if (text := texts[i]) not in {*public_texts}]
     ids = tokenizer(public_texts, truncation=True, max_length=options.tokens)["input_ids"]
     return texts, PublicText(ids)
 
 
 def _introduction(options: Namespace, pool: SentencePool) -> str:
-    """Return what the client trains, and what the servers do, in sentences."""
+    """Return sentences that say what the client trains, and what the servers do."""
     model = model_name(options.model)
     trained = f"a LoRA of rank {options.lora_r} on {model}" if options.lora_r else model
-    servers = _ADDS if any(name not in PASSIVE for name in options.attack) else ""
-    servers += _READS if any(name in PASSIVE for name in options.attack) else ""
+    servers = _ACTIVE_SERVER if any(name not in PASSIVE for name in options.attack) else ""
+    servers += _PASSIVE_SERVER if any(name in PASSIVE for name in options.attack) else ""
     return (
         f"A client trains {trained} (fp32) on a batch of {options.batch} out of "
         f"{len(pool)} different sentences of {text_name(options.text)}, each of at most "
@@ -220,15 +231,16 @@ def _introduction(options: Namespace, pool: SentencePool) -> str:
 def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     """Return a table of each adversary's rates with 95% intervals.
 
-    An adversary with collisions has a second row, of the games without.
+    A game has a collision if the batch holds the hidden state of the target's token in another
+    sentence too. An adversary with such games has a second row, of the games without collisions.
 
     Args:
         results: The results of the same games.
         fitted: Whether accuracy and advantage use a threshold that is fitted on other games.
     """
-    title = "the game of Fig. 2: fair bit, random target"
+    title = "the game of Vu et al. 2024, Fig. 2: fair bit, random target"
     if results[0].relation == "add_remove":
-        title = "the game that adds or removes: a random target, or nothing in its place"
+        title = "the game of adding or removing a text: a random target is in the batch or not"
     rows = []
     for result in results:
         rows.append((result.attack, result))
@@ -261,7 +273,7 @@ def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:
 
     Args:
         results: The results of the same games.
-        fitted: see :func:`game_table`.
+        fitted: Whether the threshold was fitted, see :func:`game_table`.
     """
     lines = [
         "",
@@ -278,8 +290,8 @@ def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:
             )
     if fitted:
         lines.append(
-            "Accuracy and advantage use a threshold on the scores that was fitted on other games: "
-            "an adversary's own decision is meant for text that was not randomised."
+            "Accuracy and advantage use a threshold on the scores that was fitted on other games, "
+            "because the adversaries' decisions are made for text that is not randomised."
         )
     lines.append("A low number says that these attacks fail here, not that none succeeds.")
     return "\n".join(lines)

@@ -1,4 +1,9 @@
-"""``fedleak invert``: reads texts from noised hidden states, and measures how well."""
+"""``fedleak invert``: recovers texts from hidden states with noise, and measures how well.
+
+A client runs the first blocks of a model (up to the split) and sends their output with noise; the
+server attacks it. A cell is the measurement of one attack at one split, for texts of one length and
+one strength of the noise.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +32,22 @@ from lightning_fedleak.report.records import as_json
 UTILITY_TEXTS = 16  # smallest number of texts that measure the task; not tuned, more take longer
 
 Measure = Callable[..., Iterator[Cell]]
-"""Yields cells, and calls ``announce`` with the name of the next measurement."""
+"""A function that yields cells, and calls its argument ``announce`` with the next one's name."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Attack, print and write.
+    """Measure all cells, print a table, and write JSON.
 
     Args:
         options: The options of the command.
-        console: where to print; stdout by default.
+        console: The console to print on; stdout by default.
 
     Returns:
-        0; 1 if no cell has a result; 130 after an interrupt, what was done by then written.
+        0; 1 if no cell has a result; 130 after an interrupt, with the finished cells written.
 
     Raises:
-        SourceError: model, text and settings do not go together.
-        AnatomyError: the model's parts could not be found.
+        SourceError: Model, text and settings do not go together.
+        AnatomyError: The model's parts could not be found.
     """
     console = console or Console(highlight=False)
     printing.make_folder(options.out, options.out)
@@ -78,7 +83,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     return 0 if any(c.rates for c in cells) else 1
 
 
-# ---- what is measured ---------------------------------------------------------------------------
+# ---- the plan of the measurements ---------------------------------------------------------------
 
 
 def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, int, Measure]:
@@ -88,8 +93,8 @@ def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, in
     attacks = list(dict.fromkeys(options.attack or ("prefix" if causal else "sweeps",)))
     if not causal and "prefix" in attacks:
         raise finetuning.SourceError(
-            "--attack prefix goes from left to right, and in an encoder each hidden state "
-            "depends on the tokens behind it too: give sweeps or descent"
+            "--attack prefix goes from left to right, and in an encoder each hidden state also "
+            "depends on the tokens after it: give sweeps or descent"
         )
     rows = _rows(options, anatomy, tokenizer, options.texts, max(options.texts, UTILITY_TEXTS))
     hello = tokenizer("hello", add_special_tokens=False)["input_ids"]
@@ -108,7 +113,7 @@ def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, in
         f"states of {options.texts} texts of {printing.text_name(options.text)}, each of "
         f"{_join_numbers(rows)} tokens, with Gaussian noise of "
         f"{_join_numbers(noise.sigma for noise in noises)}{unit}. The server has the same "
-        "weights, and reads the texts."
+        "weights, and recovers the texts."
     )
     measure = partial(invert.run_cells, anatomy, rows, makers, layers, noises, texts=options.texts)
     total = len(layers) * len(makers) * len(rows) * len(noises)
@@ -116,10 +121,16 @@ def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, in
 
 
 def _budget(options: Namespace) -> float | None:
+    """Return the seconds of ``--budget-seconds``; None for ``inf``."""
     return None if math.isinf(options.budget_seconds) else options.budget_seconds
 
 
 def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
+    """Return the splits, by default at a third and two thirds of the blocks.
+
+    Raises:
+        SourceError: The model has no such block.
+    """
     blocks = len(anatomy.blocks)
     layers = list(dict.fromkeys(options.layer or (round(blocks / 3), round(2 * blocks / 3))))
     for layer in layers:
@@ -131,6 +142,7 @@ def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
 def _rows(
     options: Namespace, anatomy: Anatomy, tokenizer: Any, min_rows: int, max_rows: int
 ) -> dict[int, Tensor]:
+    """Return token ids (n, L) by their length L, n from ``min_rows`` to ``max_rows``."""
     texts = finetuning.read_texts(options.text or finetuning.EMBEDDED_MESSAGES, options.column)
     rows: dict[int, Tensor] = {}
     for length in sorted(set(options.lengths)):
@@ -150,6 +162,7 @@ def _rows(
 
 
 def _write(file: Path, options: Namespace, cells: Sequence[Cell]) -> None:
+    """Write the settings and the cells that are done as JSON."""
     content = {
         "schema": 1,
         "model": options.model or "embedded",
@@ -170,7 +183,7 @@ def _join_numbers(values: Any) -> str:
     return ", ".join(f"{value:g}" for value in sorted(set(values)))
 
 
-# ---- what is printed ----------------------------------------------------------------------------
+# ---- the table ----------------------------------------------------------------------------------
 
 
 def cells_table(cells: Sequence[Cell]) -> Table:
@@ -179,22 +192,23 @@ def cells_table(cells: Sequence[Cell]) -> Table:
     names = ["attack", "split", "len", "noise", "token accuracy", "exact", "ROUGE"]
     names += ["task", "ppl", "ms"]
     table = Table(
-        title="what the hidden states at the split give away\n"
+        title="what the hidden states at the split reveal\n"
         f"budget: {budget} for the texts of a line",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number in (0, 4) else "right")
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i in (0, 4) else "right")
     for cell in cells:
-        star = "" if cell.finished or not cell.rates else "*"
+        star = "" if cell.finished or not cell.rates else "*"  # explained below the table
         keys = (cell.attack + star, str(cell.layer), str(cell.length), f"{cell.sigma:g}")
         table.add_row(*keys, *_numbers(cell))
     return table
 
 
 def _numbers(cell: Cell) -> list[str]:
+    """Return the results of a cell, from token accuracy to milliseconds per token."""
     utility, rouge = cell.utility, cell.rates.get("rouge_l")
     accuracy, exact, per_token = "failed", "", ""
     if cell.rates:
@@ -214,14 +228,14 @@ def _numbers(cell: Cell) -> list[str]:
 
 
 def explain_cells(cells: Sequence[Cell]) -> str:
-    """Return what the table means, in sentences."""
+    """Return sentences that explain the table, and name the errors of failed attacks."""
     unit = " in those of each dimension of the hidden states" if cells[0].relative else ""
     lines = [
-        "Token accuracy (Eq. 5): the share of a text's tokens that are at the correct position, "
-        "mean over texts; in brackets its 95% interval over texts. exact: texts without an error. "
+        "Token accuracy (Zheng 2023, Eq. 5): the share of a text's tokens that are at the correct "
+        "position, mean over texts; in brackets its 95% interval. exact: texts without an error. "
         f"ROUGE: ROUGE-L. ms: wall time per token. split: block, of {cells[0].blocks}. len: "
         f"tokens. noise: standard deviations{unit}. task: next-token accuracy of the whole model "
-        "from the noised states, unknown for encoders; ppl: perplexity."
+        "from the states with noise, unknown for encoders; ppl: perplexity."
     ]
     problems = dict.fromkeys(
         f"{c.attack}, split {c.layer}, {c.length} tokens, noise {c.sigma:g}: {c.problem}"
@@ -230,8 +244,8 @@ def explain_cells(cells: Sequence[Cell]) -> str:
     )
     if not all(c.finished for c in cells if c.rates):
         lines.append(
-            f"*: cut off by the budget of {cells[0].budget_seconds:g} s, the best that was found "
-            "by then; --budget-seconds gives more, inf for no bound."
+            f"*: stopped by the budget of {cells[0].budget_seconds:g} s; the best result until "
+            "then. --budget-seconds gives more time, inf sets no bound."
         )
     lines.append(
         "A low number says that these attacks fail here, not that none succeeds: a server may know "

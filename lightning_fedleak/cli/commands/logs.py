@@ -18,7 +18,7 @@ def run_report(options: Namespace) -> int:
     """Write the report of runs, or print a model card, and return 0.
 
     Raises:
-        ReportError: the runs cannot be read.
+        ReportError: The runs cannot be read.
     """
     if options.model_card:
         print_card(options.runs, options.out)
@@ -32,20 +32,25 @@ def run_compare(options: Namespace) -> int:
     """Print the runs in some log folders side by side, and return 0.
 
     Raises:
-        ReportError: one of them cannot be read, or there are not two runs to compare.
+        ReportError: A folder cannot be read, or there are not two runs to compare.
     """
     content = findings(read(options.runs))
     if content.comparison is None:
-        raise ReportError(f"one run to compare in {options.runs[0]}: name the folder of another")
+        raise ReportError(
+            f"{options.runs[0]} holds one run, and two are needed: name the folder of another"
+        )
     print_comparison(Console(highlight=False), content)
     return 0
 
 
 def run_verify(options: Namespace) -> int:
-    """Print the checks of a run, and return 0, 2 if the verdict is open, or 3 if one contradicts.
+    """Print the checks of a run, and return the exit status of the verdict.
+
+    It is 0 if all checks hold, 2 if the verdict is undecided, and 3 if a check contradicts the
+    logs.
 
     Raises:
-        ReportError: a file cannot be read.
+        ReportError: A file cannot be read.
     """
     verdict = verify_run(options.run, options.weights, options.head, options.repetition)
     console = Console(highlight=False, soft_wrap=True)

@@ -55,17 +55,18 @@ from lightning_fedleak.report.records import STRENGTH, WEAK, WEAK_REFERENCE, Ref
 Answer = tuple[TokenSnapshot, TokenSnapshot]
 """The token log probabilities of a pool's texts: by the base model, and by the trained model."""
 
+# How often texts were trained on, by the end of the name of an extraction rate.
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
 USED_UP = (
-    "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
-    "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
+    "Membership is UNKNOWN: rows were dropped from --members by a list that depends on the "
+    "held-out rows, which are used up. Hold out rows of a new draw, and train on the rest."
 )
 UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
-_PARTS: tuple[Part, ...] = ("long", "short", "prompts")
+_PARTS: tuple[Part, ...] = ("long", "short", "prompts")  # the pools, in the order of HEADLINES
 HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""
-_BEYOND = "beyond_references"
-_TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
+_BEYOND = "beyond_references"  # name of the score relative to --references
+_TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # likewise
 FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status if leakage exceeds --at-most or is unknown; an error has status 1
 
@@ -96,8 +97,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print(f"UNKNOWN: {error}.")
         summarize(options.summary, FAILED, [f"UNKNOWN: {error}."], [])
         return BREACH
-    pools, absent = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
-    for sentence in absent.values():
+    pools, not_compared = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
+    for sentence in not_compared.values():
         console.print(sentence)
     rows = [*((text, True) for text in members.values())]
     rows += [(text, False) for text in others.values()]
@@ -108,41 +109,41 @@ def run(options: Namespace, console: Console | None = None) -> int:
     start = time.perf_counter()
     groups = [*(pool.texts for pool in pools), whole_rows]
     answers, references, reference = _query(groups, options)
-    beyond: dict[int, Tensor] = {}
+    gains: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
-        beyond = _train_references(console, pools, answers, options, recipe, seconds)
-    scores = 1 + bool(beyond) + bool(references)
-    alpha = 0.05 / scores  # Bonferroni: the worst score counts
-    results = _compare(console, pools, answers, references, beyond, alpha, options, len(members))
+        gains = _train_references(console, pools, answers, options, recipe, seconds)
+    n_scores = 1 + bool(gains) + bool(references)
+    alpha = 0.05 / n_scores  # Bonferroni: the worst score counts
+    results = _compare(console, pools, answers, references, gains, alpha, options, len(members))
     pool = pools[0]
     shifts = _shifts(pools, results, options)
     if USED_UP in shifts.values():
         console.print(USED_UP)
     is_known = all(shift is None for part, shift in shifts.items() if part != "prompts")
-    trained = torch.tensor([trains for _, trains in rows])
-    by_kind = _compare_entities(entities, answers[-1], trained, shifts)
+    is_member = torch.tensor([row_is_member for _, row_is_member in rows])
+    by_kind = _compare_entities(entities, answers[-1], is_member, shifts)
     entity_values = {name: rates for name, rates in by_kind.items() if not isinstance(rates, str)}
     tables = [table_of(result.values) for result in results]
     if entity_values:
         tables.append(table_of(entity_values))
         print_table(console, tables[-1])
-    unknown = _unknown_kinds(by_kind)
-    for sentence in unknown:
+    unknown_kinds = _unknown_kinds(by_kind)
+    for sentence in unknown_kinds:
         console.print(sentence)
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
-        counts = _list_rows(console, pool, answers[0], beyond.get(0), alpha, options)
+        counts = _list_rows(console, pool, answers[0], gains.get(0), alpha, options)
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
-                f"The list is of rows with {_TEXTS[pool.is_short]} alone. {uncounted} members with "
+                f"The list holds only rows with {_TEXTS[pool.is_short]}. {uncounted} members with "
                 f"{_TEXTS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
             )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
-        optional: dict[str, object] = {"records": counts, "not_compared": absent}
+        optional: dict[str, object] = {"records": counts, "not_compared": not_compared}
         optional |= {"entities": by_kind, "reference": reference}
         content |= {name: entries for name, entries in optional.items() if entries}
         for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
@@ -151,11 +152,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
             content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
-    values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
+    values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
-    about_reference = reference_in_words(reference, values)
-    for sentence in about_reference:
+    reference_sentences = reference_in_words(reference, values)
+    for sentence in reference_sentences:
         console.print(f"{sentence}.")
     values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
@@ -166,10 +167,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted else 0
-    sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [UNKNOWN])]
-    sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits] + about_reference
-    unfailed = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
-    outcome = FAILED if status else unfailed
+    sentences = [*breaches, *not_compared.values(), *unknown_kinds, *[UNKNOWN] * (not is_known)]
+    sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + reference_sentences
+    success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
+    outcome = FAILED if status else success
     summarize(options.summary, outcome, sentences, tables)
     return status
 
@@ -179,21 +180,21 @@ def _compare(
     pools: Sequence[ReleasedPool],
     answers: Sequence[Answer],
     references: Sequence[TokenSnapshot],
-    beyond: Mapping[int, Tensor],
+    gains: Mapping[int, Tensor],
     alpha: float,
     options: Namespace,
-    trained: int,
+    n_members: int,
 ) -> list[Comparison]:
     """Compare members with non-members in each pool, and print the results.
 
-    ``references`` holds the answers of ``--reference`` for each pool, if there is one; ``beyond``
-    the gains beyond trained references, by the pool's index; ``trained`` the number of members.
+    ``references`` holds the answers of ``--reference`` for each pool, if there is one; ``gains``
+    the gains beyond the trained ``--references``, by the pool's index.
     """
     results = []
-    for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
-        unread = f"--model '{options.model}' cannot be read"
-        with refuse_errors(unread, UnusableObservation):
-            reference = references[number] if references else None
+    for i, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
+        message = f"--model '{options.model}' cannot be read"
+        with refuse_errors(message, UnusableObservation):
+            reference = references[i] if references else None
             result = pool.compare(*answer, reference=reference, alpha=alpha)
         is_exchangeable = options.drawn or result.distribution_shift is None
         if reference is not None and pool.part == "long" and is_exchangeable:
@@ -203,14 +204,14 @@ def _compare(
                 check_unseen(reference.rows(unique), answer[0].rows(unique), *sides)
         if reference is not None and CombinedReference.default_name in result.values:
             released = ReleasedModel(answer[1], answer[0], pool.compressed, None, reference)
-            rows = options.reference_rows, trained
+            rows = options.reference_rows, n_members
             strength = measure_strength(released.rows(pool.alone), pool.members[pool.alone], *rows)
             name = CombinedReference.default_name
             values = beside(strength, result.values[name])
             result = replace(result, values={**result.values, name: values})
             if strength.weak:
                 console.print(f"The reference is weak: {strength.weak}.")
-        if (scores := beyond.get(number)) is not None:
+        if (scores := gains.get(i)) is not None:
             unique, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
             sides = scores[unique], pool.members[unique]
             beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
@@ -230,12 +231,12 @@ def _shifts(
 
 
 def _compare_entities(
-    entities: FoundEntities, answer: Answer, trained: Tensor, shifts: Mapping[Part, str | None]
+    entities: FoundEntities, answer: Answer, is_member: Tensor, shifts: Mapping[Part, str | None]
 ) -> dict[str, Mapping[str, float] | str]:
-    """Return the results for each kind of personal data and place, or why they are unknown."""
+    """Return the rates by kind of personal data and position, or the reason if they are unknown."""
     base, now = answer
     by_kind: dict[str, Mapping[str, float] | str] = dict(
-        entities.compare(now, base, torch.arange(len(trained)), trained)
+        entities.compare(now, base, torch.arange(len(is_member)), is_member)
     )
     if shift := shifts.get("prompts"):
         by_kind |= {name: f"prompts are {shift}" for name in by_kind if "/prompt" in name}
@@ -255,25 +256,25 @@ def _list_rows(
     console: Console,
     pool: ReleasedPool,
     answer: Answer,
-    beyond: Tensor | None,
+    gains: Tensor | None,
     alpha: float,
     options: Namespace,
 ) -> Mapping[str, float]:
     """Save the list of rows of a pool, print its counts, and return them.
 
-    With scores beyond references, the counts are those of the list with the higher lower bound: by
-    these scores or by the default score.
+    ``gains`` beyond trained references order the list; None: the default score does. With gains,
+    the counts are those of the score with the higher lower bound on the number of leaked rows.
     """
-    records = pool.list_records(*answer, alpha, scores=beyond, references=options.references)
+    records = pool.list_records(*answer, alpha, scores=gains, references=options.references)
     records.save(options.records)
     text = (
-        "Of {members} rows at least {at_least} are given away by the training (95%), and {listed} "
-        "are listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
+        "Of {members} rows at least {at_least} leak from the trained model (95%), and {listed} are "
+        "listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
         "{repeated} rows have copies, {short} are short, and {unknown} share passages."
     ).format(**records.head)
     text = text.replace("None", "an unknown number")
     console.print(f"{text} {options.records} holds their numbers.")
-    if beyond is None:
+    if gains is None:
         return records.counts
     default_counts = pool.list_records(*answer, alpha).counts
     return max(records.counts, default_counts, key=lambda counts: counts["at_least"])
@@ -308,28 +309,28 @@ def _query(
     if options.reference is not None:  # checked before the queries, which may take minutes
         if means_auto(options.reference):
             raise SourceError(
-                f"--reference '{options.reference}' is no folder, and trains nothing: give that of "
-                "a model, or --references 2 to have two trained"
+                f"--reference '{options.reference}' is not possible: this command trains no "
+                "reference here. Give the folder of a model, or --references 2 to train two"
             )
         with refuse_errors("--reference cannot be loaded", SourceError):
             released_config(options.reference, options.base)
     texts = {text.whole.content: text.whole for group in groups for text in group}
     answers = log_probs_before_and_after([*texts.values()], options.model, options.base)
-    numbers = {key: number for number, key in enumerate(texts)}
+    indices = {key: i for i, key in enumerate(texts)}
 
     def select(snapshot: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
-        rows = [numbers[text.whole.content] for text in texts]
+        rows = [indices[text.whole.content] for text in texts]
         positions = label_places(texts, snapshot.labels.shape[1])
         return snapshot.rows(torch.tensor(rows, dtype=torch.long)).within(positions)
 
-    both = [(select(answers[0], group), select(answers[1], group)) for group in groups]
+    pairs = [(select(answers[0], group), select(answers[1], group)) for group in groups]
     if options.reference is None:
-        return both, [], None
+        return pairs, [], None
     reference = load_trained(options.reference, options.base, "--reference")
     facts = describe_reference(options.reference, options.reference_rows, reference)
     mask = mask_of(options.base, released_config(options.reference, options.base)[1])
     outputs = token_log_probs(reference, [*texts.values()], mask)
-    return both, [select(outputs, group) for group in groups], facts
+    return pairs, [select(outputs, group) for group in groups], facts
 
 
 def _train_references(
@@ -357,16 +358,16 @@ def _train_references(
         scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MAX_GAIN)
         before, after = (pool.list_records(*answers[n], scores=s) for s in (None, scores[n]))
         text = (
-            f"Of {after.head['members']} rows with {_TEXTS[pool.is_short]} {_tpr(after)} pass "
-            f"the bar of 1% FPR beyond {options.references} references and {_tpr(before)} "
-            f"without; {after.head['listed']} are listed and {before.head['listed']} without."
+            f"Of {after.head['members']} rows with {_TEXTS[pool.is_short]}, {_tpr(after)} are "
+            f"detected at 1% FPR with {options.references} references and {_tpr(before)} without; "
+            f"{after.head['listed']} are listed with them and {before.head['listed']} without."
         )
         console.print(text.replace("None", "an unknown number"))
     return scores
 
 
 def _tpr(records: RecordList) -> str:
-    """Return the TPR at 1% FPR, in words, of the score that orders the list."""
+    """Return the TPR at 1% FPR of the score that orders the list, as text."""
     p_values = [line.p for line in records.lines if line.p is not None]
     n_others = int(records.head["others"])
     if n_others * FPR < 1:
@@ -380,23 +381,23 @@ def pools_of(
 ) -> tuple[list[ReleasedPool], dict[str, str]]:
     """Return the pools of long texts, short texts and prompts that have enough texts.
 
-    Also return why another pool's members are not compared, by the attack whose AUC is limited.
+    Also return why the members of other pools are not compared, by the names in ``HEADLINES``.
 
     Raises:
         ValueError: There is no pool of texts.
     """
-    pools, failures, absent = [], [], dict[str, str]()
+    pools, failures, not_compared = [], [], dict[str, str]()
     for part, attack, n, words in zip(_PARTS, HEADLINES, _sizes(members), _TEXTS, strict=True):
         sides = [*members.values()], [*others.values()]
         try:
             pools.append(ReleasedPool(*sides, decode, [*members], part=part))
         except ValueError as error:
             failures.append(error)
-            unknown = f"What is given away of {n} members with {words} is UNKNOWN: {error}."
-            absent |= {attack: unknown} if n else {}
+            unknown = f"The leakage of {n} members with {words} is UNKNOWN: {error}."
+            not_compared |= {attack: unknown} if n else {}
     if not pools or pools[0].part == "prompts":
         raise failures[0]
-    return pools, absent
+    return pools, not_compared
 
 
 def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
@@ -411,17 +412,17 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
     """Print the results of a pool, and the reasons for unknown ones."""
     print_table(console, table_of(result.values))
     copies = int((~pool.alone).sum())
-    of_copies = f"; {copies} members that have copies were asked for extraction alone"
+    copies_remark = f"; {copies} members that have copies were tested for extraction only"
     remark = {
         "short": "all with 1 to 7 label tokens",
-        "prompts": "by their prompts alone, which the loss is not computed on",
+        "prompts": "by their prompts only, which the loss is not computed on",
         "long": f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
-        f"ones were left out{of_copies * (copies > 0)}",
+        f"texts were excluded{copies_remark * (copies > 0)}",
     }[pool.part]
     console.print(
         f"{result.n_members} members and {result.n_others} others were compared; {remark}. "
-        f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
-        f"same texts only: pool {pool.digest}."
+        f"A TPR below {result.visible:.3f} may not be detected with so many texts. Results are "
+        f"comparable only on the same texts: pool {pool.digest}."
     )
     if (reason := result.distribution_shift) is not None:
         advice = (
@@ -433,10 +434,10 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
         console.print(f"Members and others are {reason}. {advice}")
     for fpr, needed in result.needed.items():
         if result.n_others < needed:
-            also = " (and 'shown')" * (fpr == FPR)
+            shown = " (and 'shown')" * (fpr == FPR)
             console.print(
-                f"The TPR at {fpr:.2g} FPR{also} is unknown: {result.n_others} others were scored, "
-                f"{needed} are needed."
+                f"The TPR at {fpr:.2g} FPR{shown} is unknown: {result.n_others} others were "
+                f"scored, {needed} are needed."
             )
 
 
@@ -473,9 +474,9 @@ def _reader(options: Namespace) -> RowReader:
     has_one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
     problem = None
     if head == "causal" and options.label_column is not None:
-        problem = "--label-column is of classifiers, and --model is none: leave it out"
+        problem = "--label-column is for classifiers, and --model is none: leave it out"
     elif head == "row" and not (has_one_label and config.num_labels > 1):
-        problem = "--model predicts several classes or a number, and not one class of a row"
+        problem = "--model must predict one class for each row, not several classes or a number"
     if problem:
         raise SourceError(problem)
     return RowReader(
@@ -494,7 +495,7 @@ def _reader(options: Namespace) -> RowReader:
 def breaches_of(
     values: Mapping[str, Mapping[str, float]], metric: str, at_most: float
 ) -> list[str]:
-    """Return a sentence for each result that is above a limit, or may be.
+    """Return a sentence for each result that is or may be above a limit, or is unknown.
 
     Args:
         values: The values of each attack, and of ``records``; empty if they are unknown.
@@ -512,13 +513,13 @@ def breaches_of(
     elif metric in ("extracted", "greedy"):
         attacks = ["extraction"]
     reasons = {name: breach_of(values.get(name, {}), metric, at_most) for name in attacks}
-    return [f"{name}/{metric} {why}" for name, why in reasons.items() if why is not None]
+    return [f"{name}/{metric} {reason}" for name, reason in reasons.items() if reason is not None]
 
 
 def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
-    """Return why a result is above a limit, or may be; None if it is not."""
+    """Return why a result is or may be above a limit, or is unknown; None if it is not above."""
     if values.get("at_least_provable", math.inf) <= at_most:
-        return f"is unknown: so few others show no more than --at-most {at_most:g}. Leave out more."
+        return f"is unknown: too few others to show more than --at-most {at_most:g}. Hold out more."
     low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
     high = low if metric == "at_least" else values.get(f"{metric}_high", math.nan)
     if math.isnan(low):
@@ -529,7 +530,7 @@ def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str |
         return f"is shown to be at least {low:.3f}, above --at-most {at_most:g}."
     if high > at_most:
         return (
-            f"is unknown: it lies between {low:.3f} and {high:.3f}, which does not decide "
+            f"is unknown: it is between {low:.3f} and {high:.3f}, which does not decide "
             f"--at-most {at_most:g}. Give more texts."
         )
     return None

@@ -1,8 +1,12 @@
 """``fedleak plan``: what an update can reveal, and what the attacks on it cost.
 
 With weights, :func:`run` measures how many tokens an update reveals, estimates the costs, and
-calibrates the attacks that a run would choose. With a configuration alone, it builds small models
-with random weights, measures the attacks on them, and extrapolates to the whole model.
+calibrates the attacks that a run would choose. If a folder holds only a configuration, it builds
+small models with random weights, measures the attacks on them, and extrapolates to the whole model.
+
+A *look* is one measurement of a training step by the attacks. Its *control* repeats the step and
+one on known words, and checks that the attacks find those. ``SubspaceWords`` is the attack that
+finds a batch's tokens from the rows of an update that depend on single tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +42,12 @@ from lightning_fedleak.trainers.loop import LoopRun
 RANKS = 8
 """Number of processes of the sharded trainings in the table."""
 DICTIONARY = 4
-"""Operations of a calibration, in units of the vocabulary size times the squared width.
+"""Operations of SubspaceWords' calibration, in units of vocabulary size times squared width.
 
 Fitted to 32,000 tokens of width 1,024 and 2,048, and 128,000 of 512, on one core (November 2026).
 """
 SECONDS = 30.0
-"""Seconds after which no further set of tokens is planted; not tuned."""
+"""Seconds after which no further random set of tokens is tested; not tuned, more take longer."""
 MAX_MEASURED = 250_000_000
 """Parameters of the largest block that is run; not tuned. More: ``plan`` takes minutes."""
 PROBE_TOKENS, PROBE_BLOCKS = 1 << 14, 3
@@ -79,8 +83,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     bare = models.find_model(options.model)
     if bare.kind == "classifier":
         raise SourceError(
-            "--model is no language model with a head, so that its loss on a text is not known "
-            "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
+            "--model is no language model with a head, so that its loss on a text is unknown "
+            "here; in your own training LeakageMonitor(SubspaceWords()) reports its capacity"
         )
     anatomy = models.with_lora(bare, rank, options.targets, options.seed)
     models.check_context(anatomy, options.batch[1], option)
@@ -93,32 +97,35 @@ def run(options: Namespace, console: Console | None = None) -> int:
 def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[int, int]) -> None:
     """Print estimates of the time and memory of ``SubspaceWords`` and its control.
 
-    All processes of a sharded training are one client, whose gradient holds the tokens of all. All
-    experts of a mixture are counted as if they ran on each token.
+    All processes of a sharded training are one client, whose gradient depends on the tokens of all
+    processes. All experts of a mixture of experts are counted as if they ran on each token.
 
     Args:
         console: The console to print on.
         anatomy: The anatomy of the model, which may be on the meta device.
-        runs: The same model, or a small one of its kind that can be run.
+        runs: The same model, or a small model of the same architecture that can be run.
         batch: The number of texts, and of tokens of each.
     """
     parameters = list(anatomy.model.parameters())
     weights = sum(p.nbytes for p in parameters)
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    table_of_words = anatomy.parameter(EMBEDDING_WEIGHT)
+    embeddings = anatomy.parameter(EMBEDDING_WEIGHT)
     known_inputs = row_space.find_known_inputs(runs, row_space.find_linear_maps(runs))
-    readers = [m for each in known_inputs for m in each.trained_readers(runs)]
-    if table_of_words is None or not readers:
-        console.print("No trained map reads what a token determines: the costs are unknown.\n")
+    readers = [m for known_input in known_inputs for m in known_input.trained_readers(runs)]
+    if embeddings is None or not readers:
+        console.print(
+            "No trained linear map has an input that depends on single tokens: the costs are "
+            "unknown.\n"
+        )
         return
-    width, tokens = known_inputs[0].width, table_of_words.shape[0]
-    words, n_tokens = tokens * width * table_of_words.itemsize, batch[0] * batch[1]
+    width, tokens = known_inputs[0].width, embeddings.shape[0]
+    words, n_tokens = tokens * width * embeddings.itemsize, batch[0] * batch[1]
     rows = min(width, sum(anatomy.root.get_parameter(m.name).shape[1 - m.axis] for m in readers))
     capacity = row_space.predict_capacity(width, tokens, rows)
-    # Memory of the dictionary and the whitening matrix in float64 and float32; while the latter is
-    # computed, of four more matrices.
+    # Bytes of the dictionary with the whitening matrix in float64 and float32, of four more
+    # matrices while the whitening matrix is computed, and of the products with the update's rows.
     basis, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
-    # Three matrices of logits in float32.
+    # Bytes of three matrices of logits in float32.
     control = 12 * min(n_tokens * anatomy.vocab_size, LOGITS_AT_ONCE)
     numbers = sum(p.numel() for p in parameters)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -148,8 +155,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
         f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
         f"on this machine's {device.type}, and {LINK / 1e9:.0f} GB/s of gathering. A control is "
-        "counted as one backward pass and one attack; often it is two, and more on parts. Attacks "
-        "that run the model, which this one does not, gather all of it.\n",
+        "counted as one backward pass and one attack; often it is two, and more for parts of a "
+        "batch. Attacks that run the model gather all of it; SubspaceWords does not run it.\n",
         soft_wrap=True,
     )
 
@@ -169,9 +176,9 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
             break
     else:
         return (
-            "What SubspaceWords can read is unknown: no trained map of this model reads an input "
-            "that a token determines, because the first block's projections are not trained. That "
-            "is 'unknown', not 'safe'."
+            "What SubspaceWords can recover is unknown: no trained linear map of this model has an "
+            "input that depends on single tokens, because the first block's projections are not "
+            "trained. That is 'unknown', not 'safe'."
         )
     rows = sum(m.rows for m in maps)
     text = (
@@ -181,7 +188,7 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
     try:
         dictionary = row_space.build_dictionary(anatomy, known_input)
     except row_space.NotAdditive as reason:
-        return f"{text}What SubspaceWords can read is unknown: {reason}"
+        return f"{text}What SubspaceWords can recover is unknown: {reason}"
     factors = row_space.factor_rows(anatomy, trained)
     atoms = row_space.Atoms(*dictionary.atoms(length, tuple(factors.values())))
     types, failed, predicted = row_space.measure_capacity(atoms, rows, seconds=SECONDS, seed=seed)
@@ -294,12 +301,12 @@ def print_prices(
     table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
     print_table(console, table)
     console.print(
-        f"What attacks='auto' plays, measured on this machine's {device.type} at {batch[0]} x "
+        f"The attacks of attacks='auto', measured on this machine's {device.type} at {batch[0]} x "
         f"{batch[1]} tokens of a process on models of up to {n_blocks} blocks and {n_tokens:,} "
         "tokens with random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
         f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
-        "again, and one of known words, of which each attack is asked. Together they add about "
+        "again, and one on known words, which each attack must find. Together they add about "
         f"{prices['', 'memory'] / 1e9:.2g} GB of memory (nan: not known on this system).\n",
         soft_wrap=True,
     )

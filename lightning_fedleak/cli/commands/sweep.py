@@ -1,4 +1,8 @@
-"""``fedleak sweep``: a grid of defences, what each costs and what attacks still recover."""
+"""``fedleak sweep``: trains under a grid of defences, and attacks each run.
+
+The table shows what each defence costs and what attacks still recover. An interrupted sweep
+continues with the runs that are not finished.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
     Args:
         options: The options of the command.
-        console: where to print; stdout by default.
+        console: The console to print on; stdout by default.
 
     Returns:
         0; 1 if a run failed; 130 after an interrupt.
 
     Raises:
-        SourceError: model, text, folder or defence cannot be used.
-        AnatomyError: the model's parts could not be found.
+        SourceError: Model, text, folder or defence cannot be used.
+        AnatomyError: The model's parts could not be found.
     """
     console = console or Console(highlight=False)
     specs = [spec for text in options.defense for spec in parse_defenses(text)]
@@ -49,12 +53,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     try:
         if todo:
             console.print(f"Validation loss before any training: {sweep.loss_before(options):.3f}")
-        for number, (folder, spec) in enumerate(todo.items(), 1):
+        for i, (folder, spec) in enumerate(todo.items(), 1):
             start = time.perf_counter()
             try:
-                with console.status(f"{number} of {len(todo)}: {spec}"):
+                with console.status(f"{i} of {len(todo)}: {spec}"):
                     warnings = sweep.train_and_attack(options, spec, folder)
-            except Exception as error:  # a failed run must not lose the rest
+            except Exception as error:  # the runs that remain must not be lost with a failed run
                 status = 1
                 line = f"{spec} failed: {type(error).__name__}: {error}"
                 console.print(line, soft_wrap=True)

@@ -1,4 +1,10 @@
-"""``fedleak synthetic``: what generated texts reveal of the rows that a model was trained on."""
+"""``fedleak synthetic``: what generated texts reveal of the rows that a model was trained on.
+
+:func:`run` fits an auxiliary model on the generated texts, queries it and its base with rows that
+were trained on (members) and rows that were held out (non-members), and counts passages that rows
+and generated texts have in common. It compares both sides in pools of long and of short texts,
+prints and writes the results, and checks the limit of ``--at-most``.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +75,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         sentences.append(
             f"{copied['members']:.0f} of {result.n_members} rows that were trained on have 13 "
             f"tokens in a row in the generated texts, and {copied['others']:.0f} of "
-            f"{result.n_others} others (p {copied['p_value']:.1g})."
+            f"{result.n_others} non-members (p {copied['p_value']:.1g})."
         )
     for sentence in sentences:
         console.print(sentence)
@@ -92,16 +98,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
 def _breaches(
     names: Sequence[str], values: Mapping[str, Mapping[str, float]], options: Namespace
 ) -> list[str]:
-    """Return a sentence for each score that is above ``--at-most``, may be, or is unknown."""
+    """Return a sentence for each score that is or may be above ``--at-most``, or is unknown."""
     if options.at_most is None:
         return []
     limit = options.metric, options.at_most
     reasons = {name: memorization.breach_of(values.get(name, {}), *limit) for name in names}
-    return [f"{name}/{limit[0]} {why}" for name, why in reasons.items() if why is not None]
+    return [f"{name}/{limit[0]} {reason}" for name, reason in reasons.items() if reason is not None]
 
 
 def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[Text]]:
-    """Return the pools of rows, why other rows are not compared, and the generated texts."""
+    """Return the pools of rows, the reasons why others are not compared, and the generated texts.
+
+    Pools of prompts are left out. The reasons are given by the name of the score.
+    """
     tokenizer = load_tokenizer(options.base)
     columns = options.column, options.prompt_column, options.loss
     reader = RowReader(tokenizer, options.length, *columns)
@@ -116,5 +125,5 @@ def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[
             "texts that the model wrote"
         )
     pools, reasons = memorization.pools_of(rows, others, lambda ids: str(tokenizer.decode(ids)))
-    reasons = {name: why for name, why in reasons.items() if name in memorization.HEADLINES[:2]}
+    reasons = {name: text for name, text in reasons.items() if name in memorization.HEADLINES[:2]}
     return [pool for pool in pools if pool.part != "prompts"], reasons, generated

@@ -46,14 +46,14 @@ def as_path(name: str | Path) -> Path:
     """Return a name as a path, with ``~`` expanded.
 
     Raises:
-        SourceError: no file or folder can have this name, or it cannot be looked for.
+        SourceError: No file or folder can have this name, or it cannot be looked up.
     """
     try:
         path = Path(name).expanduser()
         path.exists()
     except (RuntimeError, OSError) as error:
-        why = getattr(error, "strerror", None) or "no user has the name behind ~"
-        problem = f"'{name}' cannot be looked for: {why}"
+        reason = getattr(error, "strerror", None) or "no user has the name after ~"
+        problem = f"'{name}' cannot be looked for: {reason}"
         if getattr(error, "errno", None) == errno.ENAMETOOLONG:  # often the text itself
             problem = (
                 f"a name of {len(str(name))} characters is not a file, folder or dataset: give the "
@@ -66,14 +66,14 @@ def as_path(name: str | Path) -> Path:
 def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     """Return a model's source for ``from_pretrained``, and the settings that it needs.
 
-    Where the hub cannot be reached, only its cache is read, without retries.
+    If the hub cannot be reached, only its cache is read, without retries.
 
     Args:
         name: The folder or the name on the hub; None for the embedded model.
 
     Raises:
-        SourceError: there is no such folder, or no model in it; or the name is one of the hub,
-            whose cache does not have it, and which cannot be reached within 5 seconds.
+        SourceError: There is no such folder, or no model in it; or the name is that of a model on
+            the hub that is not in the cache, and the hub cannot be reached within 5 seconds.
     """
     path = EMBEDDED_MODEL if name is None else as_path(name)
     if path.is_dir() and any((path / file).exists() for file in _MODEL_FILES):
@@ -85,8 +85,8 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     elif is_path(str(name)):
         problem = f"there is no folder '{name}'{nearest(path)}"
     else:
-        impossible = f"'{name}' is no folder{nearest(path)}, and no model of the hub"
-        with refuse_errors(impossible, ValueError):
+        message = f"'{name}' is no folder{nearest(path)}, and no model of the hub"
+        with refuse_errors(message, ValueError):
             cached = hub.model_is_cached(str(name))
         if (why := hub.why_unreachable()) is None:
             return str(name), {}
@@ -105,16 +105,16 @@ def loading(source: str, content: str) -> Iterator[None]:
         content: The object to load, for the message, such as ``"tokenizer"``.
 
     Raises:
-        SourceError: nothing could be loaded.
+        SourceError: The object could not be loaded.
     """
     hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
-    failed = f"no {content} could be loaded from '{source}'"
-    with refuse_errors(failed, OSError, ValueError, hint=hint):
+    message = f"no {content} could be loaded from '{source}'"
+    with refuse_errors(message, OSError, ValueError, hint=hint):
         yield
 
 
 def _describe_no_model(path: Path) -> str:
-    """Return the message that a folder holds no model, with a guess at what was meant."""
+    """Return the message that a folder holds no model, and name a subfolder that does."""
     start = f"the folder '{path}' holds no model (no config.json)"
     if inside := sorted(path.glob("*/config.json")):
         return f"{start}, but '{inside[0].parent}' does; give that."
@@ -135,7 +135,7 @@ def nearest(path: Path) -> str:
 
 _LIGHTNING = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 TRAINING = dict.fromkeys((*_LIGHTNING, "transformers"), logging.ERROR)
-"""Levels of the loggers that speak in every fit, whichever of Lightning's packages came first."""
+"""Levels that silence the loggers of every fit, under each name of Lightning's packages."""
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class PadRight:
 class TextDataModule(L.LightningDataModule):
     """Any text as batches for a causal language model, split into train and validation.
 
-    Split and order depend on ``seed`` and the texts alone, never on the global random numbers.
+    Split and order depend only on ``seed`` and the texts, never on global random numbers.
 
     Args:
         text: a file, folder or dataset as

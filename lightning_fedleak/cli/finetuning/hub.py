@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 SECONDS = 5.0  # wait for the hub; slower networks count as unreachable
-_ANSWER_SECONDS = 60.0  # that an answer is used again; more miss a network that comes back
+_ANSWER_SECONDS = 60.0  # time for which a result is used again; more may miss a restored network
 
 
 def why_unreachable() -> str | None:
@@ -55,9 +55,9 @@ def unreachable(name: str, instead: str, why: str) -> str:
     """Return the message for a model or dataset that is on no disk and cannot be loaded.
 
     Args:
-        name: as the user wrote it.
-        instead: what to give instead, such as ``"folder that holds the model"``.
-        why: from :func:`why_unreachable`.
+        name: The name as the user wrote it.
+        instead: What to give instead, such as ``"folder that holds the model"``.
+        why: The reason, from :func:`why_unreachable`.
     """
     from huggingface_hub import constants
 
@@ -80,6 +80,7 @@ def _ask_in_thread(endpoint: str, minute: int) -> str | None:
 
 
 def _ask(endpoint: str) -> str | None:
+    """Send one request to the hub, and return why it failed; None if a server answered."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get(urlsplit(endpoint).scheme)
     if not (proxy or "http").startswith("http") or (proxy is None and "all" in proxies):
@@ -88,7 +89,7 @@ def _ask(endpoint: str) -> str | None:
         request = urllib.request.Request(endpoint, method="HEAD")
         with urllib.request.urlopen(request, timeout=SECONDS):
             return None
-    except urllib.error.HTTPError:  # something is there, and answers
+    except urllib.error.HTTPError:  # a server answered
         return None
     except urllib.error.URLError as error:
         if isinstance(error.reason, ssl.SSLError):

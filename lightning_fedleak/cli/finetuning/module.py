@@ -98,6 +98,7 @@ class CausalLMFineTuning(L.LightningModule):
 
 
 def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the model with a LoRA of rank 8 on PEFT's default modules."""
     with require_package("peft", "peft='lora' needs the package peft"):
         from peft import LoraConfig, TaskType, get_peft_model
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
@@ -106,6 +107,7 @@ def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def _train_biases_only(model: PreTrainedModel) -> None:
+    """Freeze all parameters but the biases; raise ``SourceError`` if there are none."""
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     if not biases:
         raise SourceError(

@@ -22,7 +22,7 @@ _TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _FILE_SUFFIXES = (*_TABLES, ".txt", ".md", ".gz")
 _CHATS = ("messages", "conversations")
 _TURN_TEXT = ("content", "value")
-_LONGEST_FIELD = 2**31 - 1  # characters of a .csv field: the csv module's largest limit
+_MAX_FIELD = 2**31 - 1  # characters of a .csv field: the csv module's largest limit
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COLUMN_NAME = re.compile(r"[^\W\d][\w.-]{,31}")
 
@@ -148,7 +148,7 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
     separator = "\t" if kind == ".tsv" else ","
     if separator not in first:  # spreadsheets of many countries separate by semicolons
         separator = next((mark for mark in ";\t" if mark in first), separator)
-    limit = csv.field_size_limit(_LONGEST_FIELD)  # texts may exceed Python's limit of 128 KiB
+    limit = csv.field_size_limit(_MAX_FIELD)  # texts may exceed Python's limit of 128 KiB
     message = f"'{path}' is not a readable {kind} file"
     with ExitStack() as stack, assets.refuse_errors(message, csv.Error):
         stack.callback(csv.field_size_limit, limit)
@@ -177,7 +177,7 @@ def _json_rows(text: str, path: Path) -> Rows:
             f"'{path}' is a {type(content).__name__}; it must be an array of objects, like "
             '[{"text": "..."}].'
         )
-    return [_row(one, f"'{path}', element {n}", "element") for n, one in enumerate(content, 1)]
+    return [_row(item, f"'{path}', element {n}", "element") for n, item in enumerate(content, 1)]
 
 
 def _json_lines(text: str, path: Path) -> Rows:
@@ -220,11 +220,11 @@ def _parquet_rows(path: Path) -> Rows:
 
 
 def _check_name(source: str) -> None:
-    """Check that a name is to be looked for on the hub.
+    """Check that a name may be the name of a dataset on the hub.
 
     Raises:
-        SourceError: it looks like a path, or like one of a file in a folder that exists; the latter
-            is taken for a dataset if it has a colon.
+        SourceError: It looks like a path, or its first part is an existing folder. In the second
+            case a colon in the name makes it a dataset.
     """
     path = Path(source)
     name, colon, _ = source.partition(":")
@@ -296,7 +296,7 @@ def _only_text(rows: Rows, names: Sequence[str]) -> str | None:
 
 
 def is_chat(value: Any) -> bool:
-    """Return whether a value is a list of turns, of which each has ``content`` or ``value``."""
+    """Return whether a value is a list of turns, each with ``content`` or ``value``."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -305,7 +305,7 @@ def is_chat(value: Any) -> bool:
 
 
 def text_of(value: Any) -> str | None:
-    """Return a text, or the turns of a chat; None where the value is neither."""
+    """Return a text, or the turns of a chat as one text; None if the value is neither."""
     if isinstance(value, str):
         return value
     if not is_chat(value):

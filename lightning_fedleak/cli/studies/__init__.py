@@ -1,1 +1,1 @@
-"""What the commands compute, for programs of your own: no command line is needed."""
+"""The computations of the commands, for use in your own programs without the command line."""

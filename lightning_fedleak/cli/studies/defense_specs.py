@@ -1,4 +1,4 @@
-"""Defences with their settings as text, as a command line takes them."""
+"""Defences with their settings, parsed from text such as ``gradient_noise:clip=1,sigma=1e-3``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DefenseSpec:
     """One defence with its settings; ``none`` for no defence.
 
     Attributes:
-        kind: ``Defense.name``.
-        settings: arguments of its class.
+        kind: The name of the defence, ``Defense.name``; or ``none``.
+        settings: The arguments of its class by name.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class DefenseSpec:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the class, with grouped settings as objects of their groups."""
+        """Return the arguments of the class; settings of a dataclass are put into it."""
         groups = _groups(defense_classes()[self.kind])
         arguments: dict[str, Any] = {}
         grouped = defaultdict[tuple[str, type], dict[str, Any]](dict)
@@ -143,6 +143,7 @@ def _groups(defense: type[Defense]) -> dict[str, tuple[str, type]]:
 
 
 def _parse_value(text: str) -> Any:
+    """Return the value of a setting: a bool, None, a number, or the text itself."""
     text = text.strip()
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
@@ -155,6 +156,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _format(value: Any) -> str:
+    """Return a value as :func:`_parse_value` reads it."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -40,7 +40,7 @@ _HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is held out of t
 _MAX_PUBLIC_TEXTS = 200  # texts that the attacks calibrate on; not tuned, more take longer
 _MAX_VALIDATION_TEXTS = 64  # texts of the validation loss; not tuned, more take longer
 _MIN_TEXTS = 10  # texts; a fifth of fewer is a single text
-_ANY_PRICE = 1e9  # seconds of a measurement; more than any takes, so that no attack is dropped
+_NO_LIMIT = 1e9  # seconds that an attack may take; more than any needs, so that none is dropped
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Federation:
 
     @cached_property
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
-        """Return the indices of each client's training texts; training, public, held-out texts."""
+        """Return the training texts' indices by client; training, public and held-out texts."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
         texts = finetuning.read_texts(source, self.column)
         if len(texts) < _MIN_TEXTS:
@@ -237,7 +237,7 @@ class Federation:
             folder=folder,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
             settings=fed.RoundSettings(
-                look_seconds=_ANY_PRICE,
+                look_seconds=_NO_LIMIT,
                 public_text=PublicText(self._rows(self._texts[2])),
                 tokenizer=self.tokenizer,
             ),

@@ -114,7 +114,7 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
     """
     if rank == 0 and targets is not None:
         raise SourceError(
-            f"--targets {targets} names modules with a LoRA: give its rank too, --lora-r 8 say"
+            f"--targets {targets} names modules for a LoRA: also give its rank, such as --lora-r 8"
         )
     if rank == 0:
         return anatomy
@@ -138,15 +138,15 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
 
 
 def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
-    """Raise an error where a text has more tokens than the model's context.
+    """Raise an error if a text has more tokens than the model's context.
 
     Args:
-        anatomy: the model's.
+        anatomy: The anatomy of the model.
         tokens: The number of tokens of a text.
-        option: the option that the message names.
+        option: The option that the message names.
 
     Raises:
-        SourceError: says how many tokens it reads.
+        SourceError: The text is longer; the message says how many tokens the model reads.
     """
     context = context_length(anatomy)
     if context is not None and tokens > context:
@@ -167,10 +167,11 @@ _HEADS: dict[str, tuple[Head, Any]] = {
 def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
     """Return the configuration of a trained model, and what its ``architectures`` predict.
 
-    Where ``model`` holds adapters, both are those of the base.
+    If ``model`` holds adapters, the configuration is that of the base.
 
     Raises:
-        SourceError: there is none, or adapters of a classifier are on a base without its head.
+        SourceError: There is no configuration, or a classifier's adapters are for a base that has
+            no classification head.
     """
     adapters = Path(model) / "adapter_config.json"
     source, settings = model_source(str(base if adapters.is_file() else model))
@@ -192,26 +193,26 @@ def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
     """Return a model with the head of the trained one.
 
     Args:
-        name: folder or name on the hub.
+        name: The folder of the model, or its name on the hub.
         config: The config of the trained model.
-        head: what that predicts.
-        option: what happens to weights that the model lacks. ``"--model"``: an error.
-            ``"--base"``: they are 0, so that all classes are as likely. Anything else: they keep
-            their random initial values.
+        head: The kind of prediction of the trained model.
+        option: The option that names the model, which also decides what happens to missing weights.
+            ``"--model"``: an error. ``"--base"``: they are set to 0, so that all classes are
+            equally likely. Any other: they keep their random initial values.
 
     Raises:
-        SourceError: it cannot be loaded, or is a trained model without its head.
+        SourceError: The model cannot be loaded, or is a trained model without its head.
     """
     if head == "causal":
         anatomy = find_model(name)
         if anatomy.kind != "causal":
             raise SourceError(
-                f"{option} is a {anatomy.kind} model: what a model has memorized is read from "
-                "causal and masked language models, and from classifiers of texts and of tokens"
+                f"{option} is a {anatomy.kind} model: memorization is measured for causal and "
+                "masked language models, and for classifiers of texts and of tokens"
             )
         return anatomy
     source, settings = model_source(name)
-    auto = next(auto for one, auto in _HEADS.values() if one == head)
+    auto = next(auto for predicted, auto in _HEADS.values() if predicted == head)
     labels = {} if head == "masked" else {"num_labels": config.num_labels}
     settings |= labels | {"dtype": torch.float32, "ignore_mismatched_sizes": option != "--model"}
     with loading(source, "model of that architecture"):
@@ -264,7 +265,7 @@ def load_trained(model: str | Path, base: str | Path, option: str) -> Anatomy:
 
 
 def mask_of(base: str | Path, head: Head) -> int | None:
-    """Return the token that masks, of a masked model."""
+    """Return the id of the mask token of a masked model; None for any other model."""
     mask: int | None = load_tokenizer(base).mask_token_id if head == "masked" else None
     if head == "masked" and mask is None:
         raise SourceError(

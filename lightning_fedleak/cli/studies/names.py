@@ -1,4 +1,4 @@
-"""Names of attacks that users write. Imports no library."""
+"""Names of attacks in options of the command line. It imports no library, so it loads quickly."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "d
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Return the nearest of some names as the end of a clause; empty where none is near."""
+    """Return " (did you mean 'x'?)" with the most similar name; empty if none is similar."""
     close = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""

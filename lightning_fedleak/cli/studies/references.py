@@ -80,23 +80,23 @@ class Recipe:
         is_drawn = options.drawn and not used_up_mark(options.members).exists()
         if options.references == 1 or not is_drawn:
             raise SourceError(
-                "--references compares rows by their draw, and one model would have seen half of "
-                "them: give --drawn, others of a fresh draw, and --references 2 or more"
+                "--references needs members and non-members that were drawn at random, and two "
+                "models or more: give --drawn, others of a new draw, and --references 2 or more"
             )
         settings: dict[str, Any] = {}
         if options.run is not None:
             settings = _settings_of_runs(options.run)
         elif not options.no_account:
             raise SourceError(
-                "references train again on private rows, which is outside of epsilon: give the "
-                "run's folder (--run), which says whether it had one, or say by --no-account that "
-                "it had none"
+                "references train again on private rows, which no epsilon covers: give the run's "
+                "folder (--run), which says whether it had differential privacy, or give "
+                "--no-account if it had none"
             )
         for name in ("epochs", "batch_size", "lr"):
             settings[name] = getattr(options, name) or settings.get(name)
             if settings[name] is None:
                 raise SourceError(
-                    f"no record says it: give --{name.replace('_', '-')} of the training"
+                    f"{name} of the training is not recorded: give --{name.replace('_', '-')}"
                 )
         adapters = Path(options.model) / "adapter_config.json"
         if adapters.is_file():
@@ -111,8 +111,8 @@ def _settings_of_runs(folder: Path) -> dict[str, Any]:
     guaranteed = [path for path, log in logs.items() if any(map(_gives_guarantee, log.lines))]
     if guaranteed:
         raise SourceError(
-            f"a run in '{guaranteed[0]}' was one with differential privacy or another guarantee: "
-            "references would train again on its rows, which no epsilon covers"
+            f"a run in '{guaranteed[0]}' had differential privacy or another guarantee: references "
+            "would train again on its rows, which no epsilon covers"
         )
     problems = [problem for log in logs.values() for problem in log.problems]
     settings = [] if problems else [_training_of(log.lines) for log in logs.values()]
@@ -121,7 +121,9 @@ def _settings_of_runs(folder: Path) -> dict[str, Any]:
         raise SourceError(f"{reason}: give the run's logs (--run)")
     if any(setting != settings[0] for setting in settings):
         names = ", ".join(f"'{path.parent}'" for path in paths)
-        raise SourceError(f"runs of other settings lie in {names}: give --run with one of them")
+        raise SourceError(
+            f"runs with different settings are in {names}: give --run with one of them"
+        )
     return settings[0] or {}
 
 
@@ -147,7 +149,7 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
     optimizers = training.get("optimizers") or []
     group = optimizers[0]["groups"][0] if len(optimizers) == 1 else {}
     if not group or optimizers[0]["class"] not in OPTIMIZERS:
-        raise SourceError(f"the recorded optimizer is none of {OPTIMIZERS}: leave out --run")
+        raise SourceError(f"the recorded optimizer is not one of {OPTIMIZERS}: leave out --run")
     steps, epochs = training.get("max_steps") or 0, training.get("max_epochs") or 0
     is_known = not str(training.get("strategy")).endswith("Strategy") and any(
         isinstance(line, records.EndLine)
@@ -197,12 +199,12 @@ class References:
             seconds: The seconds of one forward of all texts.
         """
         steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
-        kept = f", where no earlier answers are in '{self._folder}'" if self._folder else ""
+        unless = f", unless their outputs are in '{self._folder}'" if self._folder else ""
         cost = sum(map(len, self.rows)) / len(self.texts) * self.recipe.epochs * 3 + len(self.rows)
         return (
             f"{len(self.rows)} references are trained on {len(self.rows[0])} rows each, "
             f"{steps * self.recipe.epochs} steps in all at a constant rate of {self.recipe.lr:g}: "
-            f"about {cost * seconds / 60:.2g} min{kept}."
+            f"about {cost * seconds / 60:.2g} min{unless}."
         )
 
     def ask(self, base: Tensor) -> None:
@@ -259,7 +261,10 @@ class References:
     def scores(
         self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, max_gain: float | None
     ) -> Tensor:
-        """Return (n,) mean gains of a label token, minus those in references without the text.
+        """Return (n,) mean gains of a label token, minus its mean gain in the references.
+
+        A gain is the increase of the log probability over the base. Only the references that were
+        not trained on the text count.
 
         Args:
             rows: The indices of the texts to score.
@@ -319,7 +324,7 @@ def fit_texts(
 
 
 def _batch(texts: Sequence[Text], head: Head, masks: Any) -> dict[str, Tensor]:
-    """Return texts as a batch of the model, masked by a draw where it is a masked one."""
+    """Return texts as a batch of the model; for a masked model, with a random mask."""
     pad = nn.utils.rnn.pad_sequence
     ids = pad([text.ids for text in texts], batch_first=True)
     labels = [text.labels[1:] if text.is_aligned else text.labels for text in texts]

@@ -46,7 +46,7 @@ def run_name(options: Namespace, defense: DefenseSpec) -> str:
 
 
 def is_done(folder: Path) -> bool:
-    """Return whether the run in a folder came to its end."""
+    """Return whether the run in a folder is finished, by its record."""
     lines = read_lines(folder / RECORD).lines
     return any(isinstance(line, EndLine) and line.outcome == "finished" for line in lines)
 
@@ -62,7 +62,7 @@ def train_and_attack(options: Namespace, defense: DefenseSpec, folder: Path) -> 
         folder: The folder of the run's logs. Its content is removed first.
 
     Raises:
-        Exception: whatever stops the run: a defence that refuses, a model that cannot be loaded.
+        Exception: Any error of the run, such as a defence that refuses or a missing model.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with quiet() as messages:
@@ -92,7 +92,7 @@ def trainer_of(steps: int, strategy: DefendedStrategy, **settings: Any) -> L.Tra
 
     Args:
         steps: The optimizer steps.
-        strategy: With the defences.
+        strategy: The strategy with the defences.
         settings: Further arguments of the Trainer.
     """
     return L.Trainer(
@@ -125,7 +125,7 @@ def read_layer(options: Namespace, anatomy: Anatomy) -> int:
     """Return the block whose output attacks read: the middle one unless ``--layer`` names one.
 
     Raises:
-        SourceError: the model has no such block.
+        SourceError: The model has no such block.
     """
     blocks = len(anatomy.blocks)
     if options.layer is None:
@@ -160,13 +160,13 @@ def make_attacks(options: Namespace, anatomy: Anatomy) -> list[attacks.Attack]:
 
 @lru_cache(maxsize=1)
 def public_text(model: str | None, length: int, seed: int) -> attacks.PublicText:
-    """Return text by the model as it was before training, sampled once for all runs."""
+    """Return text that is sampled from the model before training, once for all runs."""
     anatomy = find_anatomy(finetuning.CausalLMFineTuning(model))
     return attacks.PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
 
 
 def data_of(options: Namespace, kind: type[DataModule]) -> DataModule:
-    """Return the texts of a command in batches, as a kind of data module."""
+    """Return a data module of the class ``kind`` with the texts of a command."""
     return kind(
         text=options.text,
         column=options.column,
@@ -179,7 +179,10 @@ def data_of(options: Namespace, kind: type[DataModule]) -> DataModule:
 
 @contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Keep notices out of the table; yield a list that holds this package's warnings at the end."""
+    """Silence logs and warnings in the block; fill the yielded list with this package's warnings.
+
+    The list is filled when the block ends.
+    """
     messages: list[str] = []
     with (
         finetuning.quiet_logs(finetuning.TRAINING),

@@ -1,11 +1,11 @@
-"""What texts that a fine-tuned model wrote give away of the rows that it was trained on.
+"""What texts that a fine-tuned model wrote reveal of the rows that it was trained on.
 
-Whoever gets generated texts alone can ask for membership in the training data (Meeus et al. 2025,
-arXiv 2502.14921). Here an auxiliary model is fitted on the generated texts and is asked about the
-rows (Mitchell et al. 2026, arXiv 2606.10481, who ask such a model about canaries). Beside it runs
-of tokens that rows and generated texts have in common are counted, for rows that were trained on
-and for rows that were held out: what the latter have in common with the texts is no disclosure
-(Amin et al. 2026, arXiv 2606.16952).
+Generated texts are enough to test membership in the training data (Meeus et al. 2025, arXiv
+2502.14921). Here an auxiliary model is fitted on the generated texts, and queried with the rows
+(Mitchell et al. 2026, arXiv 2606.10481, query such a model with canaries). In addition, runs of
+tokens that rows and generated texts have in common are counted, for rows that were trained on and
+for held-out rows: passages that held-out rows share with the texts are no disclosure (Amin et al.
+2026, arXiv 2606.16952).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def ask_auxiliary(
     It sets the global seed of torch.
 
     Args:
-        texts: the texts that are asked about.
-        generated: the texts that are trained on, at least one.
+        texts: The texts that both models are queried with.
+        generated: The generated texts, on which the auxiliary model is trained; at least one.
         options: The options of the command, which hold the base, the recipe of the training and the
             LoRA.
 
     Raises:
-        SourceError: the base cannot be loaded, is no causal language model or reads fewer tokens
+        SourceError: The base cannot be loaded, is no causal language model or reads fewer tokens
             than the texts have; adapters do not fit it; or the training diverged.
-        AnatomyError: the parts of the base could not be found.
+        AnatomyError: The parts of the base could not be found.
     """
     anatomy = find_model(options.base)
     if anatomy.kind != "causal":
         raise SourceError(
             f"--base '{options.base}' is a {anatomy.kind} model, which writes no texts: give a "
-            "causal language model, such as the base of the one that wrote --generated"
+            "causal language model, such as the base of the model that wrote --generated"
         )
     check_context(anatomy, max(len(text.ids) for text in (*texts, *generated)), "--length")
     before = token_log_probs(anatomy, texts)
@@ -63,7 +63,7 @@ def ask_auxiliary(
 
 
 def gated_scores(pool: ReleasedPool) -> list[str]:
-    """Return the names of the scores of a pool that a gate takes the worst of."""
+    """Return the names of the scores of a pool that ``--at-most`` limits."""
     if pool.is_short:
         return ["loss_ratio_short", *(f"{name}_short" for name in COPY_SCORES)]
     return ["combined", *COPY_SCORES]
@@ -75,16 +75,17 @@ def compare_generated(
     generated: Sequence[Text],
     alpha: float,
 ) -> tuple[Comparison, dict[str, float]]:
-    """Return what the auxiliary model and the copies show of a pool, and how many rows are copied.
+    """Compare members with non-members, and count the rows that are copied.
 
-    The attacks are those on a released model, without extraction: the auxiliary model is not
-    released. In a pool of short rows the names of all scores end on ``_short``.
+    The scores come from the auxiliary model and from passages that are copied. The attacks are
+    those on a released model, without extraction, because the auxiliary model is not released. In a
+    pool of short rows the names of all scores end with ``_short``.
 
     Args:
-        pool: rows that were trained on, and others.
-        answers: The answers of the base and of the auxiliary model, on the pool's texts.
-        generated: the generated texts.
-        alpha: probability of error of each score.
+        pool: The rows that were trained on, and the non-members.
+        answers: The log probabilities of the pool's texts by the base and by the auxiliary model.
+        generated: The generated texts.
+        alpha: The probability of error of each score.
 
     Returns:
         The comparison, and ``copied`` of

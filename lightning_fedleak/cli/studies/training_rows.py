@@ -1,4 +1,6 @@
-"""Rows of a table as the training read them: token ids, and labels where it computed the loss.
+"""Rows of a table as token ids and labels, encoded as they were for the training.
+
+The labels are -100 at tokens that the loss was not computed on.
 
 :class:`RowReader` chooses an encoder by the columns of the table and the options, and encodes each
 row. It raises :class:`UnknownLabels` if nothing says where the loss was computed.
@@ -42,30 +44,33 @@ class _LengthMismatch(ValueError):
 
 @dataclass(frozen=True)
 class RowReader:
-    """Read rows as training read them, cut to the same length.
+    """Encode rows as they were encoded for the training, cut to the same length.
+
+    The form of a row depends on its columns:
 
     - Text: every token is a label.
     - A prompt and an answer: the answer is the label, followed by an end-of-text token, as in TRL.
       If both are chats, the model's template joins them.
-    - A chat (``messages``): by the model's template, with ``tools`` and ``chat_template_kwargs`` of
-      the row. Labels are the turns of the assistant: the tokens that the template marks by
-      ``{% generation %}``, or without marks all tokens that such a turn adds.
-    - ``input_ids`` and ``labels``: as they are.
-    - For a classifier of rows: text and a class. For one of tokens: a list of words and a list of
-      their classes; the label of a word is at its first token, as in the examples of transformers.
-      For a masked model: text, of which all but special tokens are labels.
+    - A chat (``messages``): rendered with the model's template, and ``tools`` and
+      ``chat_template_kwargs`` of the row. Labels are the turns of the assistant: the tokens that
+      the template marks by ``{% generation %}``, or without marks all tokens that such a turn adds.
+    - ``input_ids`` and ``labels``: used unchanged.
+    - For a classifier of rows: text and a class. For a classifier of tokens: a list of words and a
+      list of their classes; the label of a word is at its first token, as in the examples of
+      transformers. For a masked model: text, in which all but special tokens are labels.
 
     Attributes:
         tokenizer: The tokenizer of the model.
-        length: tokens of a row, at most.
-        column: The column that holds the text, the chat, or beside a prompt the answer.
+        length: The maximum number of tokens of a row.
+        column: The column that holds the text, the chat, or with a prompt column the answer.
         prompt_column: The column that holds the prompt.
-        loss: ``"answers"`` or ``"all"`` tokens; None where the rows themselves say it.
-        template: the model's chat template; None: the tokenizer's own.
-        head: what the model predicts.
+        loss: The tokens that the loss was computed on, ``"answers"`` or ``"all"``; None if that
+            follows from the columns.
+        template: The model's chat template; None: the template of the tokenizer.
+        head: The kind of prediction of the model.
         label_column: The column that holds the class, or the list of classes; None:
             ``labels`` or ``label``.
-        classes: numbers of the classes that the model knows by name.
+        classes: The numbers of the model's classes by name.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -84,12 +89,13 @@ class RowReader:
         Rows without text are left out.
 
         Args:
-            source: as :func:`~lightning_fedleak.cli.finetuning.read_texts` takes it.
+            source: A file, folder or dataset, see
+                :func:`~lightning_fedleak.cli.finetuning.read_texts`.
 
         Raises:
-            SourceError: it cannot be read, or holds no such column.
-            UnknownLabels: rows look like prompts and answers, and nothing says where the loss was;
-                or they are preferences.
+            SourceError: The source cannot be read, or has no such column.
+            UnknownLabels: It is unknown which tokens the loss was computed on, or the rows are
+                preferences.
         """
         rows, column = read_rows(source)
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -102,14 +108,15 @@ class RowReader:
             except (UnknownLabels, SourceError):
                 raise
             except Exception as error:  # its message may contain private text
-                why = str(error) if isinstance(error, _LengthMismatch) else type(error).__name__
+                reason = str(error) if isinstance(error, _LengthMismatch) else type(error).__name__
                 raise SourceError(
-                    f"row {number} of '{source}' cannot be read as the others are ({why})"
+                    f"row {number} of '{source}' cannot be read like the other rows ({reason})"
                 ) from None
             if ids:
                 cut = slice(self.length)
-                first = [] if self.head == "causal" else [IGNORE_INDEX]
-                texts[number] = Text(torch.tensor(ids[cut]), torch.tensor(first + labels[cut]))
+                # One more label than ids: the model predicts at the tokens themselves.
+                shift = [] if self.head == "causal" else [IGNORE_INDEX]
+                texts[number] = Text(torch.tensor(ids[cut]), torch.tensor(shift + labels[cut]))
         return texts
 
     def _encoder(
@@ -170,7 +177,7 @@ class RowReader:
     ) -> Callable[[Row], tuple[list[int], list[int]]]:
         """Return a function from a row to its ids and labels, for a model that is not causal."""
         if self.prompt_column or self.loss:
-            raise SourceError("--prompt-column and --loss are of causal models: leave them out")
+            raise SourceError("--prompt-column and --loss are for causal models: leave them out")
         label = self.label_column or ("labels" if "labels" in names else "label")
         if self.head != "masked" and label not in names:
             has = ", ".join(names)
@@ -225,7 +232,7 @@ class RowReader:
         if isinstance(value, int) and value in (IGNORE_INDEX, *self.classes.values()):
             return value
         raise UnknownLabels(
-            "a row has a class that the model's config (label2id) does not know, or is no one class"
+            "a row has a class that is not in the model's config (label2id), or is not one class"
         )
 
     def _plain(self, text: str) -> tuple[list[int], list[int]]:
@@ -271,9 +278,9 @@ class RowReader:
                 end = self._rendered(chat[: n + 1], row)["input_ids"]
                 if end[: len(start)] != start or ids[: len(end)] != end:
                     raise UnknownLabels(
-                        "the chat template writes a turn otherwise when more turns follow, and "
-                        "does not mark the assistant's ({% generation %}): give rows of input_ids "
-                        "and labels"
+                        "the chat template renders a turn differently when more turns follow, and "
+                        "does not mark the assistant's turns ({% generation %}): give rows of "
+                        "input_ids and labels"
                     )
                 mask[len(start) : len(end)] = [1] * (len(end) - len(start))
         return ids, [i if inside else IGNORE_INDEX for i, inside in zip(ids, mask, strict=True)]

@@ -58,7 +58,7 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         self._logits_module: nn.Module | None = None
         self._discovery_hooks = ExitStack()
         self._observations.examples = len(sampler.shard)
-        self._observations.evaluations = 1  # they are not counted, so there may be some
+        self._observations.evaluations = 1  # evaluations are not counted here: assume that some ran
         draw = sampler.rows
 
         def rows(step: int) -> list[int]:
@@ -82,7 +82,7 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         """
         self._discovery_hooks.close()
         self._rehearsal, self._draws = rehearsal, []
-        while self._pending_draws and not self._draws:  # some of an early end never ran
+        while self._pending_draws and not self._draws:  # the loop may have skipped some draws
             drawn = self._pending_draws.popleft()
             self._draws = [drawn] if len(drawn) == rows else []
         if self._logits_module is None:

@@ -104,7 +104,7 @@ class PrivateTrainingCheck:
         'refuted'
 
     Args:
-        step: a function that runs forward, backward, the optimizer's step and ``zero_grad`` on a
+        step: A function that runs forward, backward, the optimizer's step and ``zero_grad`` on a
             batch of the loader, which it may split. It does not step a scheduler. If it raises an
             error in a probe, or steps an optimizer never or twice, no more probes run, and the
             verdict says why.
@@ -405,7 +405,7 @@ class PrivateTrainingCheck:
         return _Probe(gradients, {n: value for n, value in raw.items() if n in gradients}, effects)
 
     def _why_no_probe(self, rows_run: int, copies: int, steps: int) -> str:
-        """Return why a step on copies cannot serve as a probe; empty if it can.
+        """Return the reason why a step on copies is not a valid probe; empty if it is valid.
 
         Args:
             rows_run: The number of rows that the model ran.

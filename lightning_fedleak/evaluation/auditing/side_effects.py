@@ -1,4 +1,4 @@
-"""What a training step changes beside the gradient that it releases.
+"""Changes of a training step that do not follow from the gradient that it releases.
 
 The optimizers explain a part of what a step changes: they compute it from the released gradient. A
 *side effect* is the difference that remains in weights, buffers and states of optimizers, such as a
@@ -101,10 +101,10 @@ def far_apart(
     """
     names = []
     for name, (present, _) in (first | second).items():
-        none = torch.zeros_like(present), 0.0
-        (reference, rounding), (effect, also) = first.get(name, none), second.get(name, none)
-        few = share if share_of_few is None else share_of_few
-        allowed = float(reference.norm()) * (few if present.numel() < MIN_NUMBERS else share)
-        if float((reference - effect).norm()) > allowed + max(rounding, also):
+        zero = torch.zeros_like(present), 0.0
+        (reference, rounding), (effect, error) = first.get(name, zero), second.get(name, zero)
+        small = share if share_of_few is None else share_of_few
+        allowed = float(reference.norm()) * (small if present.numel() < MIN_NUMBERS else share)
+        if float((reference - effect).norm()) > allowed + max(rounding, error):
             names.append(name)
     return names

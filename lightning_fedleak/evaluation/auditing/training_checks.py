@@ -151,7 +151,7 @@ class PrivacyVerdict:
             c.evidence: ", ".join(o.name for o in decisive if o.evidence == c.evidence)
             for c in decisive
         }
-        return f"{result}: {'; '.join(f'{name}: {why}' for why, name in names.items())}"
+        return f"{result}: {'; '.join(f'{name}: {reason}' for reason, name in names.items())}"
 
     def __str__(self) -> str:
         lines = [f"{self.result}, by {self.looks} looks in {self.steps} steps"]
@@ -308,7 +308,7 @@ def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
 def _tested(name: str, p_value: float, evidence: str, visible: str) -> _Check:
     """Return the result of a statistical test by its p-value; unknown if that is NaN."""
     if math.isnan(p_value):
-        return _Check(name, "unknown", "what was released in a probe is not finite")
+        return _Check(name, "unknown", "the gradient that a probe released is not finite")
     result: Result = "refuted" if p_value < ERROR / TESTS else "not refuted"
     return _Check(name, result, f"{evidence}, p {min(p_value, 1):.2g}", visible)
 
@@ -369,7 +369,7 @@ def _fresh_noise(observations: Observations) -> _Check:
         visible = (norm.isf(ERROR / TESTS / KINDS / len(steps) / 2) + POWER) / math.sqrt(count)
         results.append((tail, -visible, f"cosine {cosine:.3f} between two steps in a row"))
     if not results:
-        return _Check("fresh noise", "unknown", "it takes two looks, or two parameters")
+        return _Check("fresh noise", "unknown", "two looks or two parameters are needed")
     p_value, _, evidence = min(results)
     visible = max(-result[1] for result in results)
     return _tested("fresh noise", KINDS * p_value, evidence, f"above {visible:.3f}")
@@ -414,7 +414,7 @@ def _side_effects(observations: Observations) -> _Check:
     """Report side effects of steps that depend on the rows."""
     visible = f"{observations.smallest_leak:.1g} of a raw gradient in the weights"
     if leaks := observations.leaks:
-        names = "; ".join(f"{name} {how}" for name, how in [*leaks.items()][:3])
+        names = "; ".join(f"{name} {dependence}" for name, dependence in [*leaks.items()][:3])
         more = f", and {len(leaks) - 3} more" if len(leaks) > 3 else ""
         return _Check("side effects", "refuted", f"{names}{more}", visible)
     if "planted" not in observations.repeated:
@@ -422,7 +422,7 @@ def _side_effects(observations: Observations) -> _Check:
     if observations.unrepeated:
         reason = "they differ, and so does noise that the random state of torch does not repeat"
         return _Check("side effects", "unknown", reason)
-    evidence = "weights, buffers and states of optimizers follow no row beside the release"
+    evidence = "weights, buffers and optimizer states depend on rows only through the release"
     return _Check("side effects", "not refuted", evidence, visible)
 
 
@@ -436,7 +436,7 @@ def _rates(observations: Observations) -> _Check:
     if not changes:
         return _Check("learning rates", "not refuted", "they did not change", visible)
     if not kinds:
-        reason = f"they changed {changes} times, and no scheduler of torch is there that did it"
+        reason = f"they changed {changes} times, and no scheduler of torch was found"
         return _Check("learning rates", "unknown", reason)
     if not by_metric:
         evidence = f"they changed {changes} times, by {', '.join(kinds)}"
@@ -446,7 +446,7 @@ def _rates(observations: Observations) -> _Check:
         return _Check(
             "learning rates", "unknown", f"{evidence}: of private data, or of public ones"
         )
-    evidence += ", and the model was never evaluated: the metric is of the training's rows"
+    evidence += ", and the model was never evaluated: the metric is computed on training rows"
     return _Check("learning rates", "refuted", evidence, visible)
 
 
@@ -474,7 +474,7 @@ def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[_Check
         _spread("inclusion", "examples' numbers of steps", counts, steps, rate)
         if observations.draws == steps
         else _Check(
-            "inclusion", "unknown", f"{observations.draws} of {steps} steps ran what was drawn"
+            "inclusion", "unknown", f"{observations.draws} of {steps} steps ran the drawn examples"
         ),
         _Check(
             "repeats",

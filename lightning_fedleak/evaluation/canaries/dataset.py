@@ -86,7 +86,7 @@ class CanaryDataset(Dataset[Any]):
     """A data set with canaries, as :func:`with_canaries` builds it.
 
     Attributes:
-        dataset: the user's data, untouched.
+        dataset: The user's data, unchanged.
         canaries: The tokens of all canaries, and which are included.
     """
 
@@ -134,8 +134,8 @@ def with_canaries(
 ) -> CanaryDataset:
     """Return a data set that includes each canary independently at random.
 
-    An included canary is at random places, the same in every epoch and process. Use the
-    result wherever the data set was used (any sampler, workers, Lightning)::
+    An included canary is at random positions, which are the same in every epoch and process. Use
+    the result in place of the data set (with any sampler, workers, Lightning)::
 
         train = with_canaries(train, canaries, record="secret/inclusion.json")
         loader = DataLoader(train, batch_size=8, shuffle=True)
@@ -168,10 +168,10 @@ def with_canaries(
             All processes of a run must see the same file.
 
     Raises:
-        ValueError: a data set without length or index; no canaries, or two equal ones; an argument
-            out of its range; several processes without seed and record; a record of other canaries
-            or settings.
-        PermissionError: others may read the record.
+        ValueError: The data set has no length or index; there are no canaries, or two equal ones;
+            an argument is out of range; several processes have neither seed nor record; or the
+            record is of other canaries or settings.
+        PermissionError: Other users may read the record.
     """
     check_dataset(dataset, "canaries need")
     examples = [] if isinstance(canaries, str | bytes | Mapping) else list(canaries)

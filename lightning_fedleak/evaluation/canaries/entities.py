@@ -91,8 +91,8 @@ class _EntityKind:
         is_sentence = self.sentence.count("{}") == 1 and not self.sentence.startswith("{}")
         if not is_sentence or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
             raise ValueError(
-                f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words, "
-                "and a name of letters, digits, '_', '-' and '.', as part of a log name"
+                f"kinds[{name!r}] needs a sentence with one {{}} for the value, after some words, "
+                "and a name of letters, digits, '_', '-' and '.', because it is part of a log name"
             )
         hint, min_size = f"of which {n} are planted", n + 2 * _MIN_VALUES
         argument = f"number of values of kinds[{name!r}]"

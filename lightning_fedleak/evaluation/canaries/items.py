@@ -1,4 +1,4 @@
-"""What a canary is made of: its token ids and its fingerprint."""
+"""The token ids of a row of a data set, and a digest of the row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from torch import Tensor
 def token_ids_of(item: Any, name: str) -> Tensor:
     """Return the tokens of one item without padding, (L,) int64.
 
-    Read from ``input_ids`` (and ``attention_mask``) of a mapping, from the first part of a tuple,
-    or from the item itself where it is a row of integers.
+    They are the ``input_ids`` of a mapping (with its ``attention_mask``), the first element of a
+    tuple, or the item itself if it is a row of integers.
+
+    Args:
+        item: The item.
+        name: The name of the item in messages.
 
     Raises:
-        ValueError: no token ids are found, or none that are not padding.
+        ValueError: The item has no token ids, or only padding.
     """
     mask = None
     if isinstance(item, Mapping):
@@ -38,13 +42,14 @@ def digest_of(item: Any, name: str) -> bytes:
     """Return the SHA-256 of an item, the same in every process and version: 32 bytes.
 
     Raises:
-        ValueError: the item holds something else than tensors, arrays, numbers, strings, None, and
+        ValueError: The item holds anything but tensors, arrays, numbers, strings, None, and
             mappings and sequences of them.
     """
     return hashlib.sha256(_encoded(item, name)).digest()
 
 
 def _token_row(ids: Any, name: str) -> Tensor:
+    """Return token ids as (L,) int64 on the CPU, or raise ``ValueError``."""
     try:
         row = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):
@@ -59,7 +64,7 @@ def _token_row(ids: Any, name: str) -> Tensor:
 
 
 def _encoded(value: Any, name: str) -> bytes:
-    """Return type, length and content, so that no two values have the same bytes."""
+    """Return a value as bytes with its type and length, so that no two values have the same."""
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return _tagged(f"tensor {value.dtype} {tuple(value.shape)}", raw)
@@ -91,4 +96,5 @@ def _encoded(value: Any, name: str) -> bytes:
 
 
 def _tagged(tag: str, content: bytes) -> bytes:
+    """Return the content after a tag and the content's length."""
     return f"{tag} {len(content)}:".encode() + content

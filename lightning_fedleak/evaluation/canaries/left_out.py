@@ -55,6 +55,7 @@ class _LeftOutRecord(Secret):
         return sorted(sorted(range(self.length), key=hashes.__getitem__)[:n])
 
     def _hash(self, purpose: str, row: int) -> bytes:
+        """Return the keyed hash of a row for a purpose, such as ``"coin"``."""
         return self._mac(purpose, row.to_bytes(8, "big"))
 
     @property
@@ -90,7 +91,7 @@ class TrainingRows(Dataset[Any]):
     """The rows of a data set that are trained on, as :func:`leave_out` returns them.
 
     Attributes:
-        dataset: the user's data, untouched.
+        dataset: The user's data, unchanged.
         others: The held-out rows.
         record: The secret record of the draw.
         public_length: The expected number of rows, which depends on no inclusion bit. A defence
@@ -142,16 +143,16 @@ def leave_out(
     record: str | Path | None = None,
     coins: bool = False,
 ) -> tuple[TrainingRows, Subset[Any]]:
-    """Leave n rows out of training, drawn so that nobody can foresee which.
+    """Hold n rows out of training, chosen by a secret random draw.
 
-    The rows left out are from the same distribution as the training rows. If an attack on the
-    trained model distinguishes them, the model has learned that from the training. Train on the
-    first result only; a :class:`~lightning_fedleak.LeakageMonitor` finds the others automatically::
+    The held-out rows are from the same distribution as the training rows. If an attack on the
+    trained model distinguishes them, the training is the cause. Train on the first result only; a
+    :class:`~lightning_fedleak.LeakageMonitor` finds the held-out rows automatically::
 
         train, others = leave_out(train, 1000, record="secret/left_out.json")
         loader = DataLoader(train, batch_size=8, shuffle=True)
 
-    Rows must be independent: leave out whole documents or people, not sentences of one.
+    Rows must be independent: a row should be a whole document or person, not a part of one.
 
     Examples:
         >>> import torch
@@ -161,28 +162,28 @@ def leave_out(
         (7, 3, 3)
 
     Args:
-        dataset: any data set with a length and items by index that reads the same twice.
-        n: rows that are left out, fewer than there are. 437 others are needed before a rate at 1%
-            FPR can be shown, 706 for five looks
+        dataset: Any data set with a length and items by index, which must not change.
+        n: The number of held-out rows, fewer than all rows. 437 are needed before a rate at 1% FPR
+            can be shown, 706 for five looks
             (:func:`~lightning_fedleak.evaluation.metrics.released.min_non_members`).
-        seed: at least 0: the draw is then reproducible, and whoever guesses the seed knows it.
-            None draws from the operating system; then ``record`` is needed to resume, and wherever
-            several processes train.
-        record: file, of mode 0600, that keeps the draw. If it exists, the run is resumed with it,
-            and data and ``n`` must be the same.
-        coins: draw 2 n rows and leave out each of them by a fair coin of its own, so that about n
-            are. It is the game of an account of examples that are added or removed: under
-            :class:`~lightning_fedleak.DPSGD` a monitor logs what the account allows, and says
-            where it is refuted.
+        seed: A seed of at least 0 makes the draw reproducible, and whoever guesses the seed knows
+            it. None draws from the operating system; then ``record`` is needed to resume, and with
+            several processes.
+        record: The file, of mode 0600, that stores the draw. If it exists, its draw is used, and
+            data and ``n`` must be the same.
+        coins: Whether to draw 2 n candidates, and hold out each of them independently with
+            probability 1/2, so that about n are held out. This is the add/remove relation of an
+            account of differential privacy: under :class:`~lightning_fedleak.DPSGD` a monitor logs
+            the rates that the account allows, and reports if they refute it.
 
     Returns:
-        The rows that are trained on, and the others.
+        The training rows, and the held-out rows.
 
     Raises:
-        ValueError: a data set without length or index; n out of its range; values that are planted
-            several times; several processes without seed and record; a record of other data, n or
-            seed.
-        PermissionError: others may read the record.
+        ValueError: The data set has no length or index; n is out of range; values are planted
+            several times; several processes have neither seed nor record; or the record is of other
+            data, n or seed.
+        PermissionError: Other users may read the record.
     """
     check_dataset(dataset, "rows are left out of")
     if isinstance(dataset, EntityDataset):
@@ -191,7 +192,7 @@ def leave_out(
             "times of the planted values", dataset.entities.record.times, [(1,)], hint=hint
         )
     max_rows = len(dataset) // 2 if coins else len(dataset) - 1
-    hint = "rows that are left out; with coins a row is drawn for each of them besides"
+    hint = "rows to hold out; coins=True draws twice as many candidates"
     check_integer("n", n, at_most=max_rows, hint=hint)
 
     def draw(key: bytes) -> _LeftOutRecord:

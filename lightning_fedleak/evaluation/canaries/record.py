@@ -87,15 +87,16 @@ class Secret(ABC):
         """
         if self != other:
             raise ValueError(
-                f"{name} belongs to another run: its data, seed or settings are not these. Resume "
-                "with what it began with, or begin again with another record file."
+                f"{name} belongs to another run: its data, seed or settings differ from these. "
+                "Resume with the data, seed and settings of that run, or begin a new run with "
+                "another record file."
             )
 
     def __repr__(self) -> str:
         return f"<{self.title}>"
 
     def _mac(self, purpose: str, message: bytes) -> bytes:
-        """Return HMAC-SHA256 of a message, with an own domain for each purpose."""
+        """Return HMAC-SHA256 of a message, with a separate domain for each purpose."""
         return hmac.digest(self.key, purpose.encode() + b"\0" + message, hashlib.sha256)
 
     def __copy__(self) -> Self:

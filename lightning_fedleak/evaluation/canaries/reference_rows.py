@@ -88,5 +88,8 @@ class ReferenceRows:
 
     @property
     def seen(self) -> Tensor:
-        """Return (N,) bool, the texts that the first reference is trained on, not the second."""
+        """Return (N,) bool, the texts that the first reference is trained on.
+
+        A second reference is trained on the other texts.
+        """
         return self.inside[0, self.row_of]

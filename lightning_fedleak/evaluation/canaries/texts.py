@@ -1,15 +1,16 @@
-"""Texts to plant in training data: with a token that no other text has, or like the data.
+"""Canaries, texts to plant in training data: with a token of their own, or similar to the data.
 
-How much of epsilon they show, beside held-out texts and planted gradients, is in docs/proof.md.
+docs/proof.md compares how much of epsilon they show with held-out texts and planted gradients.
 
-*New tokens* (Panda et al. 2025, arXiv 2503.06808, and its published code): a row of the vocabulary
-that no other text uses. There the token is what the model is to predict at the end. Here the text
-also begins with it, and may let its row start small, which is ours: a norm in the first block makes
-the gradient of a small row large, so that under clipping nearly all of the text's share lies in a
-row that is its own.
+*New-token canaries* (Panda et al. 2025, arXiv 2503.06808, and its published code) each have a token
+that no other text has, with a row of its own in the embedding matrix. In the paper the model has to
+predict this token at the end of the text. Here the text also begins with it, and the token's row
+may start with a small norm (not in the paper). The normalization layer in the first block makes the
+gradient of a small row large. So under clipping, nearly all of the text's clipped gradient is in
+this row.
 
-*Sampled* ones are written by the model itself, as in arXiv 2606.10481. For a release of what a
-model writes, arXiv 2502.14921 has a beginning that is likely and an end that is not.
+*Sampled canaries* are written by the model, as in arXiv 2606.10481. For a release of generated
+texts, arXiv 2502.14921 uses texts with a likely prefix and an unlikely end.
 """
 
 from __future__ import annotations
@@ -43,10 +44,9 @@ def new_token_canaries(
         train = with_canaries(train, texts, record="secret/inclusion.json")
         scorer = CanaryScorer(train.canaries)
 
-    The model is changed: it has ``count`` more tokens. Use it for an audit only. Between its two
-    own tokens a text has ordinary ones, drawn at random.
-
-    Their loss is what an audit reads.
+    The model is changed: it has ``count`` more tokens. Use it for an audit only. Between the two
+    occurrences of its new token, a text has random ordinary tokens. An audit scores the loss of the
+    texts.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -57,18 +57,18 @@ def new_token_canaries(
         (4, torch.Size([5]), 68)
 
     Args:
-        model: causal, a Hugging Face model or one that holds it; before PEFT wraps it.
+        model: A causal Hugging Face model, or a module that holds one, before PEFT wraps it.
         count: The number of texts, m.
-        length: tokens of a text, both of its own included; at least 3. Longer texts share more
-            with each other, and show less.
-        row_norm: norm that their rows start with, over the mean norm of the others.
-        seed: The seed of rows and texts; nothing global is drawn from.
+        length: The number of tokens of a text, with both new ones; at least 3. Longer texts have
+            more tokens in common, and show less.
+        row_norm: The initial norm of the new rows, over the mean norm of the other rows.
+        seed: The seed of rows and texts; global random numbers are not used.
 
     Returns:
         m rows of token ids, (length,) int64.
 
     Raises:
-        ValueError: a number out of range, or a model that is not causal or that PEFT wraps already.
+        ValueError: A number is out of range, or the model is not causal, or PEFT already wraps it.
     """
     anatomy: Any = find_anatomy(model)
     if anatomy.kind != "causal":
@@ -77,7 +77,7 @@ def new_token_canaries(
         raise ValueError("new_token_canaries adds rows: call it before get_peft_model")
     check_integer("count", count)
     longest = context_length(anatomy)
-    hint = "its own token twice, one between; at most what the model reads"
+    hint = "the new token twice and one between; at most the model's context"
     check_integer("length", length, at_least=3, at_most=longest, hint=hint)
     check_number("row_norm", row_norm, above=0)
     special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())
@@ -103,7 +103,7 @@ def sampled_canaries(
     unlikely_end: int = 0,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Return texts that the model writes, in the domain of the prompts.
+    """Return texts that the model writes as continuations of prompts, in the domain of the prompts.
 
     ::
 
@@ -119,30 +119,30 @@ def sampled_canaries(
         (4, torch.Size([12]))
 
     Args:
-        model: causal, a Hugging Face model or one that holds it, with ``generate``.
+        model: A causal Hugging Face model with ``generate``, or a module that holds one.
         count: The number of texts, m.
-        prompts: (P,) token ids each, public texts' beginnings, in turn the beginnings of the
-            canaries; by default each begins with a token drawn at random.
-        length: tokens of a text, its prompt included.
+        prompts: (P,) token ids of each prefix of a public text; canaries begin with them in turn.
+            By default each begins with a random token.
+        length: The number of tokens of a text, with its prompt.
         temperature: The temperature of the draw; at least 0.8, as in arXiv 2606.10481.
-        unlikely_end: of so many tokens at the end each is drawn from the whole vocabulary alike.
-        seed: The seed of the texts; nothing global is drawn from.
+        unlikely_end: The number of tokens at the end that are drawn uniformly from the vocabulary.
+        seed: The seed of the texts; global random numbers are not used.
 
     Returns:
-        m rows of token ids, (length,) int64, no two alike.
+        m rows of token ids, (length,) int64, all different.
 
     Raises:
-        ValueError: a number out of range, a model that is not causal, or texts that are alike.
+        ValueError: A number is out of range, the model is not causal, or two texts are equal.
     """
     anatomy: Any = find_anatomy(model)
     if anatomy.kind != "causal":
         raise ValueError(f"sampled_canaries is for causal models, not for a {anatomy.kind} model")
     check_integer("count", count)
     check_number("temperature", temperature, at_least=0.8)
-    longest = max((len(prompt) for prompt in prompts), default=1)
-    hint, max_length = f"the longest of prompts= has {longest} tokens", context_length(anatomy)
-    check_integer("length", length, at_least=longest + 1, at_most=max_length, hint=hint)
-    check_integer("unlikely_end", unlikely_end, at_least=0, at_most=length - longest)
+    max_prompt = max((len(prompt) for prompt in prompts), default=1)
+    hint, max_length = f"the longest of prompts= has {max_prompt} tokens", context_length(anatomy)
+    check_integer("length", length, at_least=max_prompt + 1, at_most=max_length, hint=hint)
+    check_integer("unlikely_end", unlikely_end, at_least=0, at_most=length - max_prompt)
     generator = torch.Generator().manual_seed(seed)
     special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())
     ordinary = torch.tensor([i for i in range(anatomy.vocab_size) if i not in special])
@@ -151,7 +151,8 @@ def sampled_canaries(
         return ordinary[torch.randint(len(ordinary), shape, generator=generator)]
 
     starts = [prompts[n % len(prompts)] for n in range(count)] if prompts else [*draw(count, 1)]
-    device, texts = anatomy.device, [draw(length) for _ in starts]  # the ends stay
+    # Random texts; the model's tokens replace all but the unlikely ends.
+    device, texts = anatomy.device, [draw(length) for _ in starts]
     lengths = torch.tensor([len(start) for start in starts])
     writer: Any
     with (
@@ -170,11 +171,11 @@ def sampled_canaries(
                     min_new_tokens=n_new, max_new_tokens=n_new,
                     suppress_tokens=sorted(special) or None, pad_token_id=int(ordinary[0]),
                 )  # fmt: skip
-            for row, written in zip(rows, ids.cpu(), strict=True):
-                texts[row][: len(written)] = written
+            for row, tokens in zip(rows, ids.cpu(), strict=True):
+                texts[row][: len(tokens)] = tokens
     if len({tuple(text.tolist()) for text in texts}) < count:
         raise ValueError(
-            f"two of the {count} texts are alike: raise length= or temperature=, or pass more "
+            f"two of the {count} texts are equal: raise length= or temperature=, or pass more "
             "prompts="
         )
     return texts
@@ -184,7 +185,7 @@ def sampled_canaries(
 def _start_rows(
     anatomy: Anatomy, new_ids: Tensor, ordinary: Tensor, norm: float, generator: torch.Generator
 ) -> None:
-    """Set rows of the embedding and of the head to directions drawn at random."""
+    """Set the new rows of embedding and head to random directions with ``norm`` usual norms."""
     matrices = [anatomy.parameter(role) for role in (EMBEDDING_WEIGHT, HEAD_WEIGHT)]
     for matrix in {id(m): m for m in matrices if m is not None}.values():
         usual = matrix[ordinary.to(matrix.device)].float().norm(dim=1).mean().cpu()

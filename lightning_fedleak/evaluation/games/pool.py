@@ -79,6 +79,7 @@ class GameConfig:
             )
 
 
+# The fields of a result with one value for each game.
 _COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 
 
@@ -303,7 +304,7 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
     generator = torch.Generator().manual_seed(config.seed)
     hint = f"the text gives {len(pool)} distinct sentences, of which one at least is in no batch"
     check_integer("batch", batch, at_most=len(pool) - 1, hint=hint)
-    if any(len(_target_places(pool, row, spare)) == 0 for row in pool.rows):
+    if any(len(_target_positions(pool, row, spare)) == 0 for row in pool.rows):
         raise ValueError(
             "a sentence of the pool holds no token that could be a target: make the pool with "
             f"at_least={1 + spare}"
@@ -356,7 +357,7 @@ def authors_challenges(
     if games % 2:
         problem = f"the authors' protocol has two worlds: games must be even, got {games}"
     elif len(rows) < (needed := batch * games // 2):
-        problem = f"{games} games need {needed} sentences; the text gives {len(rows)}. Play fewer."
+        problem = f"{games} games need {needed} sentences; the text has {len(rows)}: lower games="
     elif len(planted) <= position:
         problem = f"the planted sentence has {len(planted)} tokens, none at {position} from 0"
     elif any(torch.equal(row, planted) for row in rows):
@@ -375,12 +376,13 @@ def authors_challenges(
             )
 
 
-def _target_places(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
+def _target_positions(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
     """Return (k,) indices of the tokens that may be targets."""
     ordinary = torch.tensor([i not in pool.special_ids for i in row.tolist()])
     return ordinary[: len(row) - spare].nonzero()[:, 0]
 
 
 def _position(pool: SentencePool, row: Tensor, generator: torch.Generator, spare: int) -> int:
-    places = _target_places(pool, row, spare)
-    return int(places[torch.randint(len(places), (1,), generator=generator)])
+    """Return the index of a random token that may be a target."""
+    positions = _target_positions(pool, row, spare)
+    return int(positions[torch.randint(len(positions), (1,), generator=generator)])

@@ -28,8 +28,8 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
-# The number of values in users' texts that members and non-members each need. With fewer the
-# intervals say next to nothing. Not tuned.
+# The number of values in users' texts that members and non-members each need. With fewer, the
+# intervals are too wide to be of use. Not tuned.
 MIN_VALUES = 20
 MIN_ENTITIES = 10  # the same for planted values of a tier, and for held-out ones
 # The first part of the names of series, ``entity/<kind>/<prompt or label>``. The name of a series
@@ -73,7 +73,7 @@ def clustered_auc(
 
 
 class _Occurrence(NamedTuple):
-    """An occurrence of a value, at the tokens from ``start`` to before ``end`` of a row.
+    """An occurrence of a value in a row, from token ``start`` up to but without token ``end``.
 
     Attributes:
         side: ``prompt`` or ``label``, the part of the row that the value is in.
@@ -161,7 +161,7 @@ class FoundEntities:
         results: dict[str, dict[str, float] | str] = {}
         for name in entity_names(self._finder.kinds):
             if not self.are_predicted:
-                results[name] = "the model predicts no next token, so that it rates no value"
+                results[name] = "the model predicts no next tokens, so that values have no score"
                 continue
             values = self._select(name, memberships)
             value_rows = torch.tensor([value.row for value in values], dtype=torch.long)
@@ -170,14 +170,14 @@ class FoundEntities:
             if min(n, n_held_out) < MIN_VALUES:
                 results[name] = (
                     f"{n} values were trained on and {n_held_out} were not: {MIN_VALUES} of each "
-                    "are needed. Leave out more rows, or plant values (with_entities)"
+                    "are needed. Hold out more rows, or plant values (with_entities)"
                 )
                 continue
             columns = torch.zeros(len(values), now.labels.shape[1], dtype=torch.bool)
             for i, value in enumerate(values):
                 columns[i, value.start - 1 : value.end - 1] = True  # logits predict the next token
             answers = [model.rows(value_rows).within(columns) for model in (now, base)]
-            results[name] = "the model or its base did not say how likely they are"
+            results[name] = "a log probability of the model or its base is not finite"
             if all(bool(answer.mean_log_probs().isfinite().all()) for answer in answers):
                 released = ReleasedModel(answers[0], answers[1], value_rows)
                 scores = gain_beyond(released, torch.ones_like(is_member))
@@ -246,7 +246,7 @@ def entity_values(
     if not tiers or n_held_out < MIN_ENTITIES:
         counts = ", ".join(f"{int((members & (repeats == n)).sum())} x{n}" for n in times)
         return (
-            f"{n_held_out} values were left out, and so many were trained on: {counts}. "
+            f"{n_held_out} values were held out; trained on, by number of rows: {counts}. "
             f"{MIN_ENTITIES} of each are needed: plant more (count=)"
         )
     spent = spent_at(look, alpha) / len(tiers)

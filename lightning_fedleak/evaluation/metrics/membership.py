@@ -16,14 +16,14 @@ from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
 from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, RateMetric
 from lightning_fedleak.validate import check_integer, check_number
 
-FPRS = (0.01, 0.001)  # of the reported TPRs, the usual ones (Carlini et al. 2022)
+FPRS = (0.01, 0.001)  # FPRs of the reported TPRs, the usual ones (Carlini et al. 2022)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
 """Names of the rates, in the order in which they are reported."""
 
 COLUMNS = ("scores", "members", "clusters", "decisions")
 NEGATIVES_PER_FPR = 10  # expected false alarms below which a TPR is unknown; not tuned
-NO_DECISION = -1  # in the metric's states if the adversary made no decision
-FOLDS = 10  # of the cross-fitted thresholds, the usual number; more: slower
+NO_DECISION = -1  # value in the metric's states if the adversary made no decision
+FOLDS = 10  # folds of the cross-fitted thresholds, the usual number; more: slower
 
 
 def membership_rates(
@@ -36,13 +36,16 @@ def membership_rates(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Rate]:
-    """Return how well membership was guessed over n games: each rate with its interval.
+    """Return the rates of a membership attack over n games, each with its interval.
 
-    - ``accuracy``: the share of games whose guess is right.
-    - ``f1``: of the members; it depends on how many of the games had b = 1.
+    In each game, a secret bit b says whether a text is a member. A cluster is a set of dependent
+    games, such as those of one step or client.
+
+    - ``accuracy``: the share of games with a correct guess b'.
+    - ``f1``: the F1 score of the members; it depends on the share of games with b = 1.
     - ``advantage``: TPR + TNR - 1, in [-1, 1]. It equals ``2 Pr[b' = b] - 1`` for a fair bit, also
-      where the games are unbalanced.
-    - ``auc``: ties count half.
+      if members and non-members are not equally many.
+    - ``auc``: the AUC of the scores; ties count half.
     - ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``.
 
     *Thresholds* are fitted on other games than those they score: the clusters are split into at
@@ -52,40 +55,40 @@ def membership_rates(
 
     *Intervals* of accuracy, F1 and advantage are Clopper-Pearson's on the effective number of
     games (Korn & Graubard 1998: the number of games over the design effect of the clusters, with
-    Student's correction for few clusters), and plain Clopper-Pearson where each game is its own
+    Student's correction for few clusters), and plain Clopper-Pearson if each game is its own
     cluster. The interval of the AUC is ``expit(logit(auc) +- t s)``: s comes from a bootstrap that
     draws clusters, and Student's t has degrees of freedom from the kurtosis of the clusters' shares
-    of the error. Where each game is its own cluster, no end lies beyond Hoeffding's. 95% intervals
-    covered in 92 to 98% of simulated cases. The interval of a TPR adds
-    two errors in squares (Zou & Donner 2008): Clopper-Pearson's of the members, and how far the TPR
-    moves over the thresholds that the non-members leave possible (order statistics).
+    of the error. If each game is its own cluster, the interval is cut to Hoeffding's. 95% intervals
+    covered the true AUC in 92 to 98% of simulated cases. The interval of a TPR combines two errors
+    (Zou & Donner 2008): Clopper-Pearson's interval over members, and the range of the TPR over the
+    thresholds that are consistent with the non-members (order statistics).
 
-    *Near 0 and 1* the clusters do not show how their games depend on each other. Where fewer than
-    five clusters hold a wrong game, no lower end lies above what a perfect score would get if all
-    games of a cluster had one outcome, ``(alpha / 2) ** (1 / k)`` for k clusters (likewise for
-    upper ends, mirrored). For the AUC, k is the number of disjoint pairs of a cluster with a member
-    and one with a non-member. For perfect scores no bound that allows any dependence within a
-    cluster can be higher. So a perfect AUC of ten steps reads [.48, 1], one of a hundred [.93, 1],
-    and one of a thousand games that are each a cluster [.993, 1].
+    *Near 0 and 1* the clusters do not show how their games depend on each other. If fewer than five
+    clusters have a wrong game, the lower end is capped at ``(alpha / 2) ** (1 / k)``: the lower end
+    of k clusters that are all correct, if all games of a cluster have one outcome (and upper ends
+    likewise). For the AUC, k is the number of disjoint pairs of a cluster with a member and one
+    with a non-member. For perfect scores no bound that allows any dependence within a cluster can
+    be higher. So a perfect AUC of ten steps has the interval [.48, 1], of a hundred steps [.93, 1],
+    and of a thousand games that are each a cluster [.993, 1].
 
     Games of a single cluster count as independent: the interval then describes that step alone.
 
     Args:
-        scores: (n,) higher is more likely a member; infinities are ordinary scores.
+        scores: (n,) The scores, higher for likelier members; infinities are allowed.
         members: (n,) bool, the secret bit b.
-        clusters: (n,) int, step or client of each game; by default each game is its own cluster.
-        decisions: (n,) bool, the adversary's b'.
+        clusters: (n,) int, the step or client of each game; by default each game is a cluster.
+        decisions: (n,) bool, the adversary's guess b'; None: thresholds on the scores decide.
         confidence: The confidence of the intervals, between 0 and 1.
         resamples: The number of resamples of the bootstrap.
         seed: The seed of the bootstrap and of the folds; no global random numbers are used.
 
     Returns:
-        Rates by the names in ``RATES``. *Unknown* (NaN) are: everything if a score is NaN; rates
-        that need members or non-members where there are none; a TPR at FPR f with fewer than
+        Rates by the names in ``RATES``. *Unknown* (NaN) are: all rates if a score is NaN; rates
+        that need members or non-members if there are none; a TPR at FPR f with fewer than
         10 / f non-members.
 
     Raises:
-        ValueError: lengths differ, or a confidence outside (0, 1).
+        ValueError: The lengths differ, or ``confidence`` is outside (0, 1).
     """
     check_number("confidence", confidence, above=0, below=1)
     check_integer("resamples", resamples, at_least=100)
@@ -109,16 +112,15 @@ def membership_rates(
 
 
 class MembershipInference(RateMetric):
-    """Compute :func:`membership_rates` over all games that were added, on all processes.
+    """Compute :func:`membership_rates` over the games that all processes have added.
 
-    Scores are stored (float64), because neither an AUC nor a threshold follows from sums.
+    All scores are stored (float64), because neither an AUC nor a threshold follows from sums.
+    ``compute()`` returns the rates in ``RATES``, each also with ``_low`` and ``_high``: scalars on
+    the CPU, NaN if unknown.
 
     Args:
         resamples: The number of resamples of the bootstrap.
-        kwargs: passed to :class:`torchmetrics.Metric`.
-
-    ``compute()`` returns each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
-    CPU, NaN where unknown.
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
 
     Examples:
         >>> import torch
@@ -138,7 +140,7 @@ class MembershipInference(RateMetric):
     def __init__(self, *, resamples: int = 1000, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.resamples = resamples
-        # The type in which a process that saw no game takes part in the exchange.
+        # The dtype of the empty tensor that a process without games gathers.
         self.set_dtype(torch.float64)
         for column in COLUMNS:
             self.add_state(column, [], dist_reduce_fx="cat")
@@ -153,14 +155,14 @@ class MembershipInference(RateMetric):
         """Add games.
 
         Args:
-            scores: (n,) higher is more likely a member.
-            members: (n,) bool.
-            clusters: (n,) int, or one for all: the step of the games. Games that share a number
-                are one cluster, whichever process added them.
-            decisions: (n,) bool, the adversary's own; pass them always or never.
+            scores: (n,) The scores, higher for likelier members.
+            members: (n,) bool, whether each game has a member.
+            clusters: (n,) int, the step of each game, or one number for all games. Games with the
+                same number are one cluster, whichever process added them.
+            decisions: (n,) bool, the adversary's decisions; pass them always or never.
 
         Raises:
-            ValueError: lengths differ.
+            ValueError: The lengths differ.
         """
         n = scores.numel()
         if not isinstance(clusters, Tensor):
@@ -175,14 +177,14 @@ class MembershipInference(RateMetric):
             getattr(self, name).append(column)
 
     def rates(self) -> dict[str, Rate]:
-        """Return each of ``RATES`` over all games, on this process.
+        """Return the rates in ``RATES`` over all games, on this process.
 
         Raises:
-            ValueError: some updates came with decisions and others without.
+            ValueError: Only some updates had decisions.
         """
         scores, members, clusters, decisions = (self._column(name) for name in COLUMNS)
-        decided = decisions != NO_DECISION
-        if bool(decided.any()) and not bool(decided.all()):
+        has_decision = decisions != NO_DECISION
+        if bool(has_decision.any()) and not bool(has_decision.all()):
             raise ValueError(
                 "some games came with the adversary's decisions and others without: give "
                 "decisions to every update, or to none"
@@ -191,11 +193,12 @@ class MembershipInference(RateMetric):
             scores,
             members == 1,
             clusters,
-            decisions == 1 if bool(decided.any()) else None,
+            decisions == 1 if bool(has_decision.any()) else None,
             resamples=self.resamples,
         )
 
     def _column(self, name: str) -> Tensor:
+        """Return a state as one tensor (n,), empty before the first update."""
         values: list[Tensor] | Tensor = getattr(self, name)
         return dim_zero_cat(values) if len(values) else torch.zeros(0, dtype=torch.float64)
 

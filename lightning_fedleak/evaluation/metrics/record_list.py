@@ -34,7 +34,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.private_files import check_private, write_lines
 from lightning_fedleak.validate import explain_errors
 
-BARS = 256  # ranks of non-members that are compared; more: slower, and the bound hardly rises
+BARS = 256  # ranks of non-members used as thresholds; more: slower, and the bound hardly rises
 HALVINGS = 24  # bisections of the level of each rank; more: the bound hardly rises
 
 Floats = NDArray[np.float64]
@@ -108,7 +108,7 @@ def at_least(scores: Tensor, members: Tensor, alpha: float) -> int:
         alpha: The probability that the bound is too high.
 
     Raises:
-        ValueError: as :func:`record_p_values` does.
+        ValueError: There are no members or no non-members, or a score is NaN.
     """
     score, member = _pool(scores, members)
     inside, others = np.sort(score[member]), np.sort(score[~member])[::-1]
@@ -137,9 +137,9 @@ def _envelope(n: int, m: int, alpha: float) -> tuple[Ints, Ints]:
     limits = (tails > math.exp(low)).sum(1)
     for _ in range(HALVINGS):
         level = (low + high) / 2
-        tried = (tails > math.exp(level)).sum(1)
-        if _stays_below(n, m, bars, tried) >= 1 - alpha:
-            low, limits = level, tried
+        candidates = (tails > math.exp(level)).sum(1)
+        if _stays_below(n, m, bars, candidates) >= 1 - alpha:
+            low, limits = level, candidates
         else:
             high = level
     return bars, limits
@@ -180,12 +180,12 @@ def _stays_below(n: int, m: int, bars: Ints, limits: Ints) -> float:
 
 FALSE_DISCOVERIES = 0.1  # default false-discovery rate; lower: shorter lists, more non-members
 NOT_SAID = (
-    "p is over the draw of rows, and not of this row: some texts score high though they were not "
-    "trained on.",
-    "The order within the list says little. When a row was trained on orders as well.",
-    "Dropping these rows protects them, and no others.",
+    "p is a probability over the draw of rows, not of this row alone: some texts score high "
+    "although they were not trained on.",
+    "The order within the list says little, since scores also depend on when a row was trained on.",
+    "Dropping these rows protects only these rows.",
     "A row that is not listed is not shown to be safe.",
-    "After rows are dropped by this list the rows that were left out are used up: draw again.",
+    "After rows are dropped by this list, the held-out rows are used up: draw them again.",
 )
 """Conclusions that a list does not support; the head of each file holds them."""
 
@@ -297,7 +297,7 @@ class RecordList:
             for group, (copies, times) in enumerate(rows.short_copies, first_group)
             for row in sorted(copies)
         ]
-        unscored = [_RecordLine(row, why) for row, why in sorted(rows.apart.items())]
+        unscored = [_RecordLine(row, reason) for row, reason in sorted(rows.apart.items())]
         head = {
             "kind": "records",
             "version": version("lightning-fedleak"),

@@ -482,8 +482,8 @@ def check_unseen(
     p_value = float(mannwhitneyu(scores[trains].numpy(), scores[~trains].numpy()).pvalue)
     if p_value < MIN_P_VALUE:
         raise ValueError(
-            "Memorization(reference=): before any training it scores the rows that are trained on "
-            f"otherwise than those that are not (p = {p_value:.1g}), so that it has seen some of "
+            "Memorization(reference=): the reference already distinguishes training rows from "
+            f"held-out rows before the training (p = {p_value:.1g}), so it was trained on some of "
             "them: set reference= to a model that was trained on other rows only"
         )
 

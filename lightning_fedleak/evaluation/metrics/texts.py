@@ -44,11 +44,11 @@ class SentenceScores(NamedTuple):
     """How much of each of n sentences was reconstructed.
 
     Attributes:
-        hits: (n,) tokens guessed right at their place.
-        lengths: (n,) tokens, without padding, at least 1.
-        rouge_l: (n,) F measure of ROUGE-L in [0, 1]; NaN where it was not computed.
-        rouge_1: (n,) that of ROUGE-1.
-        rouge_2: (n,) that of ROUGE-2.
+        hits: (n,) The number of tokens that are correct at their position.
+        lengths: (n,) The number of tokens without padding, at least 1.
+        rouge_l: (n,) The F measure of ROUGE-L in [0, 1]; NaN if it was not computed.
+        rouge_1: (n,) The F measure of ROUGE-1.
+        rouge_2: (n,) The F measure of ROUGE-2.
     """
 
     hits: Tensor
@@ -61,76 +61,79 @@ class SentenceScores(NamedTuple):
 def token_hits(
     guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return which tokens were guessed right, and which are real.
+    """Return which tokens are correct at their position, and which are real (no padding).
 
     Args:
-        guessed: (B, L) token ids; :data:`~lightning_fedleak.attacks.texts.base.NOTHING` is wrong.
-        input_ids: (B, L) the tokens that were sent.
-        attention_mask: (B, L), 0 where padded: these count neither as right nor as wrong.
+        guessed: (B, L) The token ids of the guess. The id
+            :data:`~lightning_fedleak.attacks.texts.base.NOTHING` marks a position without a guess,
+            and counts as wrong.
+        input_ids: (B, L) The true tokens.
+        attention_mask: (B, L) 0 at padding, which counts neither as correct nor as wrong.
 
     Returns:
-        ``hits`` and ``real``, both (B, L) bool on the CPU. No hit lies outside ``real``.
+        ``hits`` and ``real``, both (B, L) bool on the CPU. Every hit is a real token.
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: The shapes differ.
     """
     if guessed.shape != input_ids.shape:
         raise ValueError(
             f"a guess of shape {tuple(guessed.shape)} for texts of {tuple(input_ids.shape)}"
         )
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
-    real = _real_places(truth, attention_mask)
+    real = _real_positions(truth, attention_mask)
     return (guessed == truth) & real, real
 
 
 def in_true_order(
     guessed: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Return texts that were guessed in any order, each beside the true text that it is most like.
+    """Return texts that were guessed in any order, in the order of the most similar true texts.
 
     Every guessed text is matched with at most one true text, so that as many tokens as possible
-    are right at their place; ties are broken by the number of tokens that occur in both texts.
+    are correct at their position; ties are broken by the number of tokens in both texts.
 
     Args:
-        guessed: (n, k) token ids, each text from the left.
-        input_ids: (B, L) the texts that were sent, each from the left.
-        attention_mask: (B, L), 0 where padded: these count neither as right nor as wrong.
+        guessed: (n, k) The token ids of the guess, each text from the left.
+        input_ids: (B, L) The true texts, each from the left.
+        attention_mask: (B, L) 0 at padding, which counts neither as correct nor as wrong.
 
     Returns:
-        (B, L) guessed ids on the CPU,
-        :data:`~lightning_fedleak.attacks.texts.base.NOTHING` where there is none.
+        (B, L) guessed ids on the CPU, and
+        :data:`~lightning_fedleak.attacks.texts.base.NOTHING` at positions without a guess.
     """
     truth = input_ids.detach().cpu()
-    real = _real_places(truth, attention_mask)
+    real = _real_positions(truth, attention_mask)
     length = truth.shape[1]
     guess_tokens = guessed.detach().cpu()[:, :length]
     guess_tokens = torch.nn.functional.pad(
         guess_tokens, (0, length - guess_tokens.shape[1]), value=NOTHING
     )
     hits = (guess_tokens[:, None] == truth) & real
-    anywhere = torch.tensor(
+    n_common = torch.tensor(
         [
-            [(Counter(guess) & Counter(other)).total() for other in _real_tokens(truth, real)]
+            [(Counter(guess) & Counter(text)).total() for text in _real_tokens(truth, real)]
             for guess in _real_tokens(guess_tokens, guess_tokens >= 0)
         ],
         dtype=torch.int64,
     ).view(len(guess_tokens), len(truth))
-    likeness = hits.sum(2) * (truth.numel() + 1) + anywhere
-    rows, true = linear_sum_assignment(likeness.numpy(), maximize=True)
+    similarity = hits.sum(2) * (truth.numel() + 1) + n_common  # the factor makes hits decide first
+    guess_rows, true_rows = linear_sum_assignment(similarity.numpy(), maximize=True)
     ordered = torch.full_like(truth, NOTHING)
-    ordered[torch.from_numpy(true)] = guess_tokens[torch.from_numpy(rows)]
+    ordered[torch.from_numpy(true_rows)] = guess_tokens[torch.from_numpy(guess_rows)]
     return ordered
 
 
-def _real_places(truth: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return (B, L) bool on the CPU: the places that are not padded."""
+def _real_positions(truth: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return (B, L) bool on the CPU, True at positions that are not padding."""
     if attention_mask is None:
         return torch.ones_like(truth, dtype=torch.bool)
     return attention_mask.detach().cpu() != 0
 
 
 def _real_tokens(tokens: Tensor, real: Tensor) -> list[list[int]]:
-    return [row[places].tolist() for row, places in zip(tokens, real, strict=True)]
+    """Return the token ids (B, L) of each text at the positions where ``real`` is True."""
+    return [row[mask].tolist() for row, mask in zip(tokens, real, strict=True)]
 
 
 def sentence_scores(
@@ -138,21 +141,21 @@ def sentence_scores(
 ) -> SentenceScores:
     """Return the scores of each sentence, all on the CPU; sentences without tokens are omitted.
 
-    ROUGE-L is torchmetrics' over token ids as words. Guess and truth have one length, so it is the
-    longest common subsequence over the number of tokens: the accuracy of a reconstruction whose
-    tokens may be shifted. Right tokens at both ends are cut off first; the time grows with the
-    square of the remaining length (0.3 s for 1,000 tokens). ROUGE-1 and ROUGE-2 are the shares of
-    tokens, and of pairs of neighbours, that are in both, wherever they stand. A right text of one
-    token, which has no pair, scores 1.
+    ROUGE-L is the score of torchmetrics, with token ids as words. Guess and truth have the same
+    length, so it is the length of their longest common subsequence over the number of tokens: an
+    accuracy that allows shifted tokens. Correct tokens at both ends are cut off first; the time
+    grows with the square of the remaining length (0.3 s for 1,000 tokens). ROUGE-1 and ROUGE-2 are
+    the shares of tokens, and of pairs of adjacent tokens, that are in both texts at any position. A
+    correct text of one token, which has no pair, scores 1.
 
     Args:
-        guessed: (B, L) token ids; NOTHING is a word that matches none.
-        input_ids: (B, L) the tokens that were sent.
-        attention_mask: (B, L), 0 where padded.
-        rouge: False leaves all ROUGE out.
+        guessed: (B, L) The token ids of the guess; NOTHING matches no token.
+        input_ids: (B, L) The true tokens.
+        attention_mask: (B, L) 0 at padding.
+        rouge: Whether to compute the ROUGE scores; else they are NaN.
 
     Raises:
-        ValueError: as :func:`token_hits`.
+        ValueError: The shapes differ.
     """
     hits, real = token_hits(guessed, input_ids, attention_mask)
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
@@ -167,7 +170,7 @@ def sentence_scores(
 
 
 def _rouge_n(guessed: list[int], truth: list[int], n: int) -> float:
-    """Return the F measure of two texts of equally many tokens: the share of common n-grams."""
+    """Return the F measure of two texts of the same length: the share of common n-grams."""
     if guessed == truth:
         return 1.0
     grams = [Counter(zip(*(ids[i:] for i in range(n)), strict=False)) for ids in (guessed, truth)]
@@ -175,8 +178,9 @@ def _rouge_n(guessed: list[int], truth: list[int], n: int) -> float:
 
 
 def _rouge_l(guessed: list[int], truth: list[int]) -> float:
-    """Return the F measure of two texts of n tokens; equal ends belong to a longest common
-    subsequence.
+    """Return the F measure of the longest common subsequence of two texts of the same length.
+
+    Equal tokens at both ends belong to it, so that only the part between is compared.
     """
     wrong = [i for i, (a, b) in enumerate(zip(guessed, truth, strict=True)) if a != b]
     if not wrong:
@@ -196,16 +200,16 @@ def _rouge_l(guessed: list[int], truth: list[int]) -> float:
 
 @dataclass(frozen=True)
 class Inverted:
-    """What an attack made of n texts that were sent, and what they were.
+    """An attack's guess of n texts, and the true texts.
 
     Attributes:
-        guess: tokens (n, L).
-        input_ids: (n, L) the tokens sent.
-        real: (n, L) bool, False where padded.
-        age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
-            does not say.
-        matched: whether the attack named texts without saying which is which, so that one that is
-            not named is missed.
+        guess: The guess, with tokens (n, L).
+        input_ids: (n, L) The true tokens.
+        real: (n, L) bool, False at padding.
+        age: The number of optimizer steps by which the adversary's bottom model (the first blocks)
+            was out of date; NaN if the attack does not say.
+        matched: Whether the attack named texts in no order, so that :func:`in_true_order` matched
+            them; a true text without a match was missed, and counts.
     """
 
     guess: TextGuess
@@ -216,18 +220,20 @@ class Inverted:
 
     @property
     def started(self) -> Tensor:
-        """Return (n,) bool, False for texts that the time budget left untouched."""
-        some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
-        return torch.ones_like(some) if self.guess.finished or self.matched else some
+        """Return (n,) bool, False for texts that the attack had no time to begin."""
+        has_guess = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
+        return torch.ones_like(has_guess) if self.guess.finished or self.matched else has_guess
 
     def pack(self, texts: int, counted: Tensor | None = None) -> list[float]:
-        """Scores of the texts that were begun, as numbers in a fixed order.
+        """Return the scores of the texts that the attack began, as numbers in a fixed order.
 
-        Of tokens that count alone, (n, L) bool; None: all do.
+        The numbers are: the number of texts; the age; whether the attack finished; whether it
+        certified its texts, NaN if it never does; then each column of :class:`SentenceScores`,
+        filled with zeros up to ``texts`` values.
 
-        n; age; whether the attack finished; whether it certified its texts, NaN where it never
-        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
-        to ``texts``.
+        Args:
+            texts: The number of values of each column.
+            counted: (n, L) bool, the tokens that count; None: all tokens.
         """
         started = self.started
         guessed, truth, real = (
@@ -249,7 +255,7 @@ class Inverted:
 
 
 def unpack(row: Sequence[float], texts: int) -> SentenceScores:
-    """Return the scores that :meth:`Inverted.pack` gave of at most ``texts`` texts."""
+    """Return the scores in a row of :meth:`Inverted.pack`, with columns of ``texts`` values."""
     width = len(SentenceScores._fields) * texts
     columns = torch.tensor(row[4 : 4 + width], dtype=torch.float64)
     return SentenceScores(*columns.view(-1, texts)[:, : int(row[0])])
@@ -258,21 +264,22 @@ def unpack(row: Sequence[float], texts: int) -> SentenceScores:
 def reconstruction_rates(
     scores: SentenceScores, *, resamples: int = 1000, seed: int = 0
 ) -> dict[str, Rate]:
-    """Return how much was reconstructed over n sentences: each rate with its interval.
+    """Return the rates of reconstruction over n sentences, each with its interval.
 
-    - ``token_accuracy``: Zheng's attack accuracy (Eq. 5), the mean over sentences of the share of
-      their tokens that is right.
-    - ``token_accuracy_pooled``: the share of all tokens that is right; long sentences weigh more.
+    - ``token_accuracy``: Zheng's attack accuracy (2023, Eq. 5), the mean over sentences of the
+      share of their tokens that are correct.
+    - ``token_accuracy_pooled``: the share of all tokens that are correct; long sentences weigh
+      more.
     - ``exact_sentences``: the share of sentences without an error.
-    - ``texts_found``: the share of sentences with at least half of the tokens right.
+    - ``texts_found``: the share of sentences with at least half of the tokens correct.
     - ``rouge_1``, ``rouge_2``, ``rouge_l``: means over sentences.
 
-    The intervals of ``exact_sentences`` and ``texts_found`` are Clopper-Pearson's. Those of the
-    means are ``expit(logit(mean) +- t s)``, with Student's t on one less than the number of
-    sentences, and s from a bootstrap that draws sentences, but at least that of independent tokens.
-    No lower end lies above what a perfect score would get if all tokens of a sentence had one
-    outcome, ``(alpha / 2) ** (1 / n)``, nor an upper end below the mirror image: ten perfect
-    sentences read [.69, 1].
+    The intervals of ``exact_sentences`` and ``texts_found`` are Clopper-Pearson's. The intervals of
+    the means are ``expit(logit(mean) +- t s)``: t is Student's quantile with n - 1 degrees of
+    freedom, and s is the larger of the bootstrap's standard error over sentences and the error of
+    independent tokens, on the logit scale. If all tokens of a sentence had one outcome, perfect
+    scores would have the lower end ``(alpha / 2) ** (1 / n)``. No lower end is above that, and no
+    upper end is below one minus it: ten perfect sentences have [.69, 1].
 
     Args:
         scores: The scores of all sentences.
@@ -280,14 +287,14 @@ def reconstruction_rates(
         seed: The seed of the bootstrap; no global random numbers are used.
 
     Returns:
-        Rates by the names in ``RECONSTRUCTION_RATES``; NaN where there is nothing to count.
+        Rates by the names in ``RECONSTRUCTION_RATES``; NaN without a sentence.
 
     Raises:
-        ValueError: fewer than 100 resamples.
+        ValueError: ``resamples`` is below 100.
     """
     check_integer("resamples", resamples, at_least=100)
     hits, lengths, rouge_l, rouge_1, rouge_2 = (column.double().numpy() for column in scores)
-    # One order, so that the bootstrap's draws do not depend on which process added a sentence.
+    # A fixed order, so that the bootstrap's draws do not depend on which process added a sentence.
     order = np.lexsort((rouge_1, rouge_2, hits, lengths, rouge_l))
     hits, lengths = hits[order], lengths[order]
     n = hits.size
@@ -295,52 +302,55 @@ def reconstruction_rates(
         return dict.fromkeys(RECONSTRUCTION_RATES, UNKNOWN)
     draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
     times = draws.astype(np.float64)  # (resamples, n): how often each sentence is drawn
-    ones, each = np.ones(n), float((1 / lengths).sum()) / n**2
+    ones, squared_weights = np.ones(n), float((1 / lengths).sum()) / n**2
     return {
-        "token_accuracy": _mean(hits / lengths, ones, times, each, ALPHA),
+        "token_accuracy": _mean(hits / lengths, ones, times, squared_weights, ALPHA),
         "token_accuracy_pooled": _mean(hits, lengths, times, 1 / lengths.sum(), ALPHA),
         "exact_sentences": proportion(int((hits == lengths).sum()), n),
         "texts_found": proportion(int((2 * hits >= lengths).sum()), n),
         **{
             name: UNKNOWN
             if np.isnan(rouge).any()
-            else _mean(rouge[order], ones, times, each, ALPHA)
+            else _mean(rouge[order], ones, times, squared_weights, ALPHA)
             for name, rouge in (("rouge_1", rouge_1), ("rouge_2", rouge_2), ("rouge_l", rouge_l))
         },
     }
 
 
-def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float) -> Rate:
-    """Return ``sum(top) / sum(bottom)`` over sentences, with its interval.
+def _mean(
+    scores: Floats, weights: Floats, times: Floats, squared_weights: float, alpha: float
+) -> Rate:
+    """Return ``sum(scores) / sum(weights)`` over sentences, with its interval.
 
     Args:
-        top: (n,) a sentence's part.
-        bottom: (n,) its weight.
-        times: (resamples, n) how often it is drawn.
-        share: the sum of the squared weights of all tokens, one over their number if all are equal.
+        scores: (n,) The score of each sentence, times its weight.
+        weights: (n,) The weight of each sentence.
+        times: (resamples, n) How often each sentence is drawn.
+        squared_weights: The sum of the squared weights of all tokens, whose weights add up to 1.
         alpha: The error probability of the interval.
     """
-    n = top.size
-    value = float(top.sum() / bottom.sum())
+    n = scores.size
+    value = float(scores.sum() / weights.sum())
     low = high = value
     if n > 1 and 0 < value < 1:
-        error = float(np.std(times @ top / (times @ bottom), ddof=1)) * math.sqrt(n / (n - 1))
-        error = max(error, math.sqrt(value * (1 - value) * share))
+        means = times @ scores / (times @ weights)
+        error = float(np.std(means, ddof=1)) * math.sqrt(n / (n - 1))
+        error = max(error, math.sqrt(value * (1 - value) * squared_weights))
         step = float(stdtrit(n - 1, 1 - alpha / 2)) * error / (value * (1 - value))
         logit = math.log(value) - math.log1p(-value)
         low, high = (1 / (1 + math.exp(-(logit + sign * step))) for sign in (-1, 1))
-    best = (alpha / 2) ** (1 / n)
-    return Rate(value, min(low, best, value), max(high, 1 - best, value))
+    cap = (alpha / 2) ** (1 / n)  # the lower end for n perfect sentences
+    return Rate(value, min(low, cap, value), max(high, 1 - cap, value))
 
 
 class TextReconstruction(RateMetric):
-    """Compute :func:`reconstruction_rates` over all sentences that were added, on all processes.
+    """Compute :func:`reconstruction_rates` over the sentences that all processes have added.
+
+    ``compute()`` returns the rates in ``RECONSTRUCTION_RATES``, each also with ``_low`` and
+    ``_high``: scalars on the CPU, NaN if unknown.
 
     Args:
-        kwargs: passed to :class:`torchmetrics.Metric`.
-
-    ``compute()`` returns each of ``RECONSTRUCTION_RATES``, each also with ``_low`` and ``_high``:
-    scalars on the CPU, NaN where unknown.
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
 
     Examples:
         >>> import torch
@@ -355,7 +365,7 @@ class TextReconstruction(RateMetric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # The type in which a process that saw no sentence takes part in the exchange.
+        # The dtype of the empty tensor that a process without sentences gathers.
         self.set_dtype(torch.float64)
         self.add_state("sentences", [], dist_reduce_fx="cat")
 
@@ -365,12 +375,12 @@ class TextReconstruction(RateMetric):
         """Add sentences.
 
         Args:
-            guess: the attack's guess, or its (B, L) token ids.
-            input_ids: (B, L) the tokens that were sent.
-            attention_mask: (B, L), 0 where padded, also at tokens that should not count.
+            guess: The attack's guess, or its (B, L) token ids.
+            input_ids: (B, L) The true tokens.
+            attention_mask: (B, L) 0 at padding, and at other tokens that should not count.
 
         Raises:
-            ValueError: as :func:`token_hits`.
+            ValueError: The shapes differ.
         """
         guessed = guess.tokens if isinstance(guess, TextGuess) else guess
         scores = sentence_scores(guessed, input_ids, attention_mask)
@@ -379,7 +389,7 @@ class TextReconstruction(RateMetric):
         self.sentences.append(rows.flatten().to(self.device))
 
     def rates(self) -> dict[str, Rate]:
-        """Return each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
+        """Return the rates in ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
         state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
         columns = state.reshape(-1, len(SentenceScores._fields)).cpu().double().unbind(1)
         return reconstruction_rates(SentenceScores(*columns))

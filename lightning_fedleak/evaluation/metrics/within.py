@@ -1,7 +1,8 @@
-"""Exact tests within one look: how rarely guessing does as well there.
+"""Exact tests within one look: the probability that guessing does as well at this look.
 
-What is random is which of the texts (or of the vocabulary's types) are the batch's, and nothing
-else: the scores may depend on each other in any way. So no number of looks is needed.
+A look is one measurement of an attack. Only the choice of the texts (or of the vocabulary's types)
+that are in the batch is random: the scores may depend on each other in any way. So a single look is
+enough for a p-value.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from scipy.stats import hypergeom
 from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
 
 MAX_PAIRS = 48 * 48
-"""Pairs of a member and a non-member up to which all choices are counted: 0.1 s at this number.
+"""Largest number of pairs of a member and a non-member for the exact p-value, which takes 0.1 s.
 
-Beyond it Hoeffding's bound is returned, which is larger.
+With more pairs Hoeffding's bound is returned, which is larger.
 """
 
 
@@ -25,20 +26,24 @@ def spent_at(look: int, alpha: float = 0.05) -> float:
     """Return the share of ``alpha`` that look k spends, ``alpha / (k (k + 1))``.
 
     Args:
-        look: k, counted from 1.
-        alpha: probability of error over all looks together.
+        look: The number k of the look, counted from 1.
+        alpha: The probability of error over all looks together.
     """
     return alpha / (look * (look + 1))
 
 
 def over_looks(p_value: float, look: int) -> float:
-    """Return a p-value of look 1, 2, ... corrected for all looks of a run, however many follow.
+    """Return the p-value of a look, corrected for all looks of a run, however many follow.
 
     Look j may spend the share ``1 / (j (j + 1))`` of the probability of error
     (:func:`~lightning_fedleak.evaluation.metrics.within.spent_at`). The shares of infinitely many
-    looks sum to 1. So nobody needs to say how many there will be, and a late look pays only the
-    square of its number. The lowest of these values is at most alpha by guessing with probability
-    at most alpha.
+    looks sum to 1, so that the number of looks need not be known. The p-value of look j is
+    multiplied by ``j (j + 1)``. An attack that guesses has a corrected p-value of at most alpha at
+    any look with probability at most alpha.
+
+    Args:
+        p_value: The p-value of the look; NaN if unknown.
+        look: The number of the look, counted from 1.
     """
     return p_value if math.isnan(p_value) else min(1.0, p_value * 0.5 / spent_at(look, 0.5))
 
@@ -46,12 +51,12 @@ def over_looks(p_value: float, look: int) -> float:
 def rank_p_value(score: Floats, member: Bools) -> float:
     """Return the probability that guessing ranks the members at least so high (Mann-Whitney).
 
-    Exact given the scores, ties among them too: of all equally likely choices of which games are
-    the members', the share whose AUC is at least this one. NaN without members or non-members.
+    It is exact for any scores, also with ties: the share of all choices of members among the games,
+    which are equally likely, with at least this AUC. It is NaN without members or non-members.
 
     Args:
-        score: (n,) higher is more likely a member; infinities are ordinary scores.
-        member: (n,) bool.
+        score: (n,) The scores, higher for likelier members; infinities are allowed.
+        member: (n,) bool, whether each game has a member.
     """
     members, non_members = int(member.sum()), int((~member).sum())
     if min(members, non_members) == 0 or np.isnan(score).any():
@@ -71,30 +76,36 @@ def _counts_by_sum(values: Ints, sizes: Ints, members: int) -> Floats:
     """Return how many choices of ``members`` games have each sum of their values.
 
     Args:
-        values: (g,) of the games of each tied group.
-        sizes: (g,) games of each group.
-        members: games that are chosen.
+        values: (g,) The value of the games of each group with equal scores.
+        sizes: (g,) The number of games of each group.
+        members: The number of games that are chosen.
     """
     max_sum = int(np.repeat(values, sizes)[-members:].sum())
     counts = np.zeros((members + 1, max_sum + 1))
     counts[0, 0] = 1
     for value, size in zip(values.tolist(), sizes.tolist(), strict=True):
-        longer = counts.copy()
-        for chosen in range(1, min(size, members) + 1):
-            step = chosen * value
-            part = counts[: members + 1 - chosen, : max(0, max_sum + 1 - step)]
-            longer[chosen:, step:] += math.comb(size, chosen) * part
-        counts = longer
+        next_counts = counts.copy()
+        for n in range(1, min(size, members) + 1):  # the number of games chosen from this group
+            step = n * value
+            choices = counts[: members + 1 - n, : max(0, max_sum + 1 - step)]
+            next_counts[n:, step:] += math.comb(size, n) * choices
+        counts = next_counts
     row: Floats = counts[members]
     return row
 
 
 def naming_p_value(right: int, named: int, used: int, vocabulary: int) -> float:
-    """Return the probability that ``named`` types drawn blindly hold at least ``right`` used ones.
+    """Return the probability that random types include at least as many used ones.
 
-    Each type of the vocabulary is drawn equally often. Naming the frequent words of a language does
-    better than that without any gradient; a threshold (``at_most``) corresponds to what it reaches.
-    NaN where nothing was used.
+    The types are drawn uniformly from the vocabulary. An attack that names the frequent words of a
+    language does better than that without any gradient; a threshold (``at_most``) has to allow for
+    that. The p-value is NaN if no type was used.
+
+    Args:
+        right: The number of named types that were used.
+        named: The number of named types.
+        used: The number of types that were used in the batch.
+        vocabulary: The number of types of the vocabulary.
     """
     if not used:
         return math.nan
@@ -102,10 +113,15 @@ def naming_p_value(right: int, named: int, used: int, vocabulary: int) -> float:
 
 
 def pairs_p_value(mean: float, trials: int, at_most: float) -> float:
-    """Return a bound on the probability of so high a mean where ``at_most`` is expected.
+    """Return a bound on the probability of at least this mean if ``at_most`` is expected.
 
-    ``exp(-n kl(mean, at_most))`` holds for n independent trials in [0, 1], and for the AUC of n
-    disjoint pairs (Hoeffding 1963, section 5). It is exact where all are right.
+    The bound ``exp(-n kl(mean, at_most))`` holds for n independent trials in [0, 1], and for the
+    AUC of n disjoint pairs (Hoeffding 1963, section 5). It is exact for a mean of 1.
+
+    Args:
+        mean: The observed mean.
+        trials: The number n of trials or pairs.
+        at_most: The expected mean, within (0, 1).
     """
     if mean <= at_most:
         return 1.0
@@ -114,6 +130,9 @@ def pairs_p_value(mean: float, trials: int, at_most: float) -> float:
 
 
 def lowest_p_value(p_values: Sequence[float]) -> float:
-    """Return the p-value of "at no client", the lowest times their number (Bonferroni)."""
+    """Return the p-value of "no client leaks": the lowest of all clients times their number.
+
+    It is Bonferroni's correction; NaN values do not count.
+    """
     known = [p for p in p_values if not math.isnan(p)]
     return min(1.0, len(known) * min(known)) if known else math.nan

@@ -249,6 +249,7 @@ def _curves(fit: FitSummary, overview: Overview) -> list[Curve]:
 
 
 def _measured_attacks(fit: FitSummary) -> list[AttackSummary]:
+    """Return the attacks on shared data that have a value."""
     return [attack for attack in of_what_left(fit) if attack.quoted]
 
 
@@ -296,6 +297,7 @@ def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure |
 def _plot_leakage(
     fit: FitSummary, width: float, x: Span, visible: Mapping[Curve, Mapping[int, Point]]
 ) -> str:
+    """Return the chart of leakage by step, as SVG."""
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
     plot = _Plot(size, x, (_lower_end(visible), 1), margins)
@@ -323,6 +325,7 @@ def _lower_end(visible: Mapping[Curve, Mapping[int, Point]]) -> float:
 def _plot_utility(
     fit: FitSummary, width: float, x: Span, lines: Mapping[str, Mapping[int, tuple[int, float]]]
 ) -> str:
+    """Return the chart of utility by step, as SVG."""
     is_narrow = width < HALF
     values = [value for line in lines.values() for _, value in line.values()]
     y = min(values), max(values)
@@ -549,6 +552,7 @@ def _draw_overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
 
 
 def _shorten(name: str, max_length: int) -> str:
+    """Return a name that is cut to a number of characters, with an ellipsis."""
     return name if len(name) <= max_length else f"{name[: max_length - 1]}\u2026"
 
 

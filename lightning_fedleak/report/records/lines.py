@@ -152,12 +152,12 @@ class ReferenceFacts(fields.Record):
             weak: whether it is so weak that a low result counts as unknown.
         """
         rows = "an unstated number of rows" if self.rows is None else f"{self.rows:,} rows"
-        how = f"{self.model} ({self.kind}), trained on {rows}"
+        description = f"{self.model} ({self.kind}), trained on {rows}"
         if self.kind in ("auto", "function"):
             recipe = "the run's recipe" if self.kind == "auto" else "a function of the user's"
             several = f"{self.models} of {self.model}, each" if self.models > 1 else self.model
-            how = f"{several} trained by {recipe} on {rows.removesuffix('rows')}other rows"
-        words = f"{how}, weights {self.weights[:16]}"
+            description = f"{several} trained by {recipe} on {rows.removesuffix('rows')}other rows"
+        words = f"{description}, weights {self.weights[:16]}"
         if strength is not None:
             words += f"; on texts that neither was trained on it has {strength:.0%} of the gain"
         return f"{words}; {WEAK_REFERENCE}" if weak else words

@@ -348,7 +348,7 @@ def test_texts_of_another_distribution_and_too_few_texts_are_unknown(tmp_path: P
 
 def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
     few = LeakageMonitor([Combined()], folder=tmp_path)
-    with pytest.raises(ValueError, match=r"nobody to compare: .* max_overhead"):
+    with pytest.raises(ValueError, match=r"no texts to compare: .* max_overhead"):
         fit([few], data=rows())
     bert = BertForMaskedLM(
         BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)

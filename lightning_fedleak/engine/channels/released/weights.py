@@ -56,8 +56,8 @@ from lightning_fedleak.report.records import PoolLine, by_reason
 Answer = Mapping[str, float] | Waiting | str
 """An attack's values by name; or that they come at a later look; or why there are none."""
 
-# The begin of messages about a pool without texts to compare; cut off in the summary of the run.
-_NOBODY = "finds nobody to compare: "
+# How the messages of an attack without texts to compare begin; removed in the summary of the run.
+_NO_TEXTS = "has no texts to compare: "
 
 
 class WeightChannel(Channel):
@@ -143,7 +143,7 @@ class WeightChannel(Channel):
                 raise UnplayableGame(why)
             return self.pool.check_rows(attack.part)
         except ValueError as error:
-            message = f"attack '{attack.name}' {_NOBODY}{error}"
+            message = f"attack '{attack.name}' {_NO_TEXTS}{error}"
             raise type(error)(message) from None
 
     def _collect(self) -> str:
@@ -343,7 +343,7 @@ class WeightLooks:
             self._begin(channel, choosing)
         silent = [
             f"the trained weights are not tested{f' by {names}' * bool(self.attacks)}: "
-            + why.removeprefix(_NOBODY)
+            + why.removeprefix(_NO_TEXTS)
             for why, names in by_reason(self.refused).items()
         ]
         described = [channel.describe() for channel in self._channels if channel.attacks]

@@ -371,7 +371,7 @@ def test_a_part_has_the_first_labels_alone() -> None:
     kept = batch.context_mask()
     assert kept[0].tolist() == [True] * 11 + [False]
     assert kept[1].tolist() == [True] * 3 + [False] * 9
-    assert not bool(kept[2:].any())
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
@@ -393,6 +393,19 @@ def test_a_part_runs_only_the_texts_of_its_labels(family: str, monkeypatch) -> N
     assert largest > 0
     for name, gradient in full.items():
         assert float((cut[name] - gradient).norm()) < 1e-5 * largest, name
+
+
+def test_a_part_stays_whole_where_an_argument_is_not_that_of_each_token() -> None:
+    call = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1))
+    axes = torch.zeros(len(IDS), 3, IDS.shape[1])  # of as many axes as there are texts
+    for argument, n_texts in (torch.zeros(IDS.shape), 2), (IDS[:1], 2), (axes, len(IDS)):
+        arguments = {"input_ids": call.ids, "position_ids": argument, "use_cache": False}
+        step = Step(calls=[replace(call, arguments=arguments)])
+        draw = shuffle_words(step, frozenset(), torch.Generator().manual_seed(0))
+        [part] = draw.part(14).calls
+        assert len(part.texts.input_ids) == len(part.arguments["input_ids"]) == n_texts
+        assert len(part.arguments["position_ids"]) == (n_texts if len(argument) > 1 else 1)
+        assert part.arguments["input_ids"] is part.ids
 
 
 def test_sizes_of_classes_are_uneven_and_those_of_a_first_step_are_not() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,28 +151,35 @@ class ModelCall:
         assert self.shapes is not None
         placed, texts = self.known_rows, len(self.texts.input_ids)
         n = int(placed.text[self.shapes[0] != 0].max()) + 1 if self.has_gradient else texts
-        labels, heads = self.texts.labels, self.read_heads
+        labels = self.texts.labels
         is_plain = labels is not None and labels.dim() == 2 and self.texts.kind != "seq2seq"
         values = [v for v in self.arguments.values() if not isinstance(v, _SETTINGS)]
-        by_text = all(isinstance(v, Tensor) and v.dim() and len(v) in (1, texts) for v in values)
-        if n == texts or not (is_plain and by_text) or len(heads) > 1:
+        by_text = all(isinstance(v, Tensor) and _is_by_text(v, self.ids) for v in values)
+        if n == texts or not (is_plain and by_text) or len(self.read_heads) > 1:
             return self
-
-        def cut(value: Any) -> Any:
-            return value[:n] if isinstance(value, Tensor) and len(value) == texts else value
-
-        ids, first = cut(self.ids), placed.text < n
-        arguments = {
-            name: ids if value is self.ids else cut(value) for name, value in self.arguments.items()
-        }
-        batch = replace(self.texts, **{f: cut(v) for f, v in vars(self.texts).items()})
-        rows = RowLabels(*(column[first] for column in placed.rows))
-        indices = {name: getattr(placed, name)[first] for name in ("text", "place", "index")}
+        first_texts = partial(_first_texts, texts=texts, n=n)
+        ids, is_first = first_texts(self.ids), placed.text < n
+        arguments = {name: first_texts(value) for name, value in self.arguments.items()}
+        arguments |= {name: ids for name, value in self.arguments.items() if value is self.ids}
+        fields = {name: first_texts(value) for name, value in vars(self.texts).items()}
+        rows = RowLabels(*(column[is_first] for column in placed.rows))
+        indices = {name: getattr(placed, name)[is_first] for name in ("text", "place", "index")}
         # The number of the head's rows is found when the call is repeated.
         placed = replace(placed, rows=rows, n_rows=-1, **indices)
-        shapes, reached = self.shapes[:, first], cut(self.reached)
-        new = {"ids": ids, "arguments": arguments, "batch": batch, "reached": reached}
-        return replace(self, placed=placed, shapes=shapes, **new)
+        batch, shapes = replace(self.texts, **fields), self.shapes[:, is_first]
+        new = {"ids": ids, "arguments": arguments, "reached": first_texts(self.reached)}
+        return replace(self, batch=batch, placed=placed, shapes=shapes, **new)
+
+
+def _is_by_text(values: Tensor, ids: Tensor | None) -> bool:
+    """Return whether values are those of each token of ids (B, L), or the same for all texts."""
+    is_shared = values.dim() > 0 and len(values) == 1
+    return is_shared or (ids is not None and values.shape[:2] == ids.shape)
+
+
+def _first_texts(value: Any, texts: int, n: int) -> Any:
+    """Return the first n of the texts of a tensor; any other value stays as it is."""
+    return value[:n] if isinstance(value, Tensor) and len(value) == texts else value
 
 
 _SETTINGS = (type(None), bool, int, float, str)

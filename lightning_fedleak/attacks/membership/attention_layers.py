@@ -1,11 +1,18 @@
 """The attention adversary's heads in closed form (Vu et al. 2024, Sect. 4.2).
 
+The server adds a self-attention layer with two heads (Algorithm 1). With a large enough factor
+beta, each token attends nearly only to itself in head 2. Head 1 does the same, but does not see the
+direction of the target token v. So the outputs Z1 and Z2 of the heads differ at v, and hardly
+elsewhere. The output matrix W_O passes the difference on, and the gradient of a bias behind it
+shows whether any token of the batch exceeds a threshold gamma.
+
 In Algorithm 1, the matrix of head 1 has orthonormal rows. So its pseudo-inverse is its transpose,
-and ``W_K^T W_Q = beta (I - v v^T / |v|^2)`` for the target token v. The matrix of head 2 omits one
-random direction, which has little effect; here it omits none: ``beta I``. With tokens as rows of X,
+and the product of its key and query matrices is ``W_K^T W_Q = beta (I - v v^T / |v|^2)``. The
+matrix of head 2 omits one random direction, which has little effect; here it omits none:
+``beta I``. With tokens as rows of X,
 ``Z1 - Z2 = [softmax beta(G - a a^T) - softmax beta G] X`` with ``G = X X^T`` shared by all targets,
-``a = X v / |v|``. This costs O(d) per token for a target, and needs no QR and no pseudo-inverse.
-``beta``, the factor of the products, is the paper's beta over ``sqrt(d_attn)``.
+``a = X v / |v|``. For a sentence of n tokens this costs O(d + n) per token and target, and needs no
+QR and no pseudo-inverse. ``beta`` here is the paper's beta over ``sqrt(d_attn)``.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ class _Attention:
             Indices of targets (m,), the tokens' indices in ``places`` (m,), and Z1 - Z2 (m, d).
         """
         difference = self.first - self.second
-        bound = (difference.abs() @ self.norms) * (1 + 1e-4)
+        bound = (difference.abs() @ self.norms) * (1 + 1e-4)  # more than rounding in float32
         target, token = (~(bound < at_least)).nonzero(as_tuple=True)
         return target + self.targets.start, token, difference[target, token] @ self.tokens
 
@@ -123,8 +130,8 @@ def expected_response(
 def matched_rows(hidden: Tensor, mask: Tensor | None, positions: Tensor, beta: float) -> Tensor:
     """Return rows of W_O, (G, d), whose product with a member's expected response is 1.
 
-    A row is zero if the expected response is zero. The arguments are those of
-    :func:`expected_response`.
+    A row is zero if the expected response is below 1e-6 of the target token's norm. The arguments
+    are those of :func:`expected_response`.
     """
     expected = expected_response(hidden, mask, positions, beta)
     squared = expected.square().sum(1, keepdim=True)
@@ -193,15 +200,18 @@ class AttentionSettings:
     Attributes:
         beta: The factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
             2 / sqrt(d - 1), the value of their code. ``"auto"``: ``BETA``, and
-            ``REPLACED_BETA`` against a defence that replaces batches.
+            ``REPLACED_BETA`` against a defence that replaces words, such as token-level LDP; these
+            constants are in :mod:`~lightning_fedleak.attacks.membership.attention`.
         whiten: Whether hidden states are whitened. False uses them as they are, as in the paper.
         score: How a score follows from the gradient of the biases. ``"band"``: by the narrowest
-            band around 1 that holds the response of a token along the expected one. The gradient of
-            a band is the difference of the gradients of its two edges. ``"coordinates"``: by the
-            highest gamma that any of the paper's rows exceeds.
+            band around 1 that holds a token's response, in units of a member's expected response
+            (:func:`matched_rows`). The gradient of a band is the difference of the gradients of its
+            two edges. ``"coordinates"``: by the highest gamma that a response along any of the
+            paper's rows exceeds.
         widths: The half-widths of the bands. ``"auto"``: ``WIDTHS``, or ``REPLACED_WIDTHS`` against
-            a defence that replaces batches. Against a defence that acts on gradients, only the band
-            nearest to ``DEFENDED_WIDTH`` is crafted, because rungs share the clip norm.
+            a defence that replaces words. Against a defence that acts on gradients, only the band
+            nearest to ``DEFENDED_WIDTH`` is crafted, because clipping by norm would divide the norm
+            among all bands.
     """
 
     beta: float | Literal["authors", "auto"] = "auto"

@@ -1,10 +1,14 @@
 """Word types from the row space of the gradients of the first block's projections.
 
-:class:`SubspaceWords` prepares the input vector of every token at these projections. From an
-observation it first computes gradients (an update of SGD or of one step of Adam is undone), and
-then finds the tokens whose inputs span their rows, with
-:class:`~lightning_fedleak.attacks.row_space.explanation.ReadableInput`. The types of an
-encoder and of its decoder are recovered separately, and their results are merged.
+The *types* of a batch are its distinct tokens. :class:`SubspaceWords` prepares the input vector of
+every token of the vocabulary at these projections. From an observation it first computes gradients
+(an update of SGD or of one step of Adam is undone). It then finds the tokens whose inputs span the
+gradients' rows, with :class:`~lightning_fedleak.attacks.row_space.explanation.ReadableInput`. The
+types of an encoder and of its decoder are recovered separately, and their results are merged.
+
+A token is *silent* if it leaves no trace in the gradients, because its input is zero or equals that
+of another type. A result is *certified* if no type of the batch can be missing: the rows are fully
+explained, and no token is silent.
 """
 
 from __future__ import annotations
@@ -106,8 +110,8 @@ class SubspaceWords(base.Attack):
     needs_float64 = True
     reads_adaptive_updates = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
-    restores_fully = False
-    gathers = True
+    restores_fully = False  # the inputs are prepared again after a resume
+    gathers = True  # it reads single layers of a sharded model, which is never gathered as a whole
 
     def __init__(
         self,
@@ -162,11 +166,11 @@ class SubspaceWords(base.Attack):
             maps = [m for m in maps if not row_space.in_decoder(m.name)]
 
         def reading_order(known_input: row_space.KnownInput) -> tuple[bool, bool, bool, int]:
-            """Return a sort key: inputs of factors B come last, and among others narrow ones."""
+            """Return a sort key, by which inputs that show more come first."""
             return (
-                all(m.factor == "B" for m in known_input.maps),
-                not known_input.lone_token_maps,  # inputs that show every token come first
-                known_input.width != anatomy.hidden_size,
+                all(m.factor == "B" for m in known_input.maps),  # last: they change at every step
+                not known_input.lone_token_maps,  # first: they show every token
+                known_input.width != anatomy.hidden_size,  # first: whole hidden states
                 known_input.width,
             )
 
@@ -176,10 +180,10 @@ class SubspaceWords(base.Attack):
         return tuple(sorted(found, key=reading_order))
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
-        """Return an estimate of the seconds that ``run`` takes on a batch of 8 x 64 tokens."""
+        """Return an estimate of the seconds of ``run`` on 8 x 64 tokens, whatever ``texts`` is."""
         known_input = self.inputs(anatomy)[0]
         maps = known_input.trainable_maps(anatomy) or known_input.maps
-        rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width
+        rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width  # B: rank r
         tokens = row_space.vocabulary_size(anatomy)
         sizes = known_input.width, tokens, rows, min(_BATCH_TYPES, tokens / 2)
         return row_space.pursuit_seconds(anatomy.device, *sizes)
@@ -241,7 +245,7 @@ class SubspaceWords(base.Attack):
         return inputs
 
     def _log_odds(self, anatomy: Anatomy) -> Tensor:
-        """Return (V,) log odds of a token being in a batch of some hundred types."""
+        """Return (V,) log odds that each token is in a batch of :data:`_PRIOR_TYPES` types."""
         size = row_space.vocabulary_size(anatomy)
         if self.public_text is None:
             counts = torch.ones(size)
@@ -282,7 +286,7 @@ class SubspaceWords(base.Attack):
         if not self._readable:
             raise base.UnusableObservation("no map whose input a token determines is trained")
         snapshot = view.gradients[-1]
-        if isinstance(snapshot, UpdateSnapshot):
+        if isinstance(snapshot, UpdateSnapshot):  # undone by this attack's own copy of the weights
             return self._read(view)
         label = PublicText.label(self.public_text)
         key = ("words", id(snapshot), label, self.seed, self._facts.autocast)
@@ -304,6 +308,7 @@ class SubspaceWords(base.Attack):
                     name: math.hypot(noise.get(name, 0.0), error) for name, error in stored.items()
                 }
         results = self._read_sides(view, noise, errors)
+        # A side whose rows are not fully explained has ``silent=None``, and cannot be certified.
         parts = list(results.values())
         types = torch.cat([p.types for p in parts])
         sides = self._sides | {readable.decoder for readable in self._readable}
@@ -343,7 +348,8 @@ class SubspaceWords(base.Attack):
     def similar_tokens(self, types: Tensor, share: float, silent: Tensor | None = None) -> Tensor:
         """Return tokens outside ``types`` whose input nearly equals that of one of ``types``.
 
-        Tokens whose input is equal to that of a type are not among them.
+        They may be in the batch with hardly a trace of their own, so that an attack on whole texts
+        tries them too. Tokens whose input is equal to that of a type are not among them.
 
         Args:
             types: (k,) token ids.

@@ -1,7 +1,10 @@
 """The channels of planted texts (canaries) and planted values (entities) in the training data.
 
-The user plants them before the run, each at random in the data or held out, and some repeatedly.
-The more often one is repeated, the more the trained weights leak of it.
+A channel plays the attacks of one family in a run, and turns their answers into rates. These two
+query the trained weights about texts that the user planted before the run: whole texts (*canaries*)
+or values in texts, such as phone numbers (*entities*). For each a coin decides whether it is in the
+data or held out. Those in the data occur a set number of times: the more often, the more the
+weights leak of it. What was held out shows what an attack answers without leakage.
 """
 
 from __future__ import annotations
@@ -48,12 +51,14 @@ class CanaryChannel(MemorizationChannel):
     of a tier that were trained on so far are compared with all that were held out.
 
     Raises:
-        ValueError: There are no canaries, or an attack needs more tokens than one of them has.
+        ValueError: When a run begins: there are no canaries, or an attack scores as many tokens as
+            one of them has, or more.
     """
 
     reads = Canaries
     leak = CANARIES
     plays_games = True
+    # The metrics and extras are those of `canary_values` and `canary_tiers`.
     metrics = ("auc", "shown", "exposure", "extracted", "greedy")
     ranges: ClassVar[Any] = {"exposure": (0.0, math.inf, 0.0)}
     extras = (
@@ -61,7 +66,7 @@ class CanaryChannel(MemorizationChannel):
         *("exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
         *("members", "others", "alpha"),
     )
-    width = 3 * len(metrics) + len(extras)
+    width = 3 * len(metrics) + len(extras)  # a metric has a value and the ends of its interval
     prefix = AUDIT
     planted = "canaries"
     file = "canaries_base.safetensors"
@@ -88,8 +93,12 @@ class CanaryChannel(MemorizationChannel):
         return [_tier_name(attack, times) for times in self._planted.record.times]
 
     def _never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known: too few canaries were held out. None if it can."""
-        if self._pool is None or metric != "shown":  # before the run begins
+        """Return why a rate cannot become known; None if it can.
+
+        Only "shown", the share of canaries that score above those held out, needs a minimum of
+        canaries that were held out. The tiers share the probability of error ``alpha``.
+        """
+        if self._pool is None or metric != "shown":  # no pool: before the run begins
             return None
         alpha = self.settings.memorization.alpha / len(self._planted.record.times)
         non_members = int((~self._planted.included).sum())
@@ -112,12 +121,14 @@ class CanaryChannel(MemorizationChannel):
         return f"{n} canaries in the data and {n_non_members} that were held out"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return also the commitment to the canaries."""
+        """Return also the commitment to the canaries, against which a resumed run is checked."""
         commitment = {"canary_set": self._planted.state_dict()} if self.listed_attacks else {}
         return {**super().state_dict(), **commitment}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the canaries are the same, and keep the path of the base's answers.
+        """Check that the canaries are the same, and store the path of the base's answers.
+
+        The *base* is the model before the fine-tuning.
 
         Raises:
             ValueError: The state is of other canaries.
@@ -131,6 +142,7 @@ class CanaryChannel(MemorizationChannel):
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
         assert self._base is not None
+        # Compressed sizes of 1, because no score of a canary uses them.
         observation = Observation(released=ReleasedModel(now, self._base, torch.ones(len(rows))))
         values: dict[str, dict[str, float] | str] = {}
         record = self._planted.record
@@ -146,11 +158,10 @@ class CanaryChannel(MemorizationChannel):
                     look=self._looks,
                     alpha=self.settings.memorization.alpha,
                 )
+                tiers |= {n: f"{why}. {_MEND}" for n, why in tiers.items() if isinstance(why, str)}
             except Exception as error:
                 tiers = dict.fromkeys(record.times, reason(error))
-            for times, answer in tiers.items():
-                answer = f"{answer}. {_MEND}" if isinstance(answer, str) else answer
-                values[_tier_name(attack, times)] = answer
+            values |= {_tier_name(attack, times): answer for times, answer in tiers.items()}
         return values
 
 
@@ -159,11 +170,11 @@ def _tier_name(attack: Attack, times: int) -> str:
 
 
 class EntityChannel(WeightChannel):
-    """Rank planted values among candidates from the same set, after each epoch and at the end.
+    """Rank each planted value among others of the set that it was drawn from, after each epoch.
 
     Each kind of value and place in the text has a series, ``leakage/<attack>/<kind>/<place>``. If
     values are repeated a different number of times, each number also has one, ``..._x<times>``. The
-    base is not queried: the rank of a value that was held out is uniform under any model.
+    base is not compared: the rank of a value that was held out is uniform under any model.
 
     Raises:
         ValueError: No values are planted.
@@ -172,6 +183,7 @@ class EntityChannel(WeightChannel):
     reads = Entities
     leak = ENTITIES
     plays_games = True
+    # The metrics and extras are those of `entity_values`: ranked first, written by greedy decoding.
     metrics = ("first", "greedy")
     ranges: ClassVar[Any] = dict.fromkeys(("first", "greedy"), (-1.0, 1.0, 0.0))
     extras = (
@@ -183,7 +195,11 @@ class EntityChannel(WeightChannel):
     missing = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
 
     def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-        """Return by series name its values, (N,) bool, and the numbers of repetitions it counts."""
+        """Return, by name of a series, which values it counts and in which tiers.
+
+        Returns:
+            (N,) bool, the planted values of its kind and place; and the numbers of repetitions.
+        """
         entities, times = self._planted, self._planted.record.times
         tiers = {"": times} | ({f"_x{n}": (n,) for n in times} if len(times) > 1 else {})
         groups = [(entity.kind, entity.place) for entity in entities.entities]
@@ -200,7 +216,7 @@ class EntityChannel(WeightChannel):
         return [*self._tiers(attack)]
 
     def _draw_pool(self) -> Pool:
-        """Return the rows with values.
+        """Return the texts with a planted value.
 
         Raises:
             UnplayableGame: The model is not causal.
@@ -210,7 +226,7 @@ class EntityChannel(WeightChannel):
         return CanaryPool.of_canaries(self._planted, self.run.training_loader)
 
     def query_base(self) -> None:
-        """Query the model with one value, before the first step, to try it and measure its cost."""
+        """Try a query, with one value, before the first step; its seconds are said at the start."""
         start = time.perf_counter()
         for attack in self.attacks:
             self._answers(attack, [0])

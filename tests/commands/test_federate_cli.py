@@ -140,7 +140,7 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
         ("--watch leakage/worst/words", "give --gate, such as 0.5 too"),
         ("--gate 0.3", "--watch leakage/worst/words watches words alone"),
         ("--gate 0.9 --members 4", "fewer than 16"),
-        ("--gate 0.9 --local-steps 1", "a round has 4 texts of a client"),
+        ("--gate 0.9 --local-steps 1", "a client trains on 4 texts in a round"),
         ("--gate 0.5 --watch leakage/words", "words: RoundGate"),
         ("--trust local", "give --epsilon too"),
         ("--epsilon 8 --delta 0.9", "below 0.25"),

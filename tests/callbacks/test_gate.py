@@ -117,7 +117,7 @@ def test_two_gates_on_one_metric_need_names(tmp_path):
     monitor = LeakageMonitor(Probe(), every_n_steps=1)
     gates = [RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99, name="hard")]
     fit([*gates, monitor], tmp_path)
-    with pytest.raises((ValueError, RuntimeError), match=r"gates are named|state_key"):
+    with pytest.raises((ValueError, RuntimeError), match=r"gates have the name|state_key"):
         fit([RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99), monitor], tmp_path)
 
 

@@ -98,6 +98,6 @@ def test_what_cannot_be_told_or_is_not_tested_is_refused_with_its_name(ranks) ->
         assert "LeakageCallback: ZeRO-2 reduces" in found.pop("rank")
         assert "plays membership games, which need whole layers" in found.pop("membership")
         assert "'stage': 0" in found.pop("stage")
-        assert "give the engine that deepspeed.initialize" in found.pop("inner")
+        assert "pass the engine that deepspeed.initialize" in found.pop("inner")
         assert len(found) == 10
         assert all(name in message for name, message in found.items())

@@ -78,7 +78,7 @@ def test_federation_survives_faults_and_counts_every_release(deployed: Deployed)
         assert any(why in one for one in reasons[round_]), (round_, why)
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
     assert logs.count("counts as zero: failed or withheld") >= 2  # NaN was withheld, one killed
-    assert "return what is trained in the shape and dtype in which it was sent" in logs
+    assert "return each tensor in the shape and dtype in which it was sent" in logs
     full = [p.parent.name for p in folder.glob("*/leakage.jsonl") if p.is_symlink()]
     assert full
     assert all(name.startswith("client_0_") for name in full)

@@ -213,7 +213,7 @@ def test_a_client_s_own_noise_covers_training_alone(site):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"dp": f"{PATH}local_dp_without_ledger"}, "give ClientDP\\(ledger="),
+        ({"dp": f"{PATH}local_dp_without_ledger"}, "pass ClientDP\\(ledger="),
         ({"dp": f"{PATH}shared_dp"}, "secure_aggregation=True"),
         ({"gates": [GATE | {"metric": "leakage/nothing/f1"}]}, "does not log"),
     ],

@@ -205,7 +205,7 @@ def test_gradients_that_one_rank_changes_and_samples_that_mix_are_refused(ranks)
 
 def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
     for found in of(ddp, "shares"):
-        assert "Leave use_distributed_sampler=True" in found["whole"]
+        assert "Keep use_distributed_sampler=True" in found["whole"]
         assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
         assert "hold different examples at the same index" in found["shuffled"]
 

@@ -108,7 +108,7 @@ class SubspaceWords(base.Attack):
     default_name = "subspace_words"
     config_names = ("public_text", "seed")
     needs_float64 = True
-    reads_adaptive_updates = True
+    reads_adaptive_updates = True  # of one step of Adam or AdamW, which is undone
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     restores_fully = False  # the inputs are prepared again after a resume
     gathers = True  # it reads single layers of a sharded model, which is never gathered as a whole
@@ -127,10 +127,10 @@ class SubspaceWords(base.Attack):
         self.capacity_seconds = check_number("capacity_seconds", capacity_seconds, at_least=0)
         self.seed = seed
         self._capacity: float | None = None
-        self._stored: dict[str, float] = {}
-        self._before: dict[str, Tensor] = {}
+        self._stored: dict[str, float] = {}  # rounding error of each stored weight matrix
+        self._before: dict[str, Tensor] = {}  # the weights that the current round began with
         self._inputs = row_space.PerMaps(self._find_inputs)
-        self._sides: frozenset[bool] = frozenset()
+        self._sides: frozenset[bool] = frozenset()  # see _sides_with_words
         self._readable: list[row_space.ReadableInput] = []
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
@@ -464,7 +464,8 @@ class SubspaceWords(base.Attack):
 def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
     """Return a gradient, or zeros if its entries are no larger than their errors explain.
 
-    This is so for LoRA's A in a first step, which only decay and rounding have changed.
+    This is so for LoRA's A in a first step, which only decay and rounding have changed. Only
+    entries with a finite error above 0 are compared; the result is zeros too if there are none.
     """
     if not bool(error.isfinite().any()):
         return torch.zeros_like(gradient)

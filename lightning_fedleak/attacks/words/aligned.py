@@ -130,9 +130,7 @@ class AlignedFlatChat(base.Attack):
     config_names = ("calibration_tokens", "refresh_every", "seed")
     needs_float64 = True  # logit maps, clusters' weights and best_count are computed in float64
     gathers = True  # prepare and refresh gather a sharded model themselves, with `whole_model`
-    reads_adaptive_updates = (
-        True  # of Adam and similar optimizers, by a readout fitted on such ones
-    )
+    reads_adaptive_updates = True  # of Adam and the like, by a readout fitted on such updates
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
     refresh_every = 500  # steps after which refresh aligns with the changed model; not tuned
 

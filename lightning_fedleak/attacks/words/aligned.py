@@ -74,10 +74,11 @@ class AlignedFlatChat(base.Attack):
     used. The number of types that are named maximises the expected F1.
 
     Nothing depends on the gradient's scale. For a matrix that is tied to the embedding, the sum of
-    both parts is read. For a LoRA on the head, the gradient of its factor B is read. Rounds of
-    SGD are sums of gradients; for Adam and similar optimizers the classifier is fitted on public
-    updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
-    that does not begin with a fresh optimizer is *unknown*. For gradients compressed by
+    both parts is read. For a LoRA on the head, the gradient of its factor B is read. In a round, a
+    client shares the weight change of several steps. For SGD it is a sum of gradients; for Adam and
+    similar optimizers the classifier is fitted on public updates of the same class
+    (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round that does not begin with
+    a fresh optimizer is *unknown*. For gradients compressed by
     :class:`~lightning_fedleak.GradientCompression` (except signs), it is fitted on public gradients
     compressed the same way. Measurements and limits, such as label smoothing, are in
     docs/word_recovery.md.
@@ -298,6 +299,8 @@ class AlignedFlatChat(base.Attack):
         gradient = whole_tensor(view.gradient(self._role))
         snapshot = view.gradients[-1]
         steps = self._adaptive_steps
+        # A readout fitted on an optimizer's updates reads only updates. One that is fitted on
+        # gradients also reads updates of SGD, which are sums of gradients.
         if snapshot.compression not in ("", getattr(self._fitted_compression, "method", "")):
             raise Inapplicable(explain_compression(snapshot.compression))
         if isinstance(snapshot, UpdateSnapshot):

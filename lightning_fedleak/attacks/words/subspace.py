@@ -183,7 +183,7 @@ class SubspaceWords(base.Attack):
         """Return an estimate of the seconds of ``run`` on 8 x 64 tokens, whatever ``texts`` is."""
         known_input = self.inputs(anatomy)[0]
         maps = known_input.trainable_maps(anatomy) or known_input.maps
-        rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width  # B reads r numbers
+        rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width  # B reads r
         tokens = row_space.vocabulary_size(anatomy)
         sizes = known_input.width, tokens, rows, min(_BATCH_TYPES, tokens / 2)
         return row_space.pursuit_seconds(anatomy.device, *sizes)

@@ -155,7 +155,8 @@ class Atoms:
     """
 
     def __init__(self, rows: Tensor, nuisance: Tensor, extra: Tensor | None = None) -> None:
-        # Inputs stay in these tensors. Input times scale, whitened, is a unit vector.
+        # Inputs stay in these tensors. Without its part in ``nuisance`` and after whitening, an
+        # input times its scale is a unit vector.
         self._parts = [rows] if extra is None or not len(extra) else [rows, extra]
         self.nuisance = nuisance
         self.tokens = len(rows)

@@ -179,7 +179,7 @@ def _recovers_planted(
 ) -> bool:
     """Return whether a random set of types is recovered from its simulated float32 gradient."""
     planted = plantable[torch.randperm(len(plantable), generator=generator)[:types]]
-    rows = min(rank, 2 * atoms.width)  # more rows add no information
+    rows = min(rank, 2 * atoms.width)  # rows beyond the width add no direction
     weights = torch.randn(rows, types, generator=generator, dtype=torch.float64)
     # Types have log-normal strengths, as frequent and rare words do.
     weights *= torch.randn(types, generator=generator, dtype=torch.float64).exp()

@@ -1,9 +1,9 @@
 """The interface of attacks: an adversary turns an observation of the training into a guess.
 
-An engine calls :meth:`Attack.meet`, :meth:`Attack.needs` and :meth:`Attack.prepare` before the
-training, :meth:`Attack.refresh` after weights have changed, and :meth:`Attack.run` on observations.
-Names that every attack needs, such as ``ThreatModel`` and ``Observation``, can be imported from
-here.
+An engine runs attacks during a training. It calls :meth:`Attack.meet`, :meth:`Attack.needs` and
+:meth:`Attack.prepare` before the training, :meth:`Attack.refresh` after weights have changed, and
+:meth:`Attack.run` on observations. Names that every attack needs, such as ``ThreatModel`` and
+``Observation``, can be imported from here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Surfaces:
 
 @dataclass(frozen=True)
 class Guess:
-    """The result of an attack."""
+    """The result of an attack; a subclass for each kind of attack holds its fields."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WordGuess(Guess):
         tensor([1, 2])
 
     Attributes:
-        types: (k,) distinct token ids, in order of descending score if there are scores.
+        types: (k,) distinct token ids (word types), by descending score if there are scores.
         scores: (V,) score of each type, higher if its use is more likely; None if the attack gives
             a set without scores.
         n_types: the attack's estimate of the number of used types, or None.
@@ -195,7 +195,7 @@ class Attack(ABC):
 
     config_names: ClassVar[tuple[str, ...]] = ()
     """Attributes that :meth:`config` returns; ``settings.steps`` is returned as ``steps``."""
-    _facts = RunFacts()
+    _facts = RunFacts()  # nothing is known until meet is called
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name

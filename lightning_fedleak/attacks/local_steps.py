@@ -87,8 +87,8 @@ def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
     steps = LocalSteps.from_facts(facts) if compressed or facts.compression else None
     if steps is not None and not steps.plain:
         raise Inapplicable(
-            "the update was compressed, and what the optimizer or its decay did before is not "
-            "undone on what was left: measure with error_feedback=True, or steps of SGD"
+            "the update was compressed, so that the effect of its optimizer or weight decay is not "
+            "undone: set error_feedback=True, or use SGD without momentum and weight decay"
         )
 
 
@@ -145,7 +145,7 @@ class LocalSteps:
             raise UnusableObservation("an optimizer that ascends (maximize=True) is not read")
         arguments = inspect.signature(kind.__init__).parameters
         settings = {n: v for n, v in group.items() if n in arguments and n not in _IMPLEMENTATION}
-        if not settings.get("lr", 1.0):  # a warm-up that starts at 0: use the rate after it
+        if not settings.get("lr", 1.0):  # a warm-up that starts at 0: use the rate at its end
             settings["lr"] = group.get("initial_lr", 0.0)
         if settings.get("lr") == 0.0:
             del settings["lr"]
@@ -153,7 +153,11 @@ class LocalSteps:
 
     @property
     def linear(self) -> bool:
-        """Return whether updates are sums of gradients after :meth:`without_decay`."""
+        """Return whether updates are sums of gradients after :meth:`without_decay`: those of SGD.
+
+        With momentum the sums are weighted, and include gradients of earlier rounds unless the
+        optimizer is fresh.
+        """
         return self.optimizer is torch.optim.SGD
 
     @property
@@ -270,9 +274,10 @@ class LocalSteps:
         storage = unit / (6**0.5 * rate)  # rounded twice: by the decay, and by the step
         arithmetic = _ROUNDINGS * torch.finfo(torch.float32).eps
         change_error = (storage.square() + (arithmetic * change).square() + noise**2).sqrt()
+        # |change| is |g| / (|g| + eps), so that g is eps * change / (1 - |change|).
         shortfall = torch.maximum(1 - change.abs(), change_error)
         gradient = eps * change / shortfall
-        error = (gradient.abs() + eps).square() / eps * change_error
+        error = (gradient.abs() + eps).square() / eps * change_error  # by the derivative
         decay = float(self.settings.get("weight_decay") or 0.0)
         if decay and not self._decouples_decay:
             gradient = gradient - decay * weight

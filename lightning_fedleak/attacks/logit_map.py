@@ -1,7 +1,8 @@
 """The map from the product of head and hidden states to the logits: scale, shift and softcap.
 
 Gemma 2 caps its logits, ``c tanh(x / c)``, Cohere and Granite scale them, BART and Marian shift
-them by a buffer. The gradient of the head in closed form depends on this map.
+them by a buffer. Attacks that compute the head's gradient in closed form need this map; it is found
+by comparing the logits of one run with the head's product.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lightning_fedleak.model.anatomy import without_peft
 
 _ROWS = 64  # rows of logits that the map is fitted to and checked on; not tuned
-_ROUNDINGS = 4  # largest error of a map in roundings of the logits' dtype; not tuned
+_ROUNDINGS = 4  # largest error of a map in roundings of the coarsest dtype; not tuned
 _STRICT, _LOOSE = 2e-5, 1e-3
 """Largest error of a map as a share of the largest logit, in float32 and with TF32 products."""
 _UNCAPPED = 0.95  # share of the softcap up to which a logit can be inverted; not tuned
@@ -110,9 +111,10 @@ class LogitMap:
             if cap is not None:
                 usable = y.abs() < _UNCAPPED * cap
             squares = float(x[usable].square().sum())
-            if squares > 0:
+            if squares > 0:  # the scale by least squares
                 yield cls(float((x[usable] * inverse[usable]).sum()) / squares, softcap=cap)
         if len(x) >= 4:
+            # Fitted to every second row; the other rows check it.
             mean, level = x[::2].mean(0), y[::2].mean(0)
             yield cls(shift=level - mean)
             deviation = x[::2] - mean

@@ -150,8 +150,8 @@ class PublicText:
         check_choice("kind", kind, ("causal", "masked", "seq2seq"), hint="others have no labels")
         input_ids, real = _pad([self.sentences[i][:length] for i in indices])
         if kind == "seq2seq":
-            source = self.sentences if self.targets is None else self.targets
-            target, present = _pad([source[i][:length] for i in indices])
+            targets = self.sentences if self.targets is None else self.targets
+            target, present = _pad([targets[i][:length] for i in indices])
             labels = target.masked_fill(~present, IGNORE_INDEX)
         elif kind == "masked":
             if mask_token_id is None:
@@ -368,22 +368,23 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
             arguments = {"use_cache": True} if argument else {}
             if argument and cache is not None:
                 arguments[argument] = cache
-            new = ids if cache is None else ids[:, -1:]
-            output = model(input_ids=new.to(device), **arguments)
+            inputs = ids if cache is None else ids[:, -1:]
+            output = model(input_ids=inputs.to(device), **arguments)
             cache = getattr(output, argument, None) if argument else None
             probabilities = logits_in(output)[:, -1].float().softmax(-1).cpu()
             ids = torch.cat([ids, _draw(probabilities, generator)], 1)
     ends_text = torch.isin(ids[:, 1:], end_ids)
+    # A text ends with its end token: 1 for the index to a count, 1 for the start token.
     stop = torch.where(ends_text.any(1), ends_text.int().argmax(1) + 2, length)
     return [row[:k] for row, k in zip(ids, stop.tolist(), strict=True)]
 
 
 def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """Return (n, 1) one index per row by inversion sampling.
+    """Return (n, 1) one index per row of (n, V) probabilities, by inversion sampling.
 
     It takes one random number per row, where ``multinomial`` takes V.
     """
     cumulative = probabilities.cumsum(1)
-    places = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
-    indices: Tensor = torch.searchsorted(cumulative, places, right=True)
+    levels = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
+    indices: Tensor = torch.searchsorted(cumulative, levels, right=True)
     return indices.clamp_max(cumulative.shape[1] - 1)

@@ -1,8 +1,8 @@
 """A cache of results that several attacks share, such as sampled texts or words of one gradient.
 
-An engine runs its attacks inside :func:`share_work`, which holds the cache. An attack calls
-:func:`do_once` with a key and a function: the function runs only if no attack has stored a result
-for that key.
+An engine runs attacks during a training. It does so inside :func:`share_work`, which holds the
+cache. An attack calls :func:`do_once` with a key and a function: the function runs only if no
+attack has stored a result for that key.
 """
 
 from __future__ import annotations

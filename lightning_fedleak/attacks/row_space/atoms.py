@@ -1,7 +1,8 @@
 """Atoms: the direction of every token at a layer's input, compared with the rows of a gradient.
 
-The rows of a linear layer's gradient are combinations of the layer's inputs. So they lie in the
-span of the atoms of the batch's tokens.
+The adversary computes each atom from the model: the input vector of one token of the vocabulary,
+scaled to norm 1. The rows of a linear layer's gradient are combinations of the layer's inputs. So
+they lie in the span of the atoms of the batch's tokens.
 
 Atoms are whitened before they are compared. Hidden states of a language model fill a narrow cone,
 with a few directions of large variance. Any two of them have a large inner product, so that the
@@ -154,6 +155,8 @@ class Atoms:
     """
 
     def __init__(self, rows: Tensor, nuisance: Tensor, extra: Tensor | None = None) -> None:
+        # Inputs stay in these tensors. Without its part in ``nuisance`` and after whitening, an
+        # input times its scale is a unit vector.
         self._parts = [rows] if extra is None or not len(extra) else [rows, extra]
         self.nuisance = nuisance
         self.tokens = len(rows)
@@ -169,6 +172,7 @@ class Atoms:
         for unit in self._unit_blocks():
             for stripe in stripes:
                 covariance[: stripe.stop, stripe] += unit[:, : stripe.stop].T @ unit[:, stripe]
+        # The atoms that have changed since the whitening was fitted.
         self._changed = torch.zeros_like(self._scales, dtype=torch.bool)
         self.usable = self._scales > 0
         covariance = covariance.triu() + covariance.triu(1).T
@@ -177,7 +181,7 @@ class Atoms:
             covariance.diagonal().fill_(1.0)
         self.whitening = inverse_factor(covariance).contiguous()
         self._factor = self.whitening.float()
-        start = 0
+        start = 0  # norms of the unit atoms after whitening, by which their scales are divided
         for unit in self._unit_blocks():
             parts = ((unit[:, : s.stop] @ self._factor[: s.stop, s]).square() for s in stripes)
             norms = torch.stack([part.sum(1) for part in parts]).sum(0).sqrt()
@@ -322,6 +326,8 @@ def explain_sparse(
     Returns:
         The tokens, or None if no set explains the rows, or only a set too large for their entries.
     """
+    # For each row, only its non-zero entries count. ``bases`` (m, k, d) spans the nuisance and the
+    # chosen atoms there, and ``residual`` is the row outside of that span.
     mask = rows != 0
     counts = mask.sum(1)
     parts = torch.split(atoms, _TOKENS_AT_ONCE)
@@ -350,7 +356,7 @@ def explain_sparse(
             return _prune(rows[usable], atoms, nuisance, chosen)
         products = multiply(residual).square_()
         products /= outside.clamp_min(1e-30) * residual.square().sum(1, keepdim=True).float()
-        products[outside < _DEPENDENT * sizes] = 0.0
+        products[outside < _DEPENDENT * sizes] = 0.0  # mostly rounding
         weights = ((counts - bases.shape[1]) * usable).float() / 2
         # A row of n free entries gains -n/2 log(1 - r^2) in log likelihood with unknown variance.
         gain = log_odds - weights @ products.clamp_(0, 1 - 1e-6).neg_().log1p_()

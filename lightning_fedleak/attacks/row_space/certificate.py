@@ -1,11 +1,11 @@
 """Check the types (distinct tokens) that a pursuit chose to explain the rows of a gradient.
 
 The rows are combinations of the atoms of the batch's types; an atom is the input vector of a token.
-:func:`prune` removes types that the rows do not need. Twins are tokens with nearly equal atoms, for
-example tokens that were never trained; :func:`exchange_twins` replaces a type by a twin that
-explains more. A result is certified if the types explain the rows and no other tokens could.
-:func:`silent_tokens` returns the tokens that prevent a certificate, because they would leave no
-trace in the rows.
+A pursuit is a greedy search for types whose atoms span the rows. :func:`prune` removes types that
+the rows do not need. Twins are tokens with nearly equal atoms, for example tokens that were never
+trained; :func:`exchange_twins` replaces a type by a twin that explains more. A result is certified
+if the types explain the rows and no other tokens could. :func:`silent_tokens` returns the tokens
+that prevent a certificate, because they would leave no trace in the rows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
         atoms: The atoms of all tokens.
         shared: The rows.
         types: The chosen types, (k,).
-        others: The tokens that may replace one, (n,).
+        others: The tokens that may replace a type, (n,).
     """
     for _ in range(_EXCHANGES):
         previous, types = types, types.clone()
@@ -97,6 +97,8 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
         sums = [(1 - x.square().sum(1), y.square().sum(1)) for x, y in pairs]
         norms, energy = map(torch.cat, zip(*sums, strict=True))
         for j in places:
+            # Type j leaves the span: the residual, and the twins' parts outside, grow along
+            # ``added``. The twin with the largest gain takes its place, and they shrink again.
             added, part, cosines, cross = _project_type(atoms, shared, types, j, units, residual)
             size = part.square().sum()
             sizes = norms + cosines.square()
@@ -224,6 +226,8 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
         The tokens, or None if a twin could replace a type, or types fill too many directions.
     """
     share = (len(types) + len(atoms.nuisance)) / atoms.width
+    # With no fewer rows than types, the rows determine the span of the types. With fewer rows,
+    # other sets of types would fit too, unless enough directions are free.
     is_decidable = len(types) <= len(shared.principal) or share <= _MAX_SHARE
     if share >= 1 or not is_decidable or not _differ_from_twins(atoms, shared, types, others):
         return None

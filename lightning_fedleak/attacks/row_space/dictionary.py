@@ -42,7 +42,7 @@ class Dictionary:
     Attributes:
         rows: (V, d), the input vector of each token at the first position.
         constants: (k, d) float64, the directions that any input may contain besides its word: the
-            norm's bias and the token types.
+            norm's bias and the embeddings of token types (BERT's segments).
         positions: (P, d) float64, the directions of the first P positions: the mean word plus the
             position's difference to the first one, after the norm's centring and gain. None if the
             input does not depend on positions.
@@ -195,7 +195,7 @@ def _position_directions(
     Any word could replace the mean word, so a ``mean`` from before a weight update can be reused.
     """
     size = linear_maps.vocabulary_size(anatomy)
-    length = context_length(anatomy) or 512
+    length = context_length(anatomy) or 512  # positions of a model without a limit
     device = anatomy.device
     # Four tokens spread over the vocabulary, without its first ids, which are often special. The
     # second text has the same tokens in reverse order.
@@ -225,7 +225,7 @@ def _position_directions(
     difference = sums[0] - sums[1]
     if float((difference + difference.flip(0)).abs().max()) > tolerance * float(sums.abs().max()):
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")
-    types = [
+    token_types = [
         m.weight.detach().double()
         for n, m in walk(anatomy.model)
         if isinstance(m, nn.Embedding)
@@ -234,7 +234,7 @@ def _position_directions(
     ]
     # One word at every position: the differences to the first position depend on no word.
     positions = linear(mean + position_inputs[0] - position_inputs[0, :1])
-    return positions, torch.cat([offset, *(linear((t - t[:1])[1:]) for t in types)]), mean
+    return positions, torch.cat([offset, *(linear((t - t[:1])[1:]) for t in token_types)]), mean
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def pursuit_seconds(
     """Return an estimate of the seconds of a pursuit that chooses ``types`` types.
 
     The pursuit scores all tokens of the vocabulary, then chooses types among the best before it
-    scores them again. The estimate counts the operations of the n_scorings, of the choices between
+    scores them again. The estimate counts the operations of the scorings, of the choices between
     them, and of the exact products in float64, and divides them by :data:`EFFICIENCY` times the
     device's operations per second.
 
@@ -116,6 +116,7 @@ def pursuit_seconds(
         n_scored = tokens + (n_scorings - 1) * pool_size  # in one cycle of the pool
         n_compared = n_scored / n_scorings / pursuit.CHOSEN_AT_ONCE + min(tokens, pursuit.SCREENED)
         operations = 2 * types * width * columns * n_compared
+        # For each choice: the best atoms again in float64, and the span of the types so far.
         operations += 4 * types * pursuit.RESCORED * width * (width + types)
         operations += 40 * width * types**2
     return operations / (EFFICIENCY * operations_per_second(device))
@@ -145,6 +146,8 @@ def measure_capacity(
     plantable = _distinct_tokens(atoms, generator)
     dims = atoms.width - len(atoms.nuisance)
     predicted = predict_capacity(dims, len(plantable), rank)
+    # Steps of an eighth of the dimensions until one set is recovered and one is lost, then
+    # bisection, until the two differ by a sixteenth of the dimensions.
     low, high = 0, min(dims, len(plantable))
     types = max(1, min(int(predicted), high - 1))
     deadline = time.monotonic() + seconds
@@ -176,8 +179,9 @@ def _recovers_planted(
 ) -> bool:
     """Return whether a random set of types is recovered from its simulated float32 gradient."""
     planted = plantable[torch.randperm(len(plantable), generator=generator)[:types]]
-    rows = min(rank, 2 * atoms.width)
+    rows = min(rank, 2 * atoms.width)  # rows beyond the width add no direction
     weights = torch.randn(rows, types, generator=generator, dtype=torch.float64)
+    # Types have log-normal strengths, as frequent and rare words do.
     weights *= torch.randn(types, generator=generator, dtype=torch.float64).exp()
     gradient = (weights.to(atoms.device) @ atoms.rows(planted.to(atoms.device))).float()
     eps = torch.finfo(torch.float32).eps
@@ -360,6 +364,7 @@ class ReadableInput:
             )
         scores = self.log_odds.double().clone()  # the chosen types have the highest scores
         scores[types] = 1e6 + torch.arange(len(types), 0, -1, device=scores.device).double()
+        # The residual counts as 0, and nothing is certified.
         return PursuitResult(types, scores, float(len(types)), 0.0, False)
 
     def _explain_even(
@@ -428,8 +433,8 @@ class ReadableInput:
             dropout_stds += [math.sqrt(variance)] * int(is_precise.sum())
         factors = {name: row * weights for name, row in factors.items()}
         positions = weighted_input.dictionary.count_positions(rows, tuple(factors.values()))
-        for factor in (1.0, _NOISE_SHARE):
-            stds = [x + factor * y for x, y in zip(rounding_stds, dropout_stds, strict=True)]
+        for share in (1.0, _NOISE_SHARE):  # less noise is assumed only if there are many types
+            stds = [x + share * y for x, y in zip(rounding_stds, dropout_stds, strict=True)]
             result = weighted_input._explain(rows, positions, 0.0, stds, factors)
             if len(result.types) <= _MAX_FULL_NOISE * len(rows):
                 break
@@ -438,12 +443,12 @@ class ReadableInput:
     def _words(self, result: PursuitResult) -> PursuitResult:
         """Return a result without its positions, which have the atoms after those of the tokens."""
         tokens = len(self.dictionary.rows)
-        words = result.types < tokens
+        is_word = result.types < tokens
         return replace(
             result,
-            types=result.types[words],
+            types=result.types[is_word],
             scores=result.scores[:tokens],
-            expected=max(result.expected - int((~words).sum()), 0.0),  # max(nan, 0.0) is NaN
+            expected=max(result.expected - int((~is_word).sum()), 0.0),  # max(nan, 0.0) is NaN
         )
 
     def _project_atoms(self, positions: int, factors: Mapping[str, Tensor]) -> Atoms:
@@ -480,7 +485,7 @@ class ReadableInput:
         dims = atoms.width - len(atoms.nuisance)
         n_positions = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(n_positions)])
-        if dims > 1 and not len(shared.principal):
+        if dims > 1 and not len(shared.principal):  # all of the rows is noise
             no_types = torch.empty(0, dtype=torch.long, device=odds.device)
             return PursuitResult(no_types, odds, 0.0, 1.0, False)
         result = explain(atoms, shared, odds) if len(shared.principal) < dims - 1 else None

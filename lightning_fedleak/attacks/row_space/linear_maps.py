@@ -1,11 +1,12 @@
 """The linear maps of a model, and the inputs that they read.
 
-A linear map is a weight matrix: of ``nn.Linear`` or ``Conv1D``, or a factor A or B of a LoRA. The
-rows of its gradient are combinations of its inputs. :func:`find_linear_maps` lists the maps of a
-model. An input is known if it depends only on the token (and its position), as before the first
-attention: :func:`find_known_inputs` finds these inputs, and groups the maps that read the same one.
-Inputs are compared in runs of the model, so that no norm, scaled embedding, fused projection or
-parallel block has to be known by name.
+Attacks on a shared gradient use these maps to recover the batch's tokens. A linear map is a weight
+matrix: of ``nn.Linear`` or ``Conv1D``, or a factor A or B of a LoRA. The rows of its gradient are
+combinations of its inputs. :func:`find_linear_maps` lists the maps of a model. An input is known if
+it depends only on the token (and its position), as before the first attention:
+:func:`find_known_inputs` finds these inputs, and groups the maps that read the same one. Inputs are
+compared in runs of the model, so that no norm, scaled embedding, fused projection or parallel block
+has to be known by name.
 """
 
 from __future__ import annotations
@@ -463,12 +464,13 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
         states = states_in(args, kwargs)
         x = states if isinstance(states, Tensor) else next(iter(kwargs.values()), None)
+        # ``ids`` stands for an input that is no tensor: below it is omitted, as it is no float.
         calls.setdefault(id(module), []).append(x if isinstance(x, Tensor) else ids)
 
     with _untraced(anatomy, readers, keep) as model:
         to_last_block(anatomy, model)(**text_for(anatomy, ids))
     inputs = {}
-    length = ids.shape[1] + model_runs.virtual_tokens(anatomy)
+    length = ids.shape[1] + model_runs.virtual_tokens(anatomy)  # those of prompt tuning come first
     for key, tensors in calls.items():
         # DoRA also calls readers with a unit matrix, to compute a norm without gradient.
         x, *further = [c for c in tensors if not _is_unit(c)] or [ids]

@@ -117,6 +117,8 @@ def _search(pursuit: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, 
     exchanged once the residual is small; otherwise the pursuit would choose many unrelated types to
     explain it.
     """
+    # An exact pursuit first ends early, at a small residual. If exchanges do not reduce that to
+    # noise, the same pursuit goes on to its end.
     for early in (shared.exact, False):
         limit, max_residual = NEARLY_CERTIFIED, MAX_NOISE_RATIO
         if ended_early := pursuit.run(early):
@@ -139,6 +141,19 @@ class _Pursuit:
 
     Atoms are compared after whitening. The decision to end is made before whitening (``_plain``),
     where noise is equal in all directions.
+
+    Attributes:
+        residual: (k, d) the whitened rows outside of the span of the chosen atoms.
+        basis: (n, d) orthonormal, the span of the n chosen atoms after whitening.
+        noise: variance of the noise of an entry after whitening.
+        dims: number of directions that tokens can have.
+        outside: (V,) squared norm of each unit atom outside of the span of the chosen ones.
+        alive: (V,) whether an atom may still be chosen.
+        chosen: the chosen tokens, in order.
+        evidence: for each chosen token, the log odds that it is used, when it was chosen.
+        scores: (V,) these log odds of each token at its latest scoring.
+        at_floor: whether only noise remains of the rows.
+        certain: number of tokens that were chosen because they lie in the residual's span.
     """
 
     def __init__(self, atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> None:
@@ -159,7 +174,7 @@ class _Pursuit:
         self.scores = torch.zeros_like(self.log_odds)
         self.at_floor = False
         self.certain = 0
-        self._projected = 0
+        self._projected = 0  # number of chosen atoms that ``outside`` takes into account
         self._pool: _Pool | None = None  # None: the whole vocabulary is scored next
 
     def run(self, early: bool) -> bool:
@@ -210,6 +225,7 @@ class _Pursuit:
             self.at_floor = True
             return True
         dims = max(1, self.dims - len(self.chosen))
+        # A mean of n squared standard normals has the standard deviation sqrt(2 / n).
         chi_square = 1 + 3 * math.sqrt(2 / (len(self.residual) * dims))
         limit = NOISE_FLOOR if self.exact else chi_square
         self.at_floor = float(self._plain.square().sum()) <= limit * self._rows * dims
@@ -242,7 +258,7 @@ class _Pursuit:
     def _orthogonal_parts(self, types: Tensor) -> Tensor:
         """Return atoms minus their projection on the span of the chosen, (n, d) float64."""
         x = self.atoms.whitened(types)
-        for _ in range(2):
+        for _ in range(2):  # the second projection removes the first one's rounding
             x = x - (x @ self.basis.T) @ self.basis
         return x
 
@@ -270,7 +286,7 @@ class _Pursuit:
         chance = float(score[self.alive].mean().clamp(1e-6, 0.999))
         self.scores = self._evidence(score, chance, len(directions)) + self.log_odds
         self.scores[~self.alive] = -math.inf
-        self._raw = score.masked_fill(~self.alive, -1.0)
+        self._raw = score.masked_fill(~self.alive, -1.0)  # shares of the atoms in the directions
         types = self.scores.topk(min(POOL, len(self.scores))).indices
         self._pool = _Pool(types, self.atoms.subset(types), self.outside[types], chance)
         self._pool.projected = self._projected
@@ -317,7 +333,7 @@ class _Pursuit:
             dependent = float(x.norm()) < certificate.DEPENDENT * float(norms[i])
             if dependent or len(new) >= len(directions):
                 continue
-            self._append(token, x, 50.0)
+            self._append(token, x, 50.0)  # log odds without doubt
             self.certain += 1
         return len(self.basis) > start
 
@@ -343,19 +359,19 @@ class _Pursuit:
             score = (share / outside.clamp_min(1e-7)).clamp(0, 1)
             value = self._evidence(score, chance, k) + odds
             value[~alive] = -math.inf
-            top = value.topk(min(RESCORED, len(value))).indices
-            top = top[alive[top]]
-            if not len(top):
+            shortlist = value.topk(min(RESCORED, len(value))).indices
+            shortlist = shortlist[alive[shortlist]]
+            if not len(shortlist):
                 return bool(step)
-            parts = self._orthogonal_parts(subset[top])
+            parts = self._orthogonal_parts(subset[shortlist])
             norms = parts.square().sum(1)
             exact = (parts @ directions.T).square().sum(1) / norms.clamp_min(1e-30)
-            exact[norms < 1e-14] = 0
-            value = self._evidence(exact.float(), chance, k) + odds[top]
+            exact[norms < 1e-14] = 0  # an atom in the span of the chosen: its part is rounding
+            value = self._evidence(exact.float(), chance, k) + odds[shortlist]
             best = int(value.argmax())
             if float(exact[best]) <= 0:
                 return bool(step)
-            place = int(top[best])
+            place = int(shortlist[best])
             alive[place] = False
             self._append(int(subset[place]), parts[best], float(value[best]))
             outside -= self.atoms.products(self.basis[-1:], screen)[:, 0].square()
@@ -388,7 +404,7 @@ class _Pool:
         return self.types[places], (rows[places], scales[places]), self.outside[places].clone()
 
     def score(self, path: _Pursuit, directions: Tensor) -> None:
-        """Score the atoms of the pool again, after the latest choices of a pursuit."""
+        """Score the atoms of the pool again, after the latest choices of the pursuit ``path``."""
         new = path.basis[self.projected :]
         squares = path.atoms.products(torch.cat([new, directions]), self.screen).square_()
         self.outside -= squares[:, : len(new)].sum(1)

@@ -1,7 +1,8 @@
 """The rows of shared gradients of weight matrices with the same input, in units of their noise.
 
-The noise is rounding, and the Gaussian noise that a defence declares. An attack explains the rows
-by the inputs of tokens; what remains counts as noise if it is below :data:`MAX_NOISE_RATIO`.
+Each row of such a gradient (n, d) is a combination of the batch's inputs, vectors of width d. The
+noise is rounding, and the Gaussian noise that a defence declares. An attack explains the rows by
+the inputs of tokens; what remains counts as noise if it is below :data:`MAX_NOISE_RATIO`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """Word types from the output head's gradient, projected along the hidden states of public text.
 
+A type is a distinct token of the vocabulary; it is used if it is a label in the batch. Each type
+has a row in the head's gradient. A direction is aligned with the hidden states, so that they are
+positive along it; the rows of used types then mostly point against it.
+
 :class:`AlignedFlatChat` calibrates on public text in ``prepare``: it computes the parts of its
 gradients (:mod:`~lightning_fedleak.attacks.words.head_gradients`), and fits a classifier of rows,
 the *readout* (:mod:`~lightning_fedleak.attacks.words.aligned_readout`). ``run`` computes the
@@ -70,10 +74,11 @@ class AlignedFlatChat(base.Attack):
     used. The number of types that are named maximises the expected F1.
 
     Nothing depends on the gradient's scale. For a matrix that is tied to the embedding, the sum of
-    both parts is read. For a LoRA on the head, the gradient of its factor B is read. Rounds of
-    SGD are sums of gradients; for Adam and similar optimizers the classifier is fitted on public
-    updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
-    that does not begin with a fresh optimizer is *unknown*. For gradients compressed by
+    both parts is read. For a LoRA on the head, the gradient of its factor B is read. In a round, a
+    client shares the weight change of several steps. For SGD it is a sum of gradients; for Adam and
+    similar optimizers the classifier is fitted on public updates of the same class
+    (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round that does not begin with
+    a fresh optimizer is *unknown*. For gradients compressed by
     :class:`~lightning_fedleak.GradientCompression` (except signs), it is fitted on public gradients
     compressed the same way. Measurements and limits, such as label smoothing, are in
     docs/word_recovery.md.
@@ -124,9 +129,9 @@ class AlignedFlatChat(base.Attack):
     )
     default_name = "aligned_flatchat"
     config_names = ("calibration_tokens", "refresh_every", "seed")
-    needs_float64 = True
-    gathers = True
-    reads_adaptive_updates = True
+    needs_float64 = True  # logit maps, clusters' weights and best_count are computed in float64
+    gathers = True  # prepare and refresh gather a sharded model themselves, with `whole_model`
+    reads_adaptive_updates = True  # of Adam and the like, by a readout fitted on such updates
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
     refresh_every = 500  # steps after which refresh aligns with the changed model; not tuned
 
@@ -149,15 +154,15 @@ class AlignedFlatChat(base.Attack):
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.tokenizer = tokenizer
         self.lengths = tuple(lengths)
-        self.steps: LocalSteps | None = None
-        self._role = HEAD_WEIGHT
+        self.steps: LocalSteps | None = None  # the round; None if single gradients are shared
+        self._role = HEAD_WEIGHT  # the parameter whose gradient is read
         self._compression: Compression | None = None
-        self._why_unreadable: str | None = None
-        self._before: Tensor | None = None
+        self._why_unreadable: str | None = None  # the error of all updates of this run
+        self._before: Tensor | None = None  # the weights that the current round began with
         self.seed = seed
         self.calibration_seconds = 0.0
         self._calibration: HeadCalibration | None = None
-        self._aligned_at = 0
+        self._aligned_at = 0  # the step at which refresh last fitted the directions
 
     def meet(self, facts: base.RunFacts) -> None:
         """Store the compression and the local steps of an update."""
@@ -214,6 +219,7 @@ class AlignedFlatChat(base.Attack):
         self.calibration_seconds = time.perf_counter() - start
 
     def _calibrate(self, anatomy: Anatomy, generator: torch.Generator) -> HeadCalibration:
+        """Return a calibration fitted on public gradients or on the optimizer's public updates."""
         parts = self._parts(anatomy)
         steps = self._adaptive_steps
         check_integer("public texts to learn from", parts.n_sentences, at_least=4, hint="give more")
@@ -225,6 +231,7 @@ class AlignedFlatChat(base.Attack):
             return rehearse_updates(anatomy, parts, steps, batches, generator)
 
     def _text(self, anatomy: Anatomy) -> PublicText:
+        """Return the public text; if it is sampled, twice as many texts for adaptive updates."""
         n = _SAMPLED_TEXTS if self._adaptive_steps is None else 2 * _SAMPLED_TEXTS
         return PublicText.resolve(self.public_text, anatomy, self.seed, n=n, or_tokens=True)
 
@@ -292,6 +299,8 @@ class AlignedFlatChat(base.Attack):
         gradient = whole_tensor(view.gradient(self._role))
         snapshot = view.gradients[-1]
         steps = self._adaptive_steps
+        # A readout fitted on an optimizer's updates reads only updates. One that is fitted on
+        # gradients also reads updates of SGD, which are sums of gradients.
         if snapshot.compression not in ("", getattr(self._fitted_compression, "method", "")):
             raise Inapplicable(explain_compression(snapshot.compression))
         if isinstance(snapshot, UpdateSnapshot):
@@ -381,6 +390,7 @@ class AlignedFlatChat(base.Attack):
         return self.config() | compressed | ({} if steps is None else steps.describe())
 
     def _parts(self, anatomy: Anatomy, inputs: bool = True) -> GradientParts:
+        """Return the hidden states of public text and, if ``inputs``, a tied embedding's part."""
         with whole_model(anatomy.root):
             batches = self._batches(anatomy)
             return GradientParts.compute(anatomy, batches, inputs=inputs)

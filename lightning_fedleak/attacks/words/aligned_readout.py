@@ -1,9 +1,12 @@
 """A small classifier of the rows of a head's gradient: is the row's type in the batch?
 
-:func:`rehearse` fits it on "rehearsals": simulated gradients of batches of public text, whose words
-are known. Before a gradient is classified, :func:`refit_direction` refits the direction that its
-rows are projected on, because the direction of public text may not suit the client's text.
-:func:`best_count` then chooses how many types to name.
+Each row of the output head's gradient belongs to a type, a distinct token of the vocabulary; a type
+is used if it is a label in the batch. The classifier is called the readout; its features are in
+:mod:`~lightning_fedleak.attacks.words.aligned_rows`. :func:`rehearse` fits it on "rehearsals":
+simulated gradients of batches of public text, whose words are known. Before a gradient is
+classified, :func:`refit_direction` refits the direction that its rows are projected on, because the
+direction of public text may not suit the client's text. :func:`best_count` then chooses how many
+types to name.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ _MAX_ROWS = 512  # maximal number of unused rows, the longest, that the directio
 _MIN_ROWS = 64  # number of rows below which the direction of public text is kept
 _STEPS = 12  # directions that are tried; more cost time in every run
 _RATE = 0.25  # length of a step of the direction, which is a unit vector
-_MIN_USED = 0.3  # norm from which a row is a used type's, in norms of a token's row
-_MAX_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a token's row
+_MIN_USED = 0.3  # norm above which rows count as used, in norms of the row of a type used once
+_MAX_UNUSED = 0.1  # norm up to which rows count as unused, in the same unit
 
 
 def refit_direction(
@@ -58,11 +61,11 @@ def refit_direction(
     if rows is not None and len(rows) < _MIN_ROWS:
         return summary, u
     noise = (summary if rows is None else summary.select(rows)).noise()
-    token = aligned_rows.token_norm(summary, noise)
-    if token is None:
+    unit = aligned_rows.token_norm(summary, noise)  # the norm of the row of a type used once
+    if unit is None:
         return summary, u
     # Rows of noise alone have norms near noise * sqrt(d).
-    clear = (summary.norms > 2 * noise * summary.width**0.5) & (summary.norms < _MAX_UNUSED * token)
+    clear = (summary.norms > 2 * noise * summary.width**0.5) & (summary.norms < _MAX_UNUSED * unit)
     indices = clear.nonzero()[:, 0] if rows is None else rows[clear[rows]]
     if len(indices) < _MIN_ROWS:
         return summary, u
@@ -70,7 +73,7 @@ def refit_direction(
     unused = gradient.detach().index_select(0, indices[longest]).float() - summary.common
     direction = aligned_rows.separating_direction(unused, steps=_STEPS, rate=_RATE)
     projection = projections(gradient, direction) - summary.common @ direction
-    large = (summary.norms > _MIN_USED * token).nonzero()[:, 0]
+    large = (summary.norms > _MIN_USED * unit).nonzero()[:, 0]
     if not bool((projection[large].sign() * summary.norms[large]).sum() < 0):
         return summary, u
     return replace(summary, projection=projection), direction
@@ -118,7 +121,7 @@ class _Readout:
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the log odds (k,) of *used* for (k, F) features."""
-        x = ((features - self.mean) / self.deviation).clamp(-6, 6)
+        x = ((features - self.mean) / self.deviation).clamp(-6, 6)  # as in fit_readout
         weights = (self.weight0, self.weight1, self.weight2)
         return _network(x, weights, (self.bias0, self.bias1, self.bias2))
 
@@ -144,7 +147,7 @@ def fit_readout(
     """
     device, n = features.device, len(features)
     mean, deviation = features.mean(0), features.std(0) + 1e-6
-    x = ((features - mean) / deviation).clamp(-6, 6)
+    x = ((features - mean) / deviation).clamp(-6, 6)  # bounds the effect of outliers
     sizes = [features.shape[1], _HIDDEN, _HIDDEN, 1]
     weights = [
         (torch.randn(i, o, generator=generator) * (2 / i) ** 0.5).to(device).requires_grad_()
@@ -267,13 +270,13 @@ def rehearse(
     expected = [
         aligned_rows.ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves
     ]
-    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    rehearsals: list[tuple[Tensor, Tensor, Tensor]] = []  # features, whether used, and importance
     for public, other_half in zip(reversed(halves), expected, strict=True):
         for batch in _draw_batches(public, generator):
             types, importance = _draw_types(batch, other_half, generator)
             gradient = batch.gradient(weight, bias, types)
-            token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
-            gradient += _draw_noise(gradient, token, generator)
+            use_norm = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
+            gradient += _draw_noise(gradient, use_norm, generator)
             if compression is not None and float(torch.rand((), generator=generator)) < 0.5:
                 gradient = compression.reduce(gradient, len(weight))
             summary = RowSummary.read(gradient, directions.u)
@@ -284,16 +287,16 @@ def rehearse(
             units = aligned_rows.estimate_units(summary, other_half, reference)
             if units is None:
                 continue
-            kept = aligned_rows.plausible(summary, units).nonzero()[:, 0]
+            rows = aligned_rows.plausible(summary, units).nonzero()[:, 0]
             features = aligned_rows.row_features(
-                gradient[kept],
-                summary.select(kept),
+                gradient[rows],
+                summary.select(rows),
                 units,
                 directions,
-                other_half.rows(types[kept]),
+                other_half.rows(types[rows]),
             )
-            rows.append((features, torch.isin(types[kept], batch.labels), importance[kept]))
-    features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
+            rehearsals.append((features, torch.isin(types[rows], batch.labels), importance[rows]))
+    features, used, importance = (torch.cat(c) for c in zip(*rehearsals, strict=True))
     readout = fit_readout(features, used, importance, generator)
     return HeadCalibration(
         directions, clusters, aligned_rows.ExpectedRows.average(*expected), readout
@@ -303,7 +306,8 @@ def rehearse(
 def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[GradientParts]:
     """Yield batches of 1 to all sentences, log-spaced, that have a label to predict.
 
-    There are several batches of a small size, up to :data:`_REPEATS`.
+    There are several batches of a small size, at most :data:`_REPEATS`, which together have no more
+    than about two thirds as many sentences as there are. There is one batch of a large size.
     """
     n = parts.n_sentences
     sizes = {round(n ** (i / (_SIZES - 1))) for i in range(_SIZES)}
@@ -331,18 +335,18 @@ def _draw_pool(by_length: Tensor, size: int, generator: torch.Generator) -> Tens
     return by_length[start : start + third]
 
 
-def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_noise(gradient: Tensor, use_norm: Tensor, generator: torch.Generator) -> Tensor:
     """Return a defence's noise for a third of the batches, and zero for the remaining ones.
 
-    Its standard deviation per coordinate is log-uniform between 1e-4 and 0.3 of ``token``, the norm
-    of a token's row.
+    Its standard deviation per coordinate is log-uniform between 1e-4 and 0.3 of ``use_norm``, the
+    norm of the row of a type that was used once.
     """
     draw = torch.rand(2, generator=generator)
     if draw[0] > 1 / 3:
         return torch.zeros((), device=gradient.device)
     strength = 10 ** (-4 + 3.5 * float(draw[1]))
     noise = torch.randn(gradient.shape, generator=generator)
-    return noise.to(gradient.device) * strength * token
+    return noise.to(gradient.device) * strength * use_norm
 
 
 def _draw_types(

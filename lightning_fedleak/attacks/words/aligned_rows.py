@@ -1,11 +1,16 @@
 """Features of the rows of the head's gradient, by which a classifier recognises used types.
 
-An unused type has a row too: ``sum_i p_i(t) h_i``, where ``p_i(t)`` is the probability that the
-model gives type t at token i, and ``h_i`` is the hidden state. So each row is compared with the row
-that public text predicts for an unused type. :class:`Directions` are fitted to public hidden
-states; :class:`ExpectedRows` holds the predicted rows, projected on them. :func:`estimate_units`
-estimates the scale of a gradient, the row of a type that was used once, so that no feature depends
-on it. :func:`row_features` computes the features.
+A type is a distinct token of the vocabulary; it is used if it is a label in the batch. The row of
+type t is ``sum_i (p_i(t) - [y_i = t]) h_i``, with the probability ``p_i(t)`` that the model gives t
+at token i, the label ``y_i`` and the hidden state ``h_i``. A direction u is aligned with the hidden
+states, so that ``h_i . u > 0``. Along u the row of an unused type is positive, and that of a used
+type is negative, unless the model predicts the type more often than it occurs. So each row is also
+compared with the row that public text predicts for an unused type.
+
+:class:`Directions` are fitted to public hidden states; :class:`ExpectedRows` holds the predicted
+rows, projected on them. :func:`estimate_units` estimates the norm of the row of a type that was
+used once, and the number of tokens in the batch. :func:`row_features` computes the features in
+these units, so that they do not depend on the gradient's scale.
 """
 
 from __future__ import annotations
@@ -40,8 +45,9 @@ class Directions:
             divided by its standard deviation.
         deviations: (m,) these standard deviations.
         opening: (d, k) orthonormal; the principal directions of the input gradients of sentences'
-            first tokens (k = 0 if head and embedding are not tied).
-        scale: () median of ``h . u``, the projection of one used token on ``u``.
+            first tokens, which are large and are added to the rows if head and embedding are tied
+            (k = 0 if they are not).
+        scale: () median of ``h . u``: a token's label has a row of projection ``-scale`` on ``u``.
         norm: () median norm of a hidden state.
     """
 
@@ -56,7 +62,7 @@ class Directions:
     @classmethod
     def fit(cls, parts: GradientParts, generator: torch.Generator) -> Directions:
         """Return the directions fitted to the hidden states of public text."""
-        states = parts.states
+        states = parts.states  # what rows are sums of: hidden states, or for a LoRA A's outputs
         unit = F.normalize(states, dim=1)
         u = separating_direction(unit)
         mean = unit.mean(0)
@@ -170,7 +176,7 @@ class ExpectedRows:
             reference: types that clusters' weights are fitted to; chosen if it is None.
         """
         n, vocab = len(parts.labels), len(weight)
-        states = parts.states
+        states = parts.states  # what rows are sums of; logits are computed from ``parts.hidden``
         nearest = (F.normalize(states, dim=1) @ clusters.T).argmax(1)
         member = F.one_hot(nearest, len(clusters)).float()
         projection = states @ directions.u / directions.scale
@@ -227,7 +233,8 @@ class ExpectedRows:
 
         The number of tokens n is fitted first, then ``observed_t ~ n sum_c x_c mass_tc`` with
         relative error and noise, a prior of mean 1 and variance 1 on ``x_c``, and ``x_c >= 0``. The
-        weights are ``n x_c``. Outliers, which may be used types, are excluded.
+        weights are ``n x_c``. Types whose rows are negative, so that they may be used, and outliers
+        are excluded.
 
         Args:
             observed: (R,) projections of the reference types' rows on ``u``, in units in which one
@@ -235,11 +242,11 @@ class ExpectedRows:
             noise: () standard deviation of the noise on ``observed``.
 
         Returns:
-            (C,); all zero if fewer than 8 rows are usable.
+            (C,); all zero if fewer than 8 rows are usable, or if the fitted n is 0.
         """
         mass = self.mass[self.reference]
         expected = mass.sum(1)
-        usable = (observed > -4 * noise) & (expected > 0)
+        usable = (observed > -4 * noise) & (expected > 0)  # noise alone is seldom below -4 of it
         if int(usable.sum()) < 8:
             return mass.new_zeros(mass.shape[1])
         mass, expected, observed = mass[usable], expected[usable], observed[usable]
@@ -249,8 +256,9 @@ class ExpectedRows:
         predicted = n * expected
         variance = _ERROR + (noise / predicted) ** 2
         ratio = observed / predicted
-        near = (ratio - 1).abs() < 3.5 * variance.sqrt() + 1.75
-        precision = torch.where(near, 1 / variance, 0.0)
+        # Only gross outliers are excluded, because the weights x_c are not fitted yet.
+        inlier = (ratio - 1).abs() < 3.5 * variance.sqrt() + 1.75
+        precision = torch.where(inlier, 1 / variance, 0.0)
         share = mass / expected[:, None]
         k = mass.shape[1]
         gram = share.T @ (share * precision[:, None]) + torch.eye(k, device=mass.device)
@@ -259,7 +267,11 @@ class ExpectedRows:
 
 
 def _amount(observed: Tensor, expected: Tensor, noise: Tensor, rounds: int = 5) -> Tensor:
-    """Return n of ``observed ~ n expected``: the median ratio over the rows far above the noise."""
+    """Return n of ``observed ~ n expected``, at least 0, by a median of ratios.
+
+    The first median is over the eighth of the rows with the largest expectations. The next ones are
+    over the rows whose expected projection ``n expected`` is more than 3 times the noise.
+    """
     order = expected.argsort(descending=True)
     n = (observed / expected)[order[: max(8, len(order) // 8)]].median().clamp(min=0)
     for _ in range(rounds):
@@ -291,64 +303,68 @@ class _Units:
 
     Attributes:
         noise: () upper bound on the standard deviation of the noise on each coordinate.
-        token: () norm of the row of a type that was used once.
+        use_norm: () norm of the row of a type that was used once.
         cosine: () median cosine between ``u`` and the hidden states of used tokens.
-        tokens: () number of used tokens in the large rows that are negative along ``u``, less the
+        n_used: () number of used tokens in the large rows that are negative along ``u``, less the
             model's predictions of their types.
-        clusters: (C,) weights of the clusters in this gradient, from :meth:`ExpectedRows.weights`.
-        n_tokens: () estimate of the number of tokens in the batch.
+        cluster_weights: (C,) weights of the clusters in this gradient, from
+            :meth:`ExpectedRows.weights`.
+        n_tokens: () estimate of the number of tokens in the batch, from the rows of unused types.
     """
 
     noise: Tensor
-    token: Tensor
+    use_norm: Tensor
     cosine: Tensor
-    tokens: Tensor
-    clusters: Tensor
+    n_used: Tensor
+    cluster_weights: Tensor
     n_tokens: Tensor
 
 
 def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
     """Return the norm () of the row of a type that was used once; None if no row is negative.
 
-    It starts at the norm above which half of the sum of norms lies, and is refined to the median of
-    the norms above 0.3 of it.
+    Only rows that are negative along ``u`` by more than 4 standard deviations of the noise count,
+    and it is assumed that most of those belong to types that were used once. The result starts at
+    the norm above which half of the sum of norms lies, and is refined to the median of the norms
+    above 0.3 of it.
     """
     negative = (summary.projection < -4 * noise).nonzero()[:, 0]
     if len(negative) == 0:
         return None
     norms = np.sort(summary.select(negative).denoised_norms(noise).cpu().numpy())
     sums = norms.cumsum()
-    token = norms[min(np.searchsorted(sums, sums[-1] / 2), len(norms) - 1)]
+    use_norm = norms[min(np.searchsorted(sums, sums[-1] / 2), len(norms) - 1)]
     for _ in range(4):
-        start = np.searchsorted(norms, 0.3 * token, side="right")
-        token = norms[(start + len(norms) - 1) // 2]
-    return summary.norms.new_tensor(token)
+        start = np.searchsorted(norms, 0.3 * use_norm, side="right")
+        use_norm = norms[(start + len(norms) - 1) // 2]
+    return summary.norms.new_tensor(use_norm)
 
 
 def estimate_units(summary: RowSummary, expected: ExpectedRows, reference: Tensor) -> _Units | None:
     """Return the units of a gradient; None if no row is negative along ``u``.
 
     Args:
-        summary: The summary of the gradient, or of some of its rows, with those of all used types.
+        summary: The summary of the gradient, or of some of its rows that include the rows of all
+            used types.
         expected: The expectations of public text.
         reference: indices of the reference types in ``summary``.
     """
     noise = (summary.select(reference) if len(reference) else summary).noise()
-    token = token_norm(summary, noise)
-    if token is None:
+    use_norm = token_norm(summary, noise)
+    if use_norm is None:
         return None
     norms = summary.denoised_norms(noise)
-    large = (summary.projection < -4 * noise) & (norms > 0.3 * token)
+    large = (summary.projection < -4 * noise) & (norms > 0.3 * use_norm)  # as in token_norm
     cosine = (-summary.projection[large] / norms[large]).median()
-    scale = token * cosine
-    clusters = expected.weights(summary.projection[reference] / scale, noise / scale)
+    scale = use_norm * cosine
+    weights = expected.weights(summary.projection[reference] / scale, noise / scale)
     return _Units(
         noise=noise,
-        token=token,
+        use_norm=use_norm,
         cosine=cosine,
-        tokens=-summary.projection[large].sum() / scale,
-        clusters=clusters,
-        n_tokens=(clusters * expected.share).sum(),
+        n_used=-summary.projection[large].sum() / scale,
+        cluster_weights=weights,
+        n_tokens=(weights * expected.share).sum(),
     )
 
 
@@ -358,10 +374,14 @@ def _signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
 
 
 def plausible(summary: RowSummary, units: _Units) -> Tensor:
-    """Return (V,) whether a row may belong to a used type: negative along ``u``, or not small."""
+    """Return (V,) whether a row may belong to a used type: negative along ``u``, or not small.
+
+    Not small is a norm above a tenth of the row of a type used once and above the noise.
+    """
     noise, width = units.noise, summary.width
     above = summary.norms.square() - width * noise * noise
-    floor = torch.maximum((0.1 * units.token) ** 2, 3 * (2 * width) ** 0.5 * noise * noise)
+    # The squared norm of noise alone in d dimensions has the deviation sqrt(2 d) noise^2.
+    floor = torch.maximum((0.1 * units.use_norm) ** 2, 3 * (2 * width) ** 0.5 * noise * noise)
     return (summary.projection < -1.5 * noise) | (above > floor)
 
 
@@ -377,25 +397,28 @@ def row_features(
         directions: The directions to project on.
         expected: The expected rows of the same types.
     """
-    rows = (rows.float() - summary.common) / units.token
-    noise = units.noise / units.token
-    r = summary.denoised_norms(units.noise) / units.token
-    s = summary.projection / (units.token * units.cosine)
-    cosine = summary.projection / (units.token * r + 1e-30)
+    # ``common`` is the row that label smoothing adds to every row. In units of a type used once, r
+    # is a row's norm, s its projection on u (-1 for one use), and ``predicted`` that of an unused
+    # type.
+    rows = (rows.float() - summary.common) / units.use_norm
+    noise = units.noise / units.use_norm
+    r = summary.denoised_norms(units.noise) / units.use_norm
+    s = summary.projection / (units.use_norm * units.cosine)
+    cosine = summary.projection / (units.use_norm * r + 1e-30)
     n = units.n_tokens.clamp(min=1.0)
-    predicted = (expected.mass @ units.clusters).clamp(min=1e-12)
+    predicted = (expected.mass @ units.cluster_weights).clamp(min=1e-12)
 
     k = len(directions.centres)
-    near = (rows @ directions.centres.T).sort(dim=1).values
-    ranks = [near[:, min(i, k - 1)] for i in (0, 1, 3, 7, k // 2, k - 1)]
+    on_centres = (rows @ directions.centres.T).sort(dim=1).values  # the most negative first
+    quantiles = [on_centres[:, min(i, k - 1)] for i in (0, 1, 3, 7, k // 2, k - 1)]
 
     white = rows @ directions.whitening
     inside = (white * directions.deviations).square().sum(1) / (r * r + 1e-30)
     opening = (rows @ directions.opening).square() / (r * r + 1e-30)[:, None]
     template = expected.whitened
     squared = template.square().sum(1) + 1e-30
-    amount = (white * template).sum(1) / squared
-    residual = (white - amount[:, None] * template).norm(dim=1)
+    multiple = (white * template).sum(1) / squared  # of the template, by least squares
+    residual = (white - multiple[:, None] * template).norm(dim=1)
     white_norm = white.norm(dim=1) + 1e-30
 
     columns = [
@@ -405,10 +428,11 @@ def row_features(
         (r + _TINY).log(),
         cosine,
         inside,
-        # its projections on the centres, some of them in order; the share of negative ones
-        *(_signed_log(v) for v in ranks),
-        (near < 0).float().mean(1),
-        *(v / (r + _TINY) for v in (ranks[0], ranks[2], ranks[4])),
+        # quantiles of its projections on the centres; the share of negative projections; three of
+        # the quantiles over its norm, which are cosines
+        *(_signed_log(v) for v in quantiles),
+        (on_centres < 0).float().mean(1),
+        *(v / (r + _TINY) for v in (quantiles[0], quantiles[2], quantiles[4])),
         # its projection on u, compared with that of an unused type
         (predicted + _TINY).log(),
         _signed_log(predicted - s),
@@ -418,18 +442,19 @@ def row_features(
         (expected.energy * n + 1e-8).log(),
         expected.energy / (expected.probability + 1e-30),
         # its fit to the row of an unused type, in the principal directions, and the residual
-        amount * squared.sqrt() / white_norm,
+        multiple * squared.sqrt() / white_norm,
         (residual + _TINY).log(),
         (residual * residual / (expected.energy * n + 1e-6) + 1e-12).log(),
-        _signed_log(amount / n),
+        _signed_log(multiple / n),
         residual / white_norm,
         # how often public text has the type as a label, and as a first token
         (expected.frequency * n + 1e-2).log(),
         (expected.opening * n + 1e-3).log(),
-        # the noise, and the size of the batch
+        # its projection in units of the noise, the noise, and the size of the batch
         _signed_log(summary.projection / (units.noise + 1e-30), 1.0),
         (noise + 1e-5).log().expand(len(rows)),
-        units.tokens.clamp(min=1.0).log().expand(len(rows)),
+        units.n_used.clamp(min=1.0).log().expand(len(rows)),
         n.log().expand(len(rows)),
     ]
+    # The last columns are squared cosines with the directions of first tokens.
     return torch.cat([torch.stack(columns, 1), opening], 1)

@@ -1,11 +1,13 @@
 """Word types from updates of the output head by Adam and similar optimizers.
 
-After one step of Adam every entry is ``g / (|g| + eps)``. It shows the sign of the gradient g, and
-its size only if g is not much larger than eps. So the size of a row, which distinguishes used from
-unused types, is mostly lost. Three hints remain. Rows of used types point against the hidden
-states, rows of unused types along them. Rows of types that no hidden state predicts are small
-enough to show their size. And types that are predicted in the same way change in the same way,
-unless one of them is used: each row is compared with the mean of its group.
+A type is a distinct token of the vocabulary, used if it is a label in the batch. In a round a
+client takes one or more optimizer steps and shares the update, the change of its weights. After one
+step of Adam every entry is ``g / (|g| + eps)``. It shows the sign of the gradient g, and its size
+only if g is not much larger than eps. So the size of a row, which distinguishes used from unused
+types, is mostly lost. Three hints remain. Rows of used types point against the hidden states, rows
+of unused types along them. Rows of types that no hidden state predicts are small enough to show
+their size. And types that are predicted in the same way change in the same way, unless one of them
+is used: each row is compared with the mean of its group.
 
 :func:`rehearse_updates` fits a classifier of these features on public updates, which the
 optimizer's class computes: from gradients of public text for rounds of one step, from training on
@@ -33,14 +35,14 @@ from lightning_fedleak.progress import track
 _CLUSTERS = 32  # clusters of hidden states whose mass is expected of a type; not tuned
 _GROUPS = 128  # groups of types that are compared with each other; not tuned
 _ROWS_AT_ONCE = 4096  # rows whose features are computed at once, which bounds the memory
-_UNUSED = 2000  # unused types drawn from each public update, on average; not tuned
+_UNUSED = 2000  # unused types drawn from each public update, on average at most; not tuned
 _MAX_IMPORTANCE = 50.0  # largest weight of a drawn type in the loss; not tuned
 _NOISE = 3e-3  # size that rounding explains, as a share of an entry's largest change; not tuned
 _SATURATED = 1e-5  # distance to an entry's largest change that float32 resolves; not tuned
 _PRINCIPAL = 32  # principal directions on which projections are features; not tuned
 _PASSES = 6  # passes of the fit over the rows; more cost time, not tuned
 _UPDATES = 80  # number of public updates; more cost time, not tuned
-_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
+_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a step, drawn at random; not tuned
 _QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)  # of a row's entries, as features; not tuned
 
 
@@ -114,7 +116,7 @@ def _train_copies(
 
     Args:
         anatomy: the model.
-        batches: The batches of each step.
+        batches: The batch of each step.
         steps: the round; its optimizer begins fresh.
     """
     names = {id(p): name for name, p in anatomy.root.named_parameters()}
@@ -210,7 +212,8 @@ def _draw_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return the types whose rows the classifier is fitted on, and their weights in the loss.
 
-    They are all used types and a sample of unused ones, in which probable types are more frequent.
+    They are all used types and a sample of unused ones. Half of the sample is drawn in proportion
+    to the square root of a type's mean probability, the other half evenly.
     """
     unused = (~used).nonzero()[:, 0]
     likely = expected.probability[unused].sqrt() + 1e-6
@@ -257,14 +260,18 @@ def _odds(size: Tensor) -> Tensor:
 
 
 def _row_features(rows: Tensor, weight: Tensor, d: Directions, expected: ExpectedRows) -> Tensor:
-    """Return the features that need no other row: the row's own and its type's expectations."""
+    """Return the (k, F) features that need no other row: of the row and its type's expectations.
+
+    The row is compared with directions ``d`` in three forms: as it is, as signs, and as the
+    gradients that one step of Adam would turn into it, in units of eps.
+    """
     size = rows.abs()
     odds = _odds(size)
     norm = rows.norm(dim=1, keepdim=True) + 1e-12
     gradients = rows.sign() * odds.exp()
     length = gradients.norm(dim=1, keepdim=True) + 1e-12
-    places = torch.tensor(_QUANTILES, device=rows.device)
-    quantiles = odds.quantile(places, dim=1).T
+    shares = torch.tensor(_QUANTILES, device=rows.device)
+    quantiles = odds.quantile(shares, dim=1).T
     columns = [quantiles, norm.log(), length.log(), size.mean(1, keepdim=True)]
     columns += [(size > s).float().mean(1, keepdim=True) for s in (0.5, 0.99, 0.999)]
     unit_weight = F.normalize(weight.float(), dim=1)
@@ -293,7 +300,7 @@ def _row_features(rows: Tensor, weight: Tensor, d: Directions, expected: Expecte
         expected.energy / (expected.probability + 1e-30),
         (expected.frequency + 1e-5).log(),
         (expected.opening + 1e-4).log(),
-        quantiles[:, 3] - likely,
+        quantiles[:, 3] - likely,  # the median
     ]
     return torch.cat([*columns, torch.stack(expectations, 1)], 1)
 
@@ -307,8 +314,9 @@ class _Groups:
         size: (G,) number of types in each group.
         rows: (G, d) sums of the rows of each group.
         signs: (G, d) sums of the rows' signs.
-        mean: (G, M) means of the comparisons of types with their group, see :meth:`_compare`.
-        deviation: (G, M) standard deviations of these comparisons.
+        mean: (G, 4) means, over the types of a group, of the first four numbers of
+            :meth:`_compare`; the fifth is nearly the same in the whole group.
+        deviation: (G, 4) standard deviations of these numbers.
     """
 
     group: Tensor
@@ -333,10 +341,10 @@ class _Groups:
         for i in parts:
             signs.index_add_(0, group[i], _soft_sign(update[i]))
         groups = cls(group, size, rows, signs, update[:0], update[:0])
-        numbers = torch.cat([groups._compare(i, update[i])[:, :4] for i in parts])
+        comparisons = torch.cat([groups._compare(i, update[i])[:, :4] for i in parts])
         counts = size.clamp(min=1)[:, None]
-        mean = update.new_zeros(n, 4).index_add_(0, group, numbers) / counts
-        square = update.new_zeros(n, 4).index_add_(0, group, numbers.square()) / counts
+        mean = update.new_zeros(n, 4).index_add_(0, group, comparisons) / counts
+        square = update.new_zeros(n, 4).index_add_(0, group, comparisons.square()) / counts
         deviation = (square - mean.square()).clamp(min=1e-6).sqrt()
         return replace(groups, mean=mean, deviation=deviation)
 
@@ -366,6 +374,6 @@ class _Groups:
     def features(self, types: Tensor, rows: Tensor) -> Tensor:
         """Return (k, 10) features: the comparisons, four of them standardised, and group sizes."""
         group = self.group[types]
-        numbers = self._compare(types, rows)
-        scores = (numbers[:, :4] - self.mean[group]) / self.deviation[group]
-        return torch.cat([numbers, scores, self.size[group].log()[:, None]], 1)
+        comparisons = self._compare(types, rows)
+        scores = (comparisons[:, :4] - self.mean[group]) / self.deviation[group]
+        return torch.cat([comparisons, scores, self.size[group].log()[:, None]], 1)

@@ -95,18 +95,18 @@ class BagOfWords(base.Attack):
         Capability.SEES_EMBEDDING_GRADIENT,
     )
     default_name = "bag_of_words"
-    reads_adaptive_updates = True
-    gathers = True
+    reads_adaptive_updates = True  # Adam changes only rows with a gradient, up to decay
+    gathers = True  # prepare needs nothing, and refresh gathers the embedding itself
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
-        self._low_rank: tuple[str, ...] = ()
-        self._before: dict[str, Tensor] = {}
+        self._factors: tuple[str, ...] = ()  # names of the factors A that are read, if any
+        self._before: dict[str, Tensor] = {}  # the weights that the current round began with
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Store the weights that a round begins with, if decoupled decay changes them."""
         if decays_apart(self._facts):
-            self._before = copy_weights(anatomy, self._low_rank or (EMBEDDING_WEIGHT,))
+            self._before = copy_weights(anatomy, self._factors or (EMBEDDING_WEIGHT,))
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the input embedding, or the A of a LoRA on it if that is trained.
@@ -114,9 +114,9 @@ class BagOfWords(base.Attack):
         Raises:
             ValueError: head and embedding are one matrix.
         """
-        self._low_rank = _low_rank(anatomy)
-        if self._low_rank:
-            return base.Surfaces(gradients=self._low_rank)
+        self._factors = _trained_factors(anatomy)
+        if self._factors:
+            return base.Surfaces(gradients=self._factors)
         are_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
         base.refuse_tied(are_tied, self.name, "embedding")
         return base.Surfaces(gradients=(EMBEDDING_WEIGHT,))
@@ -128,8 +128,8 @@ class BagOfWords(base.Attack):
             UnusableObservation: the gradient is non-finite or all zero, or it is an update in which
                 rows of words that were not read change too.
         """
-        if self._low_rank:
-            rows = [self._without_decay(view, name).T for name in self._low_rank]
+        if self._factors:
+            rows = [self._without_decay(view, name).T for name in self._factors]
             return bag_of_words(torch.cat(rows, dim=1))
         return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT))
 
@@ -150,27 +150,28 @@ class BagOfWords(base.Attack):
                 "rows of words that were not read change too: use AdamW, or weight_decay=0"
             )
         before = self._before[name]
-        low_rank = name != EMBEDDING_WEIGHT
+        is_factor = name != EMBEDDING_WEIGHT
         change, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
-        if low_rank:
+        if is_factor:  # (r, V), with a column for each token
             change, weights = change.T, weights.T
-        sizes = weights.square().sum(1, keepdim=True)
-        share = (change * weights).sum(1, keepdim=True) / sizes.where(sizes > 0, 1.0)
+        squares = weights.square().sum(1, keepdim=True)
+        share = (change * weights).sum(1, keepdim=True) / squares.where(squares > 0, 1.0)
         common = share.median()  # most rows are of words that were not read
         if change.shape[1] == 1:  # a row of one number has no direction
             share = common
         rotation = (change - share * weights).abs().amax(1)  # the part that is not along the row
+        # Weights are rounded once in each step; 2 more for the arithmetic of the update.
         rounding = (steps.steps + 2) * torch.finfo(before.dtype).eps / update.learning_rate
         # A narrow row's gradient may be along it by chance, but changes it much more than decay.
         decay = steps.steps * float(steps.settings["weight_decay"])
         shrunk = share.abs().flatten() <= max(2 * float(common.abs()), _MAX_RATE_RATIO * decay)
         unread = shrunk & (rotation <= rounding * weights.abs().amax(1))
         change = change.masked_fill(unread[:, None], 0.0)
-        return change.T if low_rank else change
+        return change.T if is_factor else change
 
 
-def _low_rank(anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the names of the trained (r, V) factors of the embedding's active adapters.
+def _trained_factors(anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the names of the trained (r, V) factors A of the embedding's active LoRA adapters.
 
     There are none if the embedding itself is trained, or if another layer shares the factor.
     """

@@ -1,5 +1,9 @@
 """The FLATCHAT attack: word types from the row sums of the output head's gradient.
 
+Each row belongs to a type, a distinct token of the vocabulary. The hidden state of a token enters
+the row of its label with a weight near -1, and other rows with the small predicted probabilities.
+So the row sums of used types vary much more than those of unused types.
+
 :func:`flatchat` sums each row, fits a mixture of two Gaussians to the sums, and names the types
 that fit the wide Gaussian best.
 
@@ -189,7 +193,7 @@ def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _St
         wide = odds >= 0
         n1, sum_1, squares_1 = (weighted @ np.where(wide, larger, smaller)).tolist()
         n0, sum_0, squares_0 = (weighted @ np.where(wide, smaller, larger)).tolist()
-        if not (n0 > 1e-9 and n1 > 1e-9):
+        if not (n0 > 1e-9 and n1 > 1e-9):  # a component without values; also if one is NaN
             return None
         m0, m1 = sum_0 / n0, sum_1 / n1
         v0 = max(squares_0 / n0 - m0 * m0, floor) + added
@@ -419,9 +423,9 @@ def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") 
         constant, slope = n_types.tolist()
         n_types = constant + slope * float(mixture.weights[1])
     estimate = float(n_types)
-    top = scores.topk(min(max(round(estimate), 1), len(scores)))
+    best = scores.topk(min(max(round(estimate), 1), len(scores)))
     return _FlatChatGuess(
-        types=top.indices.to(gradient.device),
+        types=best.indices.to(gradient.device),
         scores=scores.float().to(gradient.device),
         n_types=estimate,
         mixture=mixture,
@@ -472,7 +476,7 @@ class FlatChat(base.Attack):
     )
     default_name = "flatchat"
     config_names = ("n_types",)
-    gathers = True
+    gathers = True  # prepare gathers a sharded model itself, to compute public gradients
 
     def __init__(
         self,
@@ -492,8 +496,8 @@ class FlatChat(base.Attack):
         self.shapes = tuple(shapes)
         self._mask_token_id = getattr(tokenizer, "mask_token_id", None)
         self.seed = seed
-        self.regressor: Tensor | None = None
-        self._role = HEAD_WEIGHT
+        self.regressor: Tensor | None = None  # (2,) of fit_type_counts, once it is fitted
+        self._role = HEAD_WEIGHT  # the parameter whose gradient is read
         self._why_not_fitted = "it has no regression: call prepare(anatomy), or load one"
 
     @property

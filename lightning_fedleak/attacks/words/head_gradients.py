@@ -1,6 +1,10 @@
 """The output head's gradient in closed form, for any batch of public sentences.
 
-A batch's gradient is a mean over tokens, and sentences do not attend to each other. So
+With hidden states ``h_i``, predicted probabilities ``p_i`` and labels ``y_i`` it is the mean over
+tokens of ``(p_i - onehot(y_i)) h_i^T``. A matrix that is tied to the embedding also gets the
+gradients of the input rows that were looked up.
+
+The gradient is a mean over tokens, and sentences do not attend to each other. So
 :func:`gradient_parts` runs the model once and stores the hidden states and input gradients of each
 sentence. :meth:`GradientParts.gradient` then computes the gradient of a batch of any of these
 sentences, or some of its rows, at the cost of one matrix product.
@@ -113,7 +117,9 @@ def _head(anatomy: Anatomy) -> nn.Module:
 class GradientParts:
     """What the head's gradient is computed from: N predicted and M input tokens of some sentences.
 
-    Input tokens have a part only if the embedding is tied to the head; otherwise M is 0.
+    Input tokens have a part only if the embedding is tied to the head; otherwise M is 0. Rows of
+    the gradient are sums of :attr:`states`; logits are computed from ``hidden``. The two differ
+    only for a LoRA on the head.
 
     Attributes:
         hidden: (N, d) inputs of the head.
@@ -345,8 +351,8 @@ def _input_parts(
         whether they are the first of their row (M,).
     """
     if not lookups:
-        none = labels[:0]
-        return none, logits.new_zeros(0, dtype=torch.float32), none, none.bool()
+        no_tokens = labels[:0]
+        return no_tokens, logits.new_zeros(0, dtype=torch.float32), no_tokens, no_tokens.bool()
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     leaves = [leaf for _, _, leaf, _ in lookups]
     grads: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -355,7 +361,7 @@ def _input_parts(
         if grad is None:
             continue
         grad = grad.float() * factor
-        used = (grad != 0).any(-1) & (
+        used = (grad != 0).any(-1) & (  # the padding token's row is never trained
             ids != (-1 if module.padding_idx is None else module.padding_idx)
         )
         places = used.nonzero()

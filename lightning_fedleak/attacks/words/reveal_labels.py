@@ -1,5 +1,9 @@
 """RLG ("revealing labels from gradients"): word types from the head's gradient.
 
+If a batch has few tokens, a type (a distinct token of the vocabulary) was used as a label if some
+vector has a negative product with its row of the gradient and with no other row. Whether there is
+such a vector is a linear program.
+
 :func:`reveal_labels` reduces the gradient to coordinates of its row space, excludes types by a
 basis of large volume, and solves one linear program for each remaining candidate type.
 """
@@ -146,7 +150,7 @@ class RevealLabels(base.Attack):
         Capability.SEES_HEAD_GRADIENT,
     )
     default_name = "reveal_labels"
-    for_uneven_losses = True
+    for_uneven_losses = True  # it uses only the signs of products, which such weights do not change
     config_names = ("max_seconds", "allow_full_rank")
 
     def __init__(
@@ -188,7 +192,7 @@ def _row_space(gradient: Tensor) -> Array:
     matrix = gradient.cpu().double()
     base.check_readable(matrix.abs().max(), "the head's gradient")
     imbalance = float(matrix.sum(dim=0).norm() / matrix.abs().sum(dim=0).norm())
-    if imbalance > min(64 * precision, 0.05):
+    if imbalance > min(64 * precision, 0.05):  # more than rounding explains
         raise base.UnusableObservation(
             f"the rows of the head's gradient do not sum to zero (off by {imbalance:.1e} of their "
             "magnitude), so it is not that of a softmax with cross-entropy alone, which this "
@@ -224,8 +228,8 @@ def _large_volume_basis(rows: Array) -> tuple[NDArray[np.int64], Array]:
         change[k] -= 1
         coefficients -= np.outer(coefficients[:, k] / pivot, change)
         basis[k] = j
-    refreshed: Array = np.linalg.solve(rows[basis].T, rows.T).T
-    return basis, refreshed
+    accurate: Array = np.linalg.solve(rows[basis].T, rows.T).T  # without the swaps' rounding
+    return basis, accurate
 
 
 def _is_separable(
@@ -270,9 +274,9 @@ def _is_separable(
             method="highs",
             options={"time_limit": seconds},
         )
-        if solution.status == 2:
+        if solution.status == 2:  # infeasible
             return False
-        if solution.status == 1:
+        if solution.status == 1:  # the time limit was reached
             return None
         if solution.status != 0:
             raise base.UnusableObservation(

@@ -23,8 +23,8 @@ class RowSummary:
     """The norm and the projection of every row of a gradient.
 
     Attributes:
-        projection: (V,) projection of each row, minus the common row, on a given direction.
-        norms: (V,) norm of each row minus the common row.
+        projection: (V,) projection of each row minus ``common`` on a direction of unit length.
+        norms: (V,) norm of each row minus ``common``.
         common: (d,) the row that label smoothing adds to every row; zero without smoothing.
     """
 
@@ -75,7 +75,10 @@ class RowSummary:
         return level
 
     def denoised_norms(self, noise: Tensor) -> Tensor:
-        """Return (V,) norms of the rows without the contribution of noise of this deviation."""
+        """Return (V,) norms of the rows without the contribution of noise of this deviation.
+
+        The squares are reduced to no less than a twentieth, so that no norm becomes 0.
+        """
         squares = self.norms.square()
         return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
 
@@ -131,5 +134,5 @@ def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
     order = summary.projection.argsort()[n * 8 // 100 : max(1, n * 18 // 100)]
     edge = gradient.detach()[order].float()
     common = edge.mean(0)
-    agreement = common.norm() / (edge.norm(dim=1).mean() + 1e-30)
+    agreement = common.norm() / (edge.norm(dim=1).mean() + 1e-30)  # 1 if all rows are equal
     return common if bool(agreement > 0.9) else None

@@ -60,13 +60,13 @@ class SubspaceWords(base.Attack):
     because its input is zero (a padding row) or equals that of a type. If source and target have
     separate vocabularies, the attack names the source's words.
 
-    It reads single gradients, rounds of SGD, and rounds of one step of Adam or AdamW that begin
-    with a fresh optimizer. The first step of a LoRA has no result, because A has no gradient while
-    B is zero; the second step has one. The last token of a causal text has no part in these
-    gradients. Dropout and a defence's noise hide tokens: only those with the largest traces are
-    named, and nothing is certified. Nor is anything certified if only queries and keys are trained
-    (:func:`~lightning_fedleak.attacks.row_space.linear_maps.lone_token_maps`), or only one side of
-    an encoder-decoder.
+    It reads single gradients, and weight changes of rounds of local steps: of SGD, or of one step
+    of Adam or AdamW with a fresh optimizer. The first step of a LoRA has no result, because A has
+    no gradient while B is zero; the second step has one. The last token of a causal text has no
+    part in these gradients. Dropout and a defence's noise hide tokens: only those with the largest
+    traces are named, and nothing is certified. Nor is anything certified if only queries and keys
+    are trained (:func:`~lightning_fedleak.attacks.row_space.linear_maps.lone_token_maps`), or only
+    one side of an encoder-decoder.
 
     Args:
         public_text: text like the clients', or ``"sampled"``, for the frequencies of tokens. It
@@ -108,7 +108,7 @@ class SubspaceWords(base.Attack):
     default_name = "subspace_words"
     config_names = ("public_text", "seed")
     needs_float64 = True
-    reads_adaptive_updates = True
+    reads_adaptive_updates = True  # of one step of Adam or AdamW, which is undone
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     restores_fully = False  # the inputs are prepared again after a resume
     gathers = True  # it reads single layers of a sharded model, which is never gathered as a whole
@@ -127,10 +127,10 @@ class SubspaceWords(base.Attack):
         self.capacity_seconds = check_number("capacity_seconds", capacity_seconds, at_least=0)
         self.seed = seed
         self._capacity: float | None = None
-        self._stored: dict[str, float] = {}
-        self._before: dict[str, Tensor] = {}
+        self._stored: dict[str, float] = {}  # rounding error of each stored weight matrix
+        self._before: dict[str, Tensor] = {}  # the weights that the current round began with
         self._inputs = row_space.PerMaps(self._find_inputs)
-        self._sides: frozenset[bool] = frozenset()
+        self._sides: frozenset[bool] = frozenset()  # see _sides_with_words
         self._readable: list[row_space.ReadableInput] = []
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
@@ -183,7 +183,7 @@ class SubspaceWords(base.Attack):
         """Return an estimate of the seconds of ``run`` on 8 x 64 tokens, whatever ``texts`` is."""
         known_input = self.inputs(anatomy)[0]
         maps = known_input.trainable_maps(anatomy) or known_input.maps
-        rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width  # B: rank r
+        rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width  # B reads r
         tokens = row_space.vocabulary_size(anatomy)
         sizes = known_input.width, tokens, rows, min(_BATCH_TYPES, tokens / 2)
         return row_space.pursuit_seconds(anatomy.device, *sizes)
@@ -308,7 +308,8 @@ class SubspaceWords(base.Attack):
                     name: math.hypot(noise.get(name, 0.0), error) for name, error in stored.items()
                 }
         results = self._read_sides(view, noise, errors)
-        # A side whose rows are not fully explained has ``silent=None``, and cannot be certified.
+        # A side whose rows are not fully explained has ``silent=None``, and cannot be certified. A
+        # guess is complete if each side with words has a result, and all of them are explained.
         parts = list(results.values())
         types = torch.cat([p.types for p in parts])
         sides = self._sides | {readable.decoder for readable in self._readable}
@@ -464,7 +465,8 @@ class SubspaceWords(base.Attack):
 def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
     """Return a gradient, or zeros if its entries are no larger than their errors explain.
 
-    This is so for LoRA's A in a first step, which only decay and rounding have changed.
+    This is so for LoRA's A in a first step, which only decay and rounding have changed. Only
+    entries with a finite error above 0 are compared; the result is zeros too if there are none.
     """
     if not bool(error.isfinite().any()):
         return torch.zeros_like(gradient)

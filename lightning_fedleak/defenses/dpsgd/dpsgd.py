@@ -97,7 +97,7 @@ class DPSGD(Defense):
     name = "dpsgd"
     per_sample = True
     takes_shards = True
-    _changing = ("releases", "measured_noise_multiplier")
+    _changing = ("releases", "measured_noise_multiplier")  # results, so no settings of a record
 
     def __init__(
         self,
@@ -120,12 +120,10 @@ class DPSGD(Defense):
         settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
         settings.check_audit(check, unit, noise_multiplier, max_grad_norm)
         self._max_grad_norm = max_grad_norm
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
+        self.target_epsilon, self.target_delta = target_epsilon, target_delta
         self.max_physical_batch_size = max_physical_batch_size
         self.ledger = None if ledger is None else os.path.abspath(ledger)
-        self.clip = clip
-        self.release = release
+        self.clip, self.release = clip, release
         self.users = unit if isinstance(unit, Users) else None
         self.unit = "example" if self.users is None else "user"
         self.seed = seed
@@ -149,9 +147,9 @@ class DPSGD(Defense):
         # The gradients' noise multiplier over the account's, which covers the quantile's count too.
         self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
         self._opened_ledger = False
-        self._sampling: Sampling | None = None
-        self._team = Team()
-        self._step: WatchedStep | None = None
+        self._sampling: Sampling | None = None  # set by `on_dataloader`
+        self._team = Team()  # the processes of this client
+        self._step: WatchedStep | None = None  # set by `before_setup`
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._audit: Any = None  # the audit of the last fit by `check`
         self._is_single_process = True
@@ -588,11 +586,13 @@ class DPSGD(Defense):
 
     @property
     def _fit_step(self) -> WatchedStep:
+        """Return the recorder of this fit's steps, or raise an error outside of a fit."""
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step was run outside of fit; nothing was released")
         return self._step
 
     def _noise_base(self, context: DefenseContext) -> bytes:
+        """Return the bytes from which keys of the noise follow: of the seed, or secret ones."""
         return noise.base_of(context.entropy, self.seed if self._budget.seeded else None)
 
 

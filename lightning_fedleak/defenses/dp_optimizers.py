@@ -4,6 +4,9 @@ Opacus' ``PrivacyEngine.make_private`` returns such an optimizer, a ``DPOptimize
 optimizer of the user. Inside its step it computes the gradient that is released; before the step,
 ``p.grad`` is the raw gradient. If Opacus splits a batch into parts (a virtual batch), the steps
 after all parts except the last are skipped and release nothing.
+
+A monitor measures what released gradients leak. It reads the gradient at a *stage*: ``LOCAL`` is
+before the defence, ``SHARED`` after it in this process, ``AGGREGATE`` the mean over processes.
 """
 
 from __future__ import annotations
@@ -56,11 +59,15 @@ class OptimizerDP(Defense):
         self.expected_batch_size = getattr(optimizer, "expected_batch_size", None)
         self._has_pre_step = self.inner is not optimizer and hasattr(optimizer, "pre_step")
         self._under_ddp = under_ddp
-        self._reduced = False
+        self._reduced = False  # whether ``p.grad`` is the mean over processes already
         self._account = Accountant()
 
     def why_hidden(self, stage: Stage) -> str | None:
-        """Return why the gradient at a stage cannot be read; None if it can."""
+        """Return why the gradient at a stage cannot be read; None if it can.
+
+        Opacus' optimizers have a ``pre_step``, after which ``p.grad`` is the private gradient; the
+        summed raw gradient is then never in ``p.grad``. Without ``pre_step`` it is the other way.
+        """
         if self._under_ddp:
             return (
                 "DistributedDataParallel shares raw gradients inside backward, before "

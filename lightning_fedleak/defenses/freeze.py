@@ -38,8 +38,9 @@ class Freeze(Defense):
         part: ``"head"``, ``"embeddings"`` or ``"head+embeddings"``.
         when: ``"always"`` freezes the part for the whole fit. With ``"hardened"`` it is trained
             until a gate, which watches how much a run leaks, calls :meth:`harden`, and is frozen
-            from then on, also if the same object is used in a later fit. The gradients are then averaged over the clients after backward instead of
-            by DDP inside backward, as for every defence that acts on gradients.
+            from then on, also if the same object is used in a later fit. The gradients are then
+            averaged over the clients after backward instead of by DDP inside backward, as for every
+            defence that acts on gradients.
 
     Raises:
         DefenseError: ``part`` or ``when`` is unknown. At setup: the model has no such part, head

@@ -167,7 +167,7 @@ class HardenedNoise(Defense):
     sigma: float
     max_hardenings: int | None
     notches: int
-    _changing = ("notches", "releases")
+    _changing = ("notches", "releases")  # not settings, so the record of a run omits them
 
     def _allow_hardening(self, max_hardenings: int | None) -> None:
         """Set the maximum number of increases of the noise.

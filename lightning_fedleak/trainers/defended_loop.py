@@ -2,8 +2,8 @@
 
 It makes the loader and computes each loss within the defences. Under a per-sample defence (DPSGD)
 it also checks that each batch has exactly one optimizer step. A *release* is an update that leaves
-the client: the result of one optimizer step. :func:`save_defenses` and :func:`load_defenses` keep the states of the defences
-in a checkpoint, for this loop and for a defended Trainer.
+the client: the result of one optimizer step. :func:`save_defenses` and :func:`load_defenses` keep
+the states of the defences in a checkpoint, for this loop and for a defended Trainer.
 """
 
 from __future__ import annotations

@@ -258,15 +258,18 @@ class _TransformersWatch(Watch):
     """
 
     run: ClassVar[type[LoopRun]] = _TransformersRun
+    # Parts of a gate's message when it stops the run: the call that resumes from the checkpoint at
+    # {}, and what to change so that less leaks.
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
     mend: ClassVar[str] = "train it by defended(Trainer)(..., defenses=[DPSGD(...)])"
 
     def __init__(self, trainer: transformers.Trainer, *arguments: Any) -> None:
+        # The Trainer makes its optimizer in `train`, so the list of optimizers is empty here.
         super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
         self.trainer = trainer
         self.resumed_from: str | PathLike[str] | None = None
         self.has_optimizer = False
-        self._unlogged: dict[str, float] = {}
+        self._unlogged: dict[str, float] = {}  # collected for the next call of `_flush`
         self._is_ending = False
 
     def _begin(self) -> None:

@@ -111,8 +111,10 @@ class Watch(Reported):
     """
 
     engine: core.Engine
-    _earlier_utility: dict[str, float]
+    _earlier_utility: dict[str, float]  # the user's metrics when they were logged last
     run: ClassVar[type[LoopRun]] = LoopRun
+    # Parts of a gate's message when it stops the run: the call that resumes from a checkpoint (the
+    # package has none for a loop), and what to change so that less leaks.
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
         "train it with a defence: DefendedLoop(model, optimizer, loader, [DPSGD(...)], epochs=...)"

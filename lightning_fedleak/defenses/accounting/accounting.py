@@ -167,6 +167,8 @@ def evaluate_prv(
     )
     if loss > PRV_MAX_LOSS:
         return None
+    # The width of the mesh's intervals is error / root, and 3 is added to the largest loss, as in
+    # Opacus' accountant.
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half_width = max(loss, error) + 3  # of the mesh
@@ -377,7 +379,7 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     if excess(low) <= 0:
         return low
     root = float(brentq(excess, low, high, xtol=5e-5, rtol=1e-12))
-    step = 2e-5
+    step = 2e-5  # in the log of the noise multiplier, as is the error xtol
     while excess(root) > 0:
         root, step = min(high, root + step), 2 * step
     return root

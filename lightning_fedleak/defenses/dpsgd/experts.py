@@ -239,7 +239,7 @@ def _check_sums(name: str, module: Any, rule: Any) -> None:
     """
     trained = _trained(module)
     like = next(iter(trained.values()))  # for the device and dtype of the input
-    draw: Any = {"generator": torch.Generator(like.device).manual_seed(0), "device": like.device}
+    seeded: Any = {"generator": torch.Generator(like.device).manual_seed(0), "device": like.device}
     if is_experts(module):
         stacked = module.gate_up_proj if module.has_gate else module.up_proj
         width = stacked.shape[1 if module.is_transposed else 2]

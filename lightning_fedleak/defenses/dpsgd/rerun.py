@@ -372,7 +372,7 @@ def _random_input(base: Any) -> Tensor | None:
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
-    draw: Any = {"generator": torch.Generator(weight.device), "device": weight.device}
+    seeded: Any = {"generator": torch.Generator(weight.device), "device": weight.device}
     # Sizes that any layer accepts: 3 samples of 4 positions.
     if isinstance(base, nn.Embedding):
         return torch.randint(len(weight), (3, 4), **seeded)

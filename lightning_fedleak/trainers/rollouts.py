@@ -153,7 +153,7 @@ class Rollouts:
         """
         trainer = self._trainer
         examples = [self._examples[p.content] for p in prompts for _ in range(self.count)]
-        # `alone` holds each completion as a text of its own, without the prompt as labels.
+        # `alone` holds each completion with its prompt; only the completion has labels.
         ids = [text.ids[text.labels != IGNORE_INDEX] for row in written for text in row.alone]
         texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(examples[0]["prompt"], str):

@@ -127,8 +127,7 @@ class DPSGD(Defense):
         self.users = unit if isinstance(unit, Users) else None
         self.unit = "example" if self.users is None else "user"
         self.seed = seed
-        self.releases = 0
-        self.measured_noise_multiplier = math.nan
+        self.releases, self.measured_noise_multiplier = 0, math.nan
         self.guarantee = settings.guarantee_of(
             release.trust, seed, self.unit, fixed_budget=accountant == "filter"
         )
@@ -146,13 +145,12 @@ class DPSGD(Defense):
         self._clip, self._quantile = Clip(norm, gamma, clip.form), quantile
         # The gradients' noise multiplier over the account's, which covers the quantile's count too.
         self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
-        self._opened_ledger = False
+        self._opened_ledger, self._is_single_process = False, True
         self._sampling: Sampling | None = None  # set by `on_dataloader`
         self._team = Team()  # the processes of this client
         self._step: WatchedStep | None = None  # set by `before_setup`
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._audit: Any = None  # the audit of the last fit by `check`
-        self._is_single_process = True
         self._later_defenses: list[str] = []
 
     @property
@@ -439,6 +437,8 @@ class DPSGD(Defense):
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with independent noise.
+
+        A canary is the simulated gradient of layers that a dishonest server could add to the model.
 
         Raises:
             DefenseError: The canary belongs to other samples than the batch, or already has noise.

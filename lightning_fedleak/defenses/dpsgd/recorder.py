@@ -127,10 +127,10 @@ class Recorder:
         self.counts = True
         self._expanded_layers: set[nn.Module] = set()
         self._batch_tensors: list[Tensor] = []
-        self._lone_samples: set[int] = set()
+        self._lone_samples: set[int] = set()  # the samples that a call ran without the others
         self._handles: list[Any] = []
         self.root = root
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # raised by `check`
         self._adapted, inner = rerun.adapted_layers(root)
         self._states: dict[nn.Module, rerun.CallState] = {}
         self.read_parameters()

@@ -1,5 +1,8 @@
 """Two strategies of a Flower server, each wrapped around another strategy.
 
+A strategy chooses the clients of a round and averages their replies. A *look* is one run of the
+attacks on one update.
+
 :class:`Observed` attacks the updates that clients send, and changes no result. :class:`PrivateMean`
 samples the clients of a round, and releases the noised mean of their updates: client-level
 differential privacy.

@@ -111,12 +111,13 @@ class OptimizerDP(Defense):
         noise, rate, _ = accountant.history[-1]
         examples = (self.expected_batch_size or 0) * self._world_size() / rate
         delta = min(MAX_DELTA, 0.1 / max(1.0, examples))
-        new: Counter[tuple[float, float]] = Counter()
+        # The steps of the accountant's history that this package's account does not hold yet.
+        new_steps: Counter[tuple[float, float]] = Counter()
         for sigma, sample_rate, count in accountant.history:
-            new[float(sigma), float(sample_rate)] += count
+            new_steps[float(sigma), float(sample_rate)] += count
         for sigma, sample_rate, count in self._account.history:
-            new[sigma, sample_rate] -= count
-        for (sigma, sample_rate), count in new.items():
+            new_steps[sigma, sample_rate] -= count
+        for (sigma, sample_rate), count in new_steps.items():
             if count > 0:
                 self._account.step(sigma, sample_rate, count, planned=True)
         epsilon = self._account.epsilon(delta, slack=SLACK)
@@ -189,6 +190,6 @@ def declared(optimizers: Sequence[Optimizer], *, under_ddp: bool) -> tuple[Optim
         optimizers: The optimizers as the run steps them.
         under_ddp: Whether DistributedDataParallel reduces their gradients.
     """
-    marks = ("noise_multiplier", "privacy_engine")
-    marked = [o for o in optimizers if any(hasattr(o, mark) for mark in marks)]
-    return tuple(OptimizerDP(optimizer, under_ddp=under_ddp) for optimizer in marked)
+    attributes = ("noise_multiplier", "privacy_engine")
+    dp_optimizers = [o for o in optimizers if any(hasattr(o, name) for name in attributes)]
+    return tuple(OptimizerDP(optimizer, under_ddp=under_ddp) for optimizer in dp_optimizers)

@@ -252,6 +252,7 @@ def gaussian_epsilon(*, sigma: float, delta: float) -> float:
     target = math.log(delta)
 
     def excess(epsilon: float) -> float:
+        """Return the log of epsilon's smallest delta over the wanted delta."""
         # The lower limit replaces minus infinity, which the root finder cannot take.
         return max(_log_delta(epsilon, 1 / sigma), 2 * target - 1) - target
 

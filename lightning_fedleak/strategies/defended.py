@@ -237,7 +237,7 @@ class DefendedStrategy(EitherStrategy):
         """Raise an error: the call is not possible before a Trainer has the strategy."""
         _not_attached()
 
-    reduce = barrier = broadcast = all_gather = model_to_device
+    reduce = barrier = broadcast = all_gather = model_to_device  # each raises the same error
 
 
 def _not_attached() -> NoReturn:

@@ -3,7 +3,7 @@
 The callback is what the user adds to a Trainer. It forwards the Trainer's events to a
 :class:`_TransformersWatch`, which runs the engine: at some optimizer steps, called *looks*, the
 attacks read the gradients right before the step. The results are logged, and *gates*, thresholds on
-logged metrics, may stop the run.
+logged metrics, may stop the run. ``engine.fit`` is the engine's state of the current run.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class LeakageCallback(TrainerCallback, Reported):
         """End a batch. After an optimizer step, log the results and evaluate the gates."""
         self.watch.batch_ends()
 
-    on_substep_end = on_step_end
+    on_substep_end = on_step_end  # a batch whose gradient is accumulated, without a step
 
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
         """Record the Trainer's metrics that the logs show next to leakage."""

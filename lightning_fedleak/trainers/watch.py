@@ -1,7 +1,8 @@
 """Attacks the updates of the user's own training loop: :class:`Watch`.
 
 The engine runs the attacks at some optimizer steps, called *looks*. *Gates* are thresholds on the
-logged results. The order of a run:
+logged results. ``engine.fit`` is the engine's state of the current run, None outside of a run. The
+order of a run:
 
 1. ``with Watch(...)`` finds the parts of the model, restores a saved state, opens the engine, and
    hooks the optimizers.

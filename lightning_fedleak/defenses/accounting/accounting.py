@@ -109,6 +109,7 @@ def prv_epsilon(
     """
 
     def evaluate(composed: Any, delta_error: float, error: float) -> Floats:
+        # [2] is the upper end of Opacus' interval of epsilon.
         return np.array([composed.compute_epsilon(delta, delta_error, error)[2]])
 
     scale = epsilon
@@ -328,6 +329,7 @@ def noise_multiplier_for(
 
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
+        """Return the log of epsilon over the target, which falls with the noise."""
         events = [(math.exp(log_noise), sample_rate, steps)]
         epsilon = epsilon_of(events, target_delta, accountant, sampling)
         # Finite values stand for epsilons 0 and infinity, as brentq needs.

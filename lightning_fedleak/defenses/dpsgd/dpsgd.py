@@ -95,8 +95,8 @@ class DPSGD(Defense):
     """
 
     name = "dpsgd"
-    per_sample = True
-    takes_shards = True
+    per_sample = True  # it computes the update from the samples again, not from `p.grad`
+    takes_shards = True  # it supports FSDP2, where a process holds a part of each gradient
     _changing = ("releases", "measured_noise_multiplier")  # results, so no settings of a record
 
     def __init__(

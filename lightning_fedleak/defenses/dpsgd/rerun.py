@@ -275,6 +275,7 @@ class _SampleRuns:
         """
 
         def gradients_of(index: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+            """Return the gradients of one sample; ``vmap`` runs this for all at once."""
             self._index = index
             output, pull_back = vjp(functools.partial(self._run, x), self._trained)[:2]
             gradients: dict[str, Tensor] = pull_back(upstream.to(output.dtype))[0]

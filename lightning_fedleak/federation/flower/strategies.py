@@ -48,6 +48,7 @@ class _StrategyWrapper(Strategy):  # type: ignore[misc, unused-ignore]
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
+    # The methods that Flower's `Strategy.start` calls.
     configure_train = _delegate("configure_train")
     aggregate_train = _delegate("aggregate_train")
     configure_evaluate = _delegate("configure_evaluate")

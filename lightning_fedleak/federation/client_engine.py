@@ -98,6 +98,7 @@ class ClientEngine(Engine):
         """
         fit = self._fit
         all_series = [series for series in fit.series if series.attack in fit.lineup.playing]
+        # `followed`: the observer has adapted the attacks to the sent model already.
         look.followed, look.training_step = True, Step(look.step)
         if batches is None:  # membership games have no candidate texts
             look.scope = frozenset(s for s in all_series if not fit.series[s].plays_games)

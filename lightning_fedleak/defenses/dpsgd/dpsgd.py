@@ -395,7 +395,7 @@ class DPSGD(Defense):
         if team.size > 1:  # the collective calls below need equal values
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
-            step.weights.check(parameters, context.root)
+            step.trained_weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
@@ -567,7 +567,7 @@ class DPSGD(Defense):
     def _save(self) -> Callable[[], None]:
         """Return a function that restores what :meth:`_run_uncounted` changes in this object."""
         step = self._fit_step
-        owners = [self, self._budget, step, step.check, step.weights]
+        owners = [self, self._budget, step, step.check, step.trained_weights]
         owners.append(step.sampling.loader.batch_sampler)
         states = [(vars(o), {k: _copy_container(v) for k, v in vars(o).items()}) for o in owners]
 

@@ -49,7 +49,7 @@ class _ActivationDefense(Defense):
             pass did not reach the layer.
     """
 
-    acts_in_inference = True
+    acts_in_inference = True  # the hook also acts in validation, test and prediction
 
     def __init__(self, layer: int, *, anatomy: Mapping[str, str] | None = None) -> None:
         hint = "0 for the input of the first block, k for the output of block k"
@@ -59,6 +59,7 @@ class _ActivationDefense(Defense):
         self._handle: RemovableHandle | None = None
         self._root: nn.Module | None = None
         self._context: DefenseContext | None = None
+        # The number of forward passes so far, and that before the current training step.
         self._passes = self._passes_before = 0
         self._in_step = False
 
@@ -108,7 +109,7 @@ class _ActivationDefense(Defense):
         return output
 
     def before_release(self) -> None:
-        """Check it before a release in manual optimization, where updates leave within the step."""
+        """Make the same check in manual optimization, where updates leave within the step."""
         if self._in_step:
             self._check_passed()
 
@@ -142,10 +143,14 @@ class _ActivationDefense(Defense):
             )
 
     def _pass(self, states: Any) -> Tensor | None:
-        """Be the hook: return the rewritten states, or None to leave ``states`` unchanged."""
+        """Return the rewritten states, or None to leave them unchanged; the hook calls this.
+
+        States are rewritten in every pass, except those that an attack runs outside of a training
+        step. A recomputed pass is one that gradient checkpointing repeats during backward.
+        """
         if self._handle is None:
             return None
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = torch._C._current_graph_task_id() != -1  # -1: no backward is running
         training = self._in_step or recomputed
         if not training and is_observed():
             return None

@@ -1,5 +1,9 @@
 """The base class of defences: hooks that are called before data leaves the client.
 
+A *release* is the update of one optimizer step that leaves the client. A defence may change the
+loader, the batch, the forward pass, or the gradients before the release, in this order. A *monitor*
+is the part of this package that attacks the released updates, to measure what they leak.
+
 To write a defence, give it a name, a plain sentence about what it guarantees, and one hook::
 
     class TopK(Defense):
@@ -12,8 +16,8 @@ To write a defence, give it a name, a plain sentence about what it guarantees, a
         def on_gradients(self, parameters, context):
             for p in parameters:
                 if p.grad is not None:
-                    keep = max(1, int(self.share * p.grad.numel()))
-                    threshold = p.grad.abs().flatten().topk(keep).values[-1]
+                    n_kept = max(1, int(self.share * p.grad.numel()))
+                    threshold = p.grad.abs().flatten().topk(n_kept).values[-1]
                     p.grad.masked_fill_(p.grad.abs() < threshold, 0.0)
 """
 
@@ -414,7 +418,7 @@ class Defense(ABC):
 
         The layers do not exist. In the simulated run their gradient is part of the update: it
         contributes to the clipped norm (each game separately), and gets noise from the same
-        distribution. Called right before ``on_gradients``, only when a monitor looks, and must
+        distribution. Called right before ``on_gradients``, only when a monitor measures, and must
         leave ``p.grad`` and the noise of ``on_gradients`` exactly as they would have been.
 
         The default returns the canary unchanged, which is right for a defence that does not act on
@@ -454,7 +458,7 @@ class Defense(ABC):
         raise DefenseError(f"'{self.name}' accounts no cost for adding or removing one example")
 
     def harden(self) -> str | None:
-        """Make the defence stronger by one notch, for every step that follows.
+        """Make the defence stronger by one level, for every step that follows.
 
         A gate, a rule that acts when a run leaks too much, calls it between two optimizer steps, on
         every rank. Its decision depends on private data, so no accounted epsilon covers it.

@@ -4,6 +4,9 @@ Opacus' ``PrivacyEngine.make_private`` returns such an optimizer, a ``DPOptimize
 optimizer of the user. Inside its step it computes the gradient that is released; before the step,
 ``p.grad`` is the raw gradient. If Opacus splits a batch into parts (a virtual batch), the steps
 after all parts except the last are skipped and release nothing.
+
+A monitor measures what released gradients leak. It reads the gradient at a *stage*: ``LOCAL`` is
+before the defence, ``SHARED`` after it in this process, ``AGGREGATE`` the mean over processes.
 """
 
 from __future__ import annotations
@@ -56,11 +59,15 @@ class OptimizerDP(Defense):
         self.expected_batch_size = getattr(optimizer, "expected_batch_size", None)
         self._has_pre_step = self.inner is not optimizer and hasattr(optimizer, "pre_step")
         self._under_ddp = under_ddp
-        self._reduced = False
+        self._reduced = False  # whether ``p.grad`` is the mean over processes already
         self._account = Accountant()
 
     def why_hidden(self, stage: Stage) -> str | None:
-        """Return why the gradient at a stage cannot be read; None if it can."""
+        """Return why the gradient at a stage cannot be read; None if it can.
+
+        Opacus' optimizers have a ``pre_step``, after which ``p.grad`` is the private gradient; the
+        summed raw gradient is then never in ``p.grad``. Without ``pre_step`` it is the other way.
+        """
         if self._under_ddp:
             return (
                 "DistributedDataParallel shares raw gradients inside backward, before "
@@ -104,12 +111,13 @@ class OptimizerDP(Defense):
         noise, rate, _ = accountant.history[-1]
         examples = (self.expected_batch_size or 0) * self._world_size() / rate
         delta = min(MAX_DELTA, 0.1 / max(1.0, examples))
-        new: Counter[tuple[float, float]] = Counter()
+        # The steps of the accountant's history that this package's account does not hold yet.
+        new_steps: Counter[tuple[float, float]] = Counter()
         for sigma, sample_rate, count in accountant.history:
-            new[float(sigma), float(sample_rate)] += count
+            new_steps[float(sigma), float(sample_rate)] += count
         for sigma, sample_rate, count in self._account.history:
-            new[sigma, sample_rate] -= count
-        for (sigma, sample_rate), count in new.items():
+            new_steps[sigma, sample_rate] -= count
+        for (sigma, sample_rate), count in new_steps.items():
             if count > 0:
                 self._account.step(sigma, sample_rate, count, planned=True)
         epsilon = self._account.epsilon(delta, slack=SLACK)
@@ -182,6 +190,6 @@ def declared(optimizers: Sequence[Optimizer], *, under_ddp: bool) -> tuple[Optim
         optimizers: The optimizers as the run steps them.
         under_ddp: Whether DistributedDataParallel reduces their gradients.
     """
-    marks = ("noise_multiplier", "privacy_engine")
-    marked = [o for o in optimizers if any(hasattr(o, mark) for mark in marks)]
-    return tuple(OptimizerDP(optimizer, under_ddp=under_ddp) for optimizer in marked)
+    attributes = ("noise_multiplier", "privacy_engine")
+    dp_optimizers = [o for o in optimizers if any(hasattr(o, name) for name in attributes)]
+    return tuple(OptimizerDP(optimizer, under_ddp=under_ddp) for optimizer in dp_optimizers)

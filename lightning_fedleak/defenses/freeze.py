@@ -38,8 +38,9 @@ class Freeze(Defense):
         part: ``"head"``, ``"embeddings"`` or ``"head+embeddings"``.
         when: ``"always"`` freezes the part for the whole fit. With ``"hardened"`` it is trained
             until a gate, which watches how much a run leaks, calls :meth:`harden`, and is frozen
-            from then on. The gradients are then averaged over the clients after backward instead of
-            by DDP inside backward, as for every defence that acts on gradients.
+            from then on, also if the same object is used in a later fit. The gradients are then
+            averaged over the clients after backward instead of by DDP inside backward, as for every
+            defence that acts on gradients.
 
     Raises:
         DefenseError: ``part`` or ``when`` is unknown. At setup: the model has no such part, head
@@ -53,7 +54,7 @@ class Freeze(Defense):
         "against whoever sees shared updates: the frozen parameters have no gradient and are not "
         "in the update. None for what the other parameters' gradients reveal."
     )
-    _changing = ("active",)
+    _changing = ("active",)  # not a setting, so it is left out of the record of a run
 
     def __init__(self, part: Part, when: Literal["always", "hardened"] = "always") -> None:
         self.part: Part = check_choice("Freeze: part", part, get_args(Part))
@@ -82,16 +83,17 @@ class Freeze(Defense):
         if self.when == "hardened" and rank_and_world_size()[1] > context.clients:
             raise DefenseError(
                 f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot handle. "
-                "Use client='rank', or when='always'."
+                "Use DefendedStrategy(client='rank'), or Freeze(when='always')."
             )
         if self.when == "always":
             self._freeze()
 
     def on_train_start(self, context: DefenseContext) -> None:
-        """Freeze the part again if a gate had frozen it before the checkpoint was saved.
+        """Freeze the part if it is to be frozen from the start of training.
 
-        This waits for the restored optimizer state. The state includes the part, so the optimizer
-        must have been built while the part was trainable.
+        With ``"hardened"`` that is so if a gate had frozen it before the checkpoint was saved. It
+        is done here, after the optimizer's state was restored: the state includes the part, so the
+        optimizer must have been built while the part was trainable.
         """
         if self.active:
             self._freeze()
@@ -108,14 +110,18 @@ class Freeze(Defense):
     def acts_on_gradients(self) -> bool:
         """Return whether it may freeze during a run.
 
-        It rewrites no gradient. But DDP's reducer does not support a parameter that is frozen after
-        the model was wrapped, and it is not used with defences that act on gradients.
+        It rewrites no gradient. But DDP's reducer, which averages gradients inside backward, does
+        not support a parameter that is frozen after the model was wrapped. The strategy does
+        without the reducer for defences that act on gradients, so this property is True then.
         """
         return self.when == "hardened"
 
     @property
     def acts_on_canaries(self) -> bool:
-        """Return True: freezing does not change the gradient of layers that a server has added."""
+        """Return True: a monitor may simulate added layers (canaries) under this defence.
+
+        Freezing leaves the gradients of such layers unchanged, so nothing has to be simulated.
+        """
         return True
 
     @property
@@ -183,7 +189,10 @@ class Freeze(Defense):
 
 
 def _word_embeddings(anatomy: Anatomy) -> list[nn.Module]:
-    """Return the modules of input embeddings: in an encoder-decoder, also those of the decoder."""
+    """Return the modules of input embeddings: in an encoder-decoder, also those of the decoder.
+
+    The decoder's are recognized by their number of rows, that of the vocabulary.
+    """
     if anatomy.kind != "seq2seq":
         return [anatomy.embedding]
     shape = matrix_shape(anatomy.embedding)

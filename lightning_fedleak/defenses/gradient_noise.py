@@ -87,7 +87,7 @@ class GradientNoise(noise.HardenedNoise):
         "never reused. That is local differential privacy of a client's whole data, with the "
         "epsilon that `epsilon(delta)` gives, of all releases so far. No better bound for a sample."
     )
-    takes_shards = True
+    takes_shards = True  # it supports FSDP2, where a process holds a part of each gradient
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class GradientNoise(noise.HardenedNoise):
         self._allow_hardening(max_hardenings)
         self.releases = 0
         # The sum of 1 / sigma^2 over the releases; infinite if one had no guarantee.
-        self._precision = 0.0
+        self._inverse_variance = 0.0
         if clip is None or sigma == 0 or seed is not None:
             self.guarantee = _no_guarantee(clip, sigma)
         self._seeded = seed is not None
@@ -132,9 +132,9 @@ class GradientNoise(noise.HardenedNoise):
         Raises:
             ValueError: ``delta`` is out of range.
         """
-        if not self._is_private or math.isinf(self._precision):
+        if not self._is_private or math.isinf(self._inverse_variance):
             return math.inf
-        sigma = math.sqrt(1 / self._precision) / 2 if self._precision else math.inf
+        sigma = math.sqrt(1 / self._inverse_variance) / 2 if self._inverse_variance else math.inf
         return noise.gaussian_epsilon(sigma=sigma, delta=delta)
 
     @property
@@ -160,7 +160,7 @@ class GradientNoise(noise.HardenedNoise):
         norm = self._norm(parameters, context.root)
         scale = 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
         release, self.releases = self.releases, self.releases + 1
-        self._precision += 1 / self.sigma**2 if self._is_private else math.inf
+        self._inverse_variance += 1 / self.sigma**2 if self._is_private else math.inf
         self._n_canaries = 0
         for index, parameter in enumerate(parameters):
             if parameter.grad is None:
@@ -213,7 +213,7 @@ class GradientNoise(noise.HardenedNoise):
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the number of releases, the sum of 1 / sigma^2 over them, and the notches."""
-        precision = {"spent": self._precision} if self.releases else {}
+        precision = {"spent": self._inverse_variance} if self.releases else {}
         return {**super().state_dict(), "releases": self.releases, **precision}
 
     def load_state_dict(self, state: State) -> None:
@@ -225,7 +225,9 @@ class GradientNoise(noise.HardenedNoise):
         """
         super().load_state_dict(state)
         if int(state.get("releases", 0)):
-            self._precision = max(self._precision, float(state.get("spent", math.inf)))
+            self._inverse_variance = max(
+                self._inverse_variance, float(state.get("spent", math.inf))
+            )
         if "releases" in state:
             self.releases = max(self.releases, int(state["releases"]))
         else:

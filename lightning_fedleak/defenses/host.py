@@ -1,4 +1,9 @@
-"""The interface through which defences access the trainer or training loop."""
+"""The interface through which defences access the trainer or training loop: its *host*.
+
+A *release* is the update of one optimizer step that leaves the client. ``training_step`` is
+Lightning's name of the function that returns the loss of a batch; in other hosts it is the code
+that computes the loss.
+"""
 
 from __future__ import annotations
 

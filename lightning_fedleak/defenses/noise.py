@@ -167,7 +167,7 @@ class HardenedNoise(Defense):
     sigma: float
     max_hardenings: int | None
     notches: int
-    _changing = ("notches", "releases")
+    _changing = ("notches", "releases")  # not settings, so the record of a run omits them
 
     def _allow_hardening(self, max_hardenings: int | None) -> None:
         """Set the maximum number of increases of the noise.
@@ -252,6 +252,7 @@ def gaussian_epsilon(*, sigma: float, delta: float) -> float:
     target = math.log(delta)
 
     def excess(epsilon: float) -> float:
+        """Return the log of epsilon's smallest delta over the wanted delta."""
         # The lower limit replaces minus infinity, which the root finder cannot take.
         return max(_log_delta(epsilon, 1 / sigma), 2 * target - 1) - target
 

@@ -88,21 +88,22 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     return math.sqrt(float(square))
 
 
-def own_part(whole: Tensor, like: Tensor, now: Placement | None = None) -> Tensor:
+def own_part(whole: Tensor, like: Tensor, placement: Placement | None = None) -> Tensor:
     """Return this process's part of a tensor, sharded in the same way as another tensor.
 
     Args:
         whole: The tensor in its whole shape.
         like: The DTensor that has the same shape. If it is no DTensor, ``whole`` is returned.
-        now: How ``whole`` is distributed. None: all processes have the same, and nothing is sent.
-            ``Partial()``: it is this process's addend, and the part is that of the sum over
+        placement: How ``whole`` is distributed. None: all processes have the same, and nothing is
+            sent. ``Partial()``: it is this process's addend, and the part is that of the sum over
             processes.
     """
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh
-    spread = DTensor.from_local(whole, mesh, [now or Replicate()] * mesh.ndim, run_check=False)
-    return spread.redistribute(placements=like.placements).to_local()
+    placements = [placement or Replicate()] * mesh.ndim
+    distributed = DTensor.from_local(whole, mesh, placements, run_check=False)
+    return distributed.redistribute(placements=like.placements).to_local()
 
 
 def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:

@@ -3,7 +3,8 @@
 A release has three stages. The *local* gradient is the client's gradient before any defence, the
 *shared* gradient is the result of the defences, which the client sends, and the *aggregate*
 gradient is the mean over clients, which the optimizer uses. :class:`UpdateRelease` runs the
-defences between these stages, and calls observing functions ("taps") at each stage.
+defences between these stages, and calls observing functions ("taps") at each stage. A *canary* is
+the simulated gradient of layers that a dishonest server could add, to measure what would leak.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
 
-Client = Literal["rank", "world"]
+Client = Literal["rank", "world"]  # each process is a client, or all processes are one client
+# A function that is called with the stage of the gradients, and the optimizer that steps.
 Tap = Callable[[Stage, Optimizer], None]
+# A function that is called with a defence before it rewrites the gradients of the parameters.
 CanaryHook = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
 Function = TypeVar("Function")
 _RELEASES: WeakKeyDictionary[Optimizer, UpdateRelease] = WeakKeyDictionary()  # by guarded optimizer
@@ -279,7 +282,10 @@ class UpdateRelease:
             defense.load_state_dict(states.get(defense.name, {}))
 
     def _release(self, optimizer: Optimizer) -> None:
-        """Defend and reduce the gradients of an optimizer, and call the taps at each stage."""
+        """Defend and reduce the gradients of an optimizer, and call the taps at each stage.
+
+        If ``separates_stages`` is False, ``p.grad`` holds the aggregate gradient already.
+        """
         if self._paused:
             return
         for defense in self._release_defenses:

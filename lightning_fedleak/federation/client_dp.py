@@ -4,7 +4,9 @@ Each client's update is clipped. The sum of the clipped updates gets Gaussian no
 by the *expected* number of clients in a round, which does not depend on the data. If a client
 fails, withholds its update, or returns one that cannot be read, the update counts as zero. All
 clients have the same weight. The account keeps the epsilon that all releases (noised means, or
-noised updates) together have spent.
+noised updates) together have spent. To *harden* is to double the noise, when a *gate* (a threshold
+on the leakage that attacks measure) is exceeded. Only a *filter*, an accountant that keeps a fixed
+budget, allows that.
 """
 
 from __future__ import annotations
@@ -159,6 +161,8 @@ class ClientDP(Defense):
         self.trust: Trusted = trust
         self.dropouts = release.dropouts
         _check_trust(trust, sampling, release, self.per_round)
+        # Sampling amplifies privacy only if a trusted server hides who takes part. Only then does
+        # the account use the sample rate, and the scheme of the sampling.
         amplified = trust == "central" and sampling != "all"
         self.replaces = trust != "central" or sampling == "fixed"
         accounted_as: SamplingScheme = (

@@ -2,6 +2,13 @@
 
 An engine runs attacks, scores their guesses and logs the results. One engine of the federation
 calibrates the attacks; each client has a :class:`ClientEngine` for its updates and its log.
+
+A *look* is one run of the attacks on one update. The *line-up* decides which attacks run, with a
+*plan* of the parameters that each of them reads. A *series* is the results of one attack at one
+*stage*: on the update of one client, or on the sum of all. A *channel* is the part of the engine
+for one kind of attack: it arms the attacks before a look, scores their guesses and disarms them.
+Channels of membership games pool their results over rounds. A *control* is the same attack on
+words that are known, to show that the attack works.
 """
 
 from __future__ import annotations
@@ -65,6 +72,7 @@ class ClientEngine(Engine):
             channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
         channels = [channel for channel in channels if channel.attacks]
         self.fit = Fit(run, lineup, self.options, self.series, channels)
+        # What a control must reach follows from the thresholds of the federation's gates.
         self.fit.controls.needs = origin._needs
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
@@ -90,6 +98,7 @@ class ClientEngine(Engine):
         """
         fit = self._fit
         all_series = [series for series in fit.series if series.attack in fit.lineup.playing]
+        # `followed`: the observer has adapted the attacks to the sent model already.
         look.followed, look.training_step = True, Step(look.step)
         if batches is None:  # membership games have no candidate texts
             look.scope = frozenset(s for s in all_series if not fit.series[s].plays_games)
@@ -99,7 +108,7 @@ class ClientEngine(Engine):
         look.stages = look.wanted = self.options.stages
         look.training_step.gradients |= dict.fromkeys(look.stages, take)
         self._attack(look)
-        look.stepped.add(0)
+        look.stepped.add(0)  # holds ids of optimizers; not empty means that an update was shared
         outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
         fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
         failure, fit.failure = fit.failure, None

@@ -1,4 +1,10 @@
-"""A threshold on the leakage of a round's update, judged before the update leaves the client."""
+"""A threshold on the leakage of a round's update, judged before the update leaves the client.
+
+In a *look* the attacks run on the update that a client is about to send. The gate reads one logged
+metric of the look: of one attack, or the worst value of a family of attacks. A value above the
+threshold is a breach, and so is an unknown one. A *control* is the same attack on words that are
+known; if it fails, the attack does not work here, and its low value proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +61,7 @@ class RoundGate(Threshold):
         ValueError: The arguments are out of range or contradict each other.
     """
 
+    # All possible actions, where a threshold of a training run has others.
     actions = ("withhold", "harden", "raise", "warn")
 
     def __init__(

@@ -2,7 +2,8 @@
 
 The training calls :func:`trained_on` for each batch, or uses :class:`TrainedOn` or
 :func:`report_batches`. The receiver is :func:`recording` if the training runs in the same thread,
-and :class:`HandOver` if it runs in another thread or process.
+and :class:`HandOver` if it runs in another thread or process. The observer scores the guesses of
+its attacks against these batches.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """Integration with NVFlare: a filter for client results, and private federated averaging.
 
+NVFlare sends a task with a model to each client (a *site*), runs the client's training script, and
+passes the result through filters before it leaves. :class:`FedLeakFilter` is such a filter.
+:class:`PrivateFedAvg` is a workflow of the server, which samples clients and averages updates.
+
 No other module imports NVFlare. It needs ``pip install lightning-fedleak[nvflare]``.
 """
 
@@ -125,7 +129,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         self._memory_file: Path | None = None
         # Of the current task: its id, the round, the model that was sent, and the start time.
         self._sent: tuple[str, int | None, State, float] | None = None
-        self._data_kind = DataKind.WEIGHTS
+        self._data_kind = DataKind.WEIGHTS  # of the newest result: a model, or a difference
         self._sent_arrays: Mapping[str, object] = {}
         self._lock = threading.Lock()
 
@@ -361,7 +365,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         self._sampled_clients: list[str] = []
         self._sent_arrays: Mapping[str, object] = {}
         self._sent_state: State = {}
-        self._update_sum: federation.UpdateSum[str] | None = None
+        self._update_sum: federation.UpdateSum[str] | None = None  # of the current round
 
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
         """Add the workflow to a job. NVFlare calls this method."""

@@ -2,6 +2,12 @@
 
 :class:`RoundObserver` runs the same attacks, and writes the same files with the same names, as
 :class:`~lightning_fedleak.LeakageMonitor`. It needs no Trainer, and its x axis is the round.
+
+A *look* is one run of the attacks on one update, scored against the client's texts if they are
+known. An update is observed at a *stage*: ``SHARED`` is one client's, ``AGGREGATE`` the sum or mean
+of all. An *engine* runs the attacks and logs their results: one engine calibrates the attacks, and
+one for each client and stage has its results. A *channel* is the part of an engine for one kind of
+attack. A *gate* is a threshold that may withhold an update.
 """
 
 from __future__ import annotations
@@ -79,13 +85,14 @@ class _RoundRun(core.Run):
     Attributes:
         optimizers: the optimizer that the server prescribed.
         local_steps: the number of optimizer steps in a round.
-        rounds: a list whose only item is the number of the current round.
+        rounds: a list whose only item is the number of the current round. The runs of all clients
+            share it, so that one assignment begins a round for all of them.
     """
 
-    watcher: ClassVar[str] = "RoundObserver"
-    unit: ClassVar[Literal["step", "round"]] = "round"
+    watcher: ClassVar[str] = "RoundObserver"  # for messages
+    unit: ClassVar[Literal["step", "round"]] = "round"  # of `step`
 
-    client: str = "rank"
+    client: str = "rank"  # each rank is a client
     optimizers: Sequence[Optimizer] = ()
     local_steps: int = 1
     rounds: list[int] = field(default_factory=lambda: [0])
@@ -204,6 +211,7 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
+        # Plans the rounds of looks so that they take at most this share of the time.
         self._cadence = None if max_overhead is None else core.cadence_of(None, max_overhead)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -2,6 +2,7 @@
 
 In each round the trained state is checked, the attacks run on the update as the server would get it
 (a *look*), the gates judge their results, and the noised and compressed update leaves, or none.
+A gate is a threshold on a result. To *harden* is to increase the noise of the client's ClientDP.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Training = Callable[[], tuple[State, Sequence[Any]]]
 
 log = logging.getLogger(__name__)
 
-_NEXT_KEY = "next_look"
+_NEXT_KEY = "next_look"  # the key of the round of the next look in `OutgoingUpdates.memory`
 # The decisions on an update, from the weakest to the strongest. If gates differ, the strongest one
 # is carried out.
 _STRENGTH = ("leave", "warn", "harden", "withhold", "raise")

@@ -1,7 +1,9 @@
 """The results of the attacks on one client's update in one round: :class:`RoundLook`.
 
 A *look* is one run of the attacks, here on the update of a round. A *game* is a membership attack
-on candidate texts, of which some were trained on. A *series* is one attack's results at one stage.
+on candidate texts, of which some were trained on. A *series* is one attack's results at one stage:
+on a client's shared update, or on the aggregate of all. A *family* is the attacks with the same
+goal, such as words. A *certificate* is a claim of an attack that can be checked without the texts.
 """
 
 from __future__ import annotations
@@ -125,6 +127,7 @@ def failed_look(
     results.failures += len(names)
     unknown, outcomes = dict.fromkeys(names, cause), results.all_unknown(cause)
     return RoundLook(
+        # `values` and `now` are the same; nothing is "not yet" recovered or has too few candidates.
         *(look.step, client, values, values, unknown, {}, {}),
         seconds=0.0,
         look=look,

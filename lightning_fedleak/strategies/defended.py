@@ -1,4 +1,10 @@
-"""DefendedStrategy: a Lightning strategy in which defences act before data leaves the client."""
+"""DefendedStrategy: a Lightning strategy in which defences act before data leaves the client.
+
+A Lightning strategy decides where a model trains and how processes exchange gradients. This one
+takes such a strategy, and becomes an instance of its class with methods that call the defences
+(:mod:`~lightning_fedleak.strategies.seams`). A *release* is the update of one optimizer step that
+leaves the client. The methods that raise errors stand in for the strategy until it is known.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from lightning_fedleak.defenses.release import CanaryHook, Client, Tap, UpdateRe
 from lightning_fedleak.lightning_packages import EitherStrategy, both, package_of, twin
 from lightning_fedleak.strategies.seams import combined, seam_of
 
-_AUTOMATIC_NAMES = ("auto", "single_device")
+_AUTOMATIC_NAMES = ("auto", "single_device")  # resolved by the Trainer's devices
 _SUPPORTED = (
     "Pass 'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', ...), or an instance "
     "of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a subclass: "
@@ -99,6 +105,7 @@ class DefendedStrategy(EitherStrategy):
         outside_epsilon: bool = False,
     ) -> None:
         super().__init__()
+        # It runs the defences at each update; the name must not be one that a strategy uses.
         self._fedleak = UpdateRelease(defenses, client, "DefendedStrategy")
         self.outside_epsilon = outside_epsilon
         if not isinstance(strategy, str):
@@ -230,7 +237,7 @@ class DefendedStrategy(EitherStrategy):
         """Raise an error: the call is not possible before a Trainer has the strategy."""
         _not_attached()
 
-    reduce = barrier = broadcast = all_gather = model_to_device
+    reduce = barrier = broadcast = all_gather = model_to_device  # each raises the same error
 
 
 def _not_attached() -> NoReturn:

@@ -58,7 +58,7 @@ class _LightningHost(Host):
         trainer: The Trainer of the fit.
     """
 
-    name = "the Trainer"
+    name = "the Trainer"  # this and the next two are for messages, see `Host`
     mend = (
         "Return the optimizer from `configure_optimizers` and step it through `self.optimizers()` "
         "(does an overridden `optimizer_step` skip it?)."
@@ -329,7 +329,7 @@ class _Seam(Strategy):
     It is the first base, so that its methods run before those of the wrapped strategy.
     """
 
-    _fedleak: UpdateRelease
+    _fedleak: UpdateRelease  # it runs the defences, and is set by `DefendedStrategy`
 
     def _check_combination(self) -> None:
         """Raise an error for defences that cannot hold their guarantee with this strategy."""
@@ -434,7 +434,7 @@ class _DDPSeam(_Seam, DDPStrategy):
     reduces the defended gradients, and this class broadcasts buffers as DDP would.
     """
 
-    _fedleak_buffers_differ = False
+    _fedleak_buffers_differ = False  # whether a step may have made the ranks' buffers differ
 
     def _check_combination(self) -> None:
         release = self._fedleak

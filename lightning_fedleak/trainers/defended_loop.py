@@ -1,8 +1,9 @@
 """Lets defences act in the user's own training loop: :class:`DefendedLoop`.
 
-It makes the loader, computes each loss within the defences, and checks that each batch has exactly
-one optimizer step. :func:`save_defenses` and :func:`load_defenses` keep the states of the defences
-in a checkpoint, for this loop and for a defended Trainer.
+It makes the loader and computes each loss within the defences. Under a per-sample defence (DPSGD)
+it also checks that each batch has exactly one optimizer step. A *release* is an update that leaves
+the client: the result of one optimizer step. :func:`save_defenses` and :func:`load_defenses` keep
+the states of the defences in a checkpoint, for this loop and for a defended Trainer.
 """
 
 from __future__ import annotations
@@ -101,11 +102,13 @@ class DefendedLoop(Host):
 
     Raises:
         DefenseError: the defences do not fit each other. When the loop begins also: the model, the
-            optimizer or the loader breaks their guarantee. In the loop also: the next batch is
+            optimizer or the loader breaks their guarantee. Under DPSGD also: the next batch is
             taken, or its loss computed, before the previous batch had its optimizer step and its
             gradients were set to None, or a batch is used twice.
     """
 
+    # Parts of the messages of defences: the host, what to do with an undefended optimizer, and the
+    # arguments that determine the number of steps.
     name = "DefendedLoop"
     mend = "Pass it to DefendedLoop, alone or in a list."
     steps_by = "epochs= or steps="
@@ -122,38 +125,43 @@ class DefendedLoop(Host):
         precision: str | None = None,
     ) -> None:
         client: Client = "rank" if rank_and_world_size()[1] == 1 else "world"
-        self._fedleak = UpdateRelease(defenses, client, self.name)
+        self._release = UpdateRelease(defenses, client, self.name)
         self.model, self._loader = model, loader
         self._root = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizers = torch_optimizers(optimizer)
         self._epochs, self._planned_steps = epochs, steps
         self._precision = precision or precision_of(None, self._root)
         self._device = next(model.parameters()).device
-        self._per_sample = any(defense.per_sample for defense in self._fedleak.defenses)
+        self._per_sample = any(defense.per_sample for defense in self._release.defenses)
         self.batch_number: int = 0
         self.should_stop = self._awaits_step = False
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> DefendedLoop:
-        """Let the defences prepare model, loader and optimizers."""
-        self._fedleak.end()
+        """Let the defences prepare model, loader and optimizers.
+
+        A loop that has stopped, because the budget was spent, yields no batch after this either.
+        """
+        self._release.end()  # of an earlier `with` that an error may have left open
         self._awaits_step = False
         check_whole(self._root, self.name, error=DefenseError)
-        if self._fedleak.client == "world" and self.reducer is None:
+        if self._release.client == "world" and self.reducer is None:
             raise DefenseError(
                 "DefendedLoop: several processes train one client's model, but nothing averages "
                 "their gradients. Wrap the model in DistributedDataParallel."
             )
         try:
-            self._fedleak.open(self, self._root, self._device, self._precision, None)
-            self._fedleak.begin()
-            self._batches = self._fedleak.dataloader(self._loader)
+            self._release.open(self, self._root, self._device, self._precision, None)
+            self._release.begin()
+            self._batches = self._release.dataloader(self._loader)
             for optimizer in self.optimizers:
-                self._fedleak.guard(optimizer)
-            self._fedleak.train_starts()
+                self._release.guard(optimizer)
+            self._release.train_starts()
         except BaseException:
-            self._fedleak.end()
+            self._release.end()
             raise
+        # Any module without children runs within the user's autocast. The first optimizer alone
+        # counts steps: each batch is one step of every optimizer.
         leaf = next(m for m in self._root.modules() if not [*m.children()])
         self._handles = [
             leaf.register_forward_pre_hook(self._check_autocast),
@@ -165,7 +173,7 @@ class DefendedLoop(Host):
         """Undo what the defences changed."""
         while self._handles:
             self._handles.pop().remove()
-        self._fedleak.end()
+        self._release.end()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -193,8 +201,9 @@ class DefendedLoop(Host):
             batch: the batch that this loop has yielded.
 
         Raises:
-            DefenseError: gradients of the last step are still there, the model runs under an
-                autocast that ``precision`` does not name, or the batch had its step already.
+            DefenseError: the model runs under an autocast that ``precision`` does not name. Under
+                DPSGD also: gradients of the last step are still there, or the batch had its step
+                already.
         """
         has_gradients = any(p.grad is not None for p in self._root.parameters())
         if self._per_sample and (has_gradients or not self._awaits_step):
@@ -204,12 +213,12 @@ class DefendedLoop(Host):
                 "one loss, one optimizer.step() and zero_grad(set_to_none=True) for each batch. To "
                 "accumulate gradients, use DPSGD(max_physical_batch_size=...)."
             )
-        loss: Tensor = self._fedleak.training_step(compute, batch)
+        loss: Tensor = self._release.training_step(compute, batch)
         return loss
 
     def save(self, folder: str | Path) -> None:
         """Write the states of the defences into a checkpoint's folder, in the first process."""
-        save_defenses(self._fedleak, Path(folder), rank_and_world_size()[0])
+        save_defenses(self._release, Path(folder), rank_and_world_size()[0])
 
     def restore(self, folder: str | Path) -> None:
         """Load the states that :meth:`save` wrote. Call it before ``with``.
@@ -217,19 +226,23 @@ class DefendedLoop(Host):
         Raises:
             DefenseError: the folder holds no states.
         """
-        load_defenses(self._fedleak, Path(folder))
+        load_defenses(self._release, Path(folder))
 
     def count_steps(self, per_epoch: int) -> int | None:
-        """Return the planned number of optimizer steps: ``steps``, or that of ``epochs``."""
+        """For the defences, return the number of optimizer steps: ``steps``, or that of ``epochs``.
+
+        Args:
+            per_epoch: the number of steps in an epoch.
+        """
         steps = None if self._epochs is None else self._epochs * per_epoch
         return self._planned_steps or steps
 
     def stop(self) -> None:
-        """Let the loop yield no further batch."""
+        """Let the loop yield no further batch; DPSGD calls this when its budget is spent."""
         self.should_stop = True
 
     def to_device(self, batch: Any) -> Any:
-        """Return a batch with its tensors on the model's device."""
+        """Return a batch with its tensors on the model's device; the defences call this too."""
         return tree_map(lambda v: v.to(self._device) if hasattr(v, "to") else v, batch)
 
     def _check_released(self) -> None:

@@ -65,7 +65,7 @@ class _TrainerHost(Host):
         trainer: The Trainer in which the defences act.
     """
 
-    name = "the Trainer"
+    name = "the Trainer"  # this and the next two are for messages, see `Host`
     mend = "Pass it as Trainer(optimizers=(optimizer, scheduler)), and let the Trainer step it."
     steps_by = "num_train_epochs or max_steps"
 
@@ -217,6 +217,7 @@ class DefendedMixin(Trainer):
         self._has_pairs = self._per_sample and "DPOTrainer" in names
         self.outside_epsilon = outside_epsilon
         client: Client = "rank" if self.args.world_size == 1 else "world"
+        # It runs the defences at each update; the name must not be one that a Trainer uses.
         self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
         if self._per_sample:
             self._join_batches()

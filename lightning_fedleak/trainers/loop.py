@@ -1,7 +1,9 @@
 """The user's training loop, in the form in which the engine reads it.
 
-:class:`Loop` holds the loop's model, optimizers and progress. :class:`LoopRun` makes a
+The engine runs attacks at some optimizer steps, to measure what the updates leak. :class:`Loop`
+holds the loop's model, optimizers and progress. :class:`LoopRun` makes a
 :class:`~lightning_fedleak.engine.Run` from it, from which the engine and the attacks read facts.
+A *gate* is a threshold on a measured metric, which may stop the run.
 The functions below them refuse models and optimizers whose gradients cannot be read, and find out
 whether the optimizers have gradients for a step.
 """
@@ -120,7 +122,7 @@ class LoopRun(core.Run):
         loop: The training loop.
     """
 
-    watcher: ClassVar[str] = "Watch"
+    watcher: ClassVar[str] = "Watch"  # the user's class that measures the run, for messages
 
     loop: Loop
 

@@ -23,8 +23,9 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Completions, Text
 
-# Columns of an example that TRL does not pass to reward functions under these names.
-_RENAMED_COLUMNS = {"prompt", "completion", "completion_ids"}
+# Columns of an example whose names TRL uses for its own arguments of reward functions: the prompts
+# are passed as "prompts", and the sampled completions replace the columns of completions.
+_REPLACED_COLUMNS = {"prompt", "completion", "completion_ids"}
 # Attributes of a trainer whose completions do not come only from the model's ``generate``.
 _GENERATION_SETTINGS = "use_vllm", "tools", "environment_factories", "rollout_func"
 
@@ -37,7 +38,8 @@ class Rollouts:
 
     Attributes:
         count: The number of completions of each prompt, as in a training step.
-        repeats: The number of times that the trainer passes a batch of prompts to a step.
+        repeats: The number of training steps that get the same batch of prompts: one for each part
+            of its completions, in each iteration over them.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -47,7 +49,7 @@ class Rollouts:
         self.count = int(trainer.args.num_generations)
         self.repeats = int(trainer.args.steps_per_generation * trainer.args.num_iterations)
 
-    def why_unasked(self) -> str:
+    def why_not_sampled(self) -> str:
         """Return why completions cannot be sampled as the trainer does it; empty if they can."""
         trainer = self._trainer
         return next(
@@ -65,15 +67,18 @@ class Rollouts:
     def read(self, batch: Any) -> TokenBatch:
         """Return the different prompts of a batch, padded right; all of their tokens are labels.
 
+        Of several examples with the same prompt, only the first is stored with its other columns.
+
         Args:
             batch: The examples: mappings with ``"prompt"``, a text or a conversation.
 
         Raises:
-            BatchError: An example has no prompt, or has images.
+            BatchError: An example has no prompt, or has a column of images.
         """
         examples = dict[object, Any]()
         for example in batch:
-            if not isinstance(example, Mapping) or "prompt" not in example or "image" in example:
+            columns = example.keys() if isinstance(example, Mapping) else set()
+            if "prompt" not in columns or columns & {"image", "images"}:
                 raise BatchError("an example has no prompt, or has an image")
             examples.setdefault(repr(example["prompt"]), example)
         rows = [torch.tensor(self._tokenize(example["prompt"])) for example in examples.values()]
@@ -116,6 +121,7 @@ class Rollouts:
         )
         n_prompts = max(1, self._trainer.args.generation_batch_size // self.count)
         pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
+        # Prompts of similar length share a batch, so that little padding is computed.
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row].ids))
         model: Any
         with model_runs.undisturbed(anatomy) as model, torch.no_grad():
@@ -136,7 +142,7 @@ class Rollouts:
         """Return the (N,) mean reward of each prompt's completions, in float64.
 
         The reward of a completion is the sum over reward functions with the trainer's weights. It
-        is NaN if every function returns None for it.
+        is NaN if every function returns None for it, and so is then the mean of its prompt.
 
         Args:
             prompts: N prompts that :meth:`keep` has kept.
@@ -147,16 +153,18 @@ class Rollouts:
         """
         trainer = self._trainer
         examples = [self._examples[p.content] for p in prompts for _ in range(self.count)]
+        # `alone` holds each completion with its prompt; only the completion has labels.
         ids = [text.ids[text.labels != IGNORE_INDEX] for row in written for text in row.alone]
         texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(examples[0]["prompt"], str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         arguments = {
-            **{n: [x[n] for x in examples] for n in examples[0].keys() - _RENAMED_COLUMNS},
+            **{n: [x[n] for x in examples] for n in examples[0].keys() - _REPLACED_COLUMNS},
             "prompts": [x["prompt"] for x in examples],
             "completions": texts,
             "completion_ids": [row.tolist() for row in ids],
             "trainer_state": copy.deepcopy(trainer.state),
+            # TRL passes functions with which a reward function logs values. These do nothing.
             **dict.fromkeys(("log_extra", "log_metric"), lambda *_: None),
         }
         try:

@@ -3,7 +3,7 @@
 The callback is what the user adds to a Trainer. It forwards the Trainer's events to a
 :class:`_TransformersWatch`, which runs the engine: at some optimizer steps, called *looks*, the
 attacks read the gradients right before the step. The results are logged, and *gates*, thresholds on
-logged metrics, may stop the run.
+logged metrics, may stop the run. ``engine.fit`` is the engine's state of the current run.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class LeakageCallback(TrainerCallback, Reported):
         """End a batch. After an optimizer step, log the results and evaluate the gates."""
         self.watch.batch_ends()
 
-    on_substep_end = on_step_end
+    on_substep_end = on_step_end  # a batch whose gradient is accumulated, without a step
 
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
         """Record the Trainer's metrics that the logs show next to leakage."""
@@ -258,15 +258,18 @@ class _TransformersWatch(Watch):
     """
 
     run: ClassVar[type[LoopRun]] = _TransformersRun
+    # Parts of a gate's message when it stops the run: the call that resumes from the checkpoint at
+    # {}, and what to change so that less leaks.
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
     mend: ClassVar[str] = "train it by defended(Trainer)(..., defenses=[DPSGD(...)])"
 
     def __init__(self, trainer: transformers.Trainer, *arguments: Any) -> None:
+        # The Trainer makes its optimizer in `train`, so the list of optimizers is empty here.
         super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
         self.trainer = trainer
         self.resumed_from: str | PathLike[str] | None = None
         self.has_optimizer = False
-        self._unlogged: dict[str, float] = {}
+        self._unlogged: dict[str, float] = {}  # collected for the next call of `_flush`
         self._is_ending = False
 
     def _begin(self) -> None:

@@ -1,7 +1,8 @@
 """Attacks the updates of the user's own training loop: :class:`Watch`.
 
 The engine runs the attacks at some optimizer steps, called *looks*. *Gates* are thresholds on the
-logged results. The order of a run:
+logged results. ``engine.fit`` is the engine's state of the current run, None outside of a run. The
+order of a run:
 
 1. ``with Watch(...)`` finds the parts of the model, restores a saved state, opens the engine, and
    hooks the optimizers.
@@ -111,8 +112,10 @@ class Watch(Reported):
     """
 
     engine: core.Engine
-    _earlier_utility: dict[str, float]
+    _earlier_utility: dict[str, float]  # the user's metrics when they were logged last
     run: ClassVar[type[LoopRun]] = LoopRun
+    # Parts of a gate's message when it stops the run: the call that resumes from a checkpoint (the
+    # package has none for a loop), and what to change so that less leaks.
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
         "train it with a defence: DefendedLoop(model, optimizer, loader, [DPSGD(...)], epochs=...)"

@@ -141,6 +141,7 @@ class ZeROStep(Optimizer):
         if self._scale is None:
             zero = self.engine.optimizer
             norms = zero._get_norm_groups() if self.stage == 3 else [zero.scaled_global_norm()]
+            # DeepSpeed adds 1e-6 too, so that the norm is not 0.
             self._scale = (self.clip_norm / (torch.stack([*norms]).norm() + 1e-6)).clamp(max=1)
         return gradient.float() * self._scale
 

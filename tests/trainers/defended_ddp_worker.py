@@ -83,7 +83,7 @@ def in_a_loop() -> dict[str, Any]:
         return loss
 
     with drawing(trace), DefendedLoop(model, optimizer, loader, [defense], epochs=1) as private:
-        private._fedleak.add_tap(trace.tap)
+        private._release.add_tap(trace.tap)
         for batch in private:
             private.loss(compute, batch).backward()
             optimizer.step()

@@ -210,7 +210,7 @@ def in_a_loop(
         epochs=epochs, steps=steps, precision="bf16-mixed" if bf16 else None,
     )  # fmt: skip
     with drawing(trace), private:
-        private._fedleak.add_tap(trace.tap)
+        private._release.add_tap(trace.tap)
         for _ in range(epochs):
             for given in private:
                 private.loss(compute, given).backward()

@@ -400,6 +400,7 @@ class RenyiFilter(_Ledger):
 
     @property
     def _order_index(self) -> int:
+        """Return the index of the budget's order in ``ORDERS``."""
         if self.order is None:
             raise DefenseError("RenyiFilter: the order is not fixed yet; call begin first")
         return renyi.ORDERS.index(self.order)

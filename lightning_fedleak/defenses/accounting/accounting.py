@@ -109,6 +109,7 @@ def prv_epsilon(
     """
 
     def evaluate(composed: Any, delta_error: float, error: float) -> Floats:
+        # [2] is the upper end of Opacus' interval of epsilon.
         return np.array([composed.compute_epsilon(delta, delta_error, error)[2]])
 
     scale = epsilon
@@ -167,6 +168,8 @@ def evaluate_prv(
     )
     if loss > PRV_MAX_LOSS:
         return None
+    # The width of the mesh's intervals is error / root, and 3 is added to the largest loss, as in
+    # Opacus' accountant.
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half_width = max(loss, error) + 3  # of the mesh
@@ -326,6 +329,7 @@ def noise_multiplier_for(
 
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
+        """Return the log of epsilon over the target, which falls with the noise."""
         events = [(math.exp(log_noise), sample_rate, steps)]
         epsilon = epsilon_of(events, target_delta, accountant, sampling)
         # Finite values stand for epsilons 0 and infinity, as brentq needs.
@@ -377,7 +381,7 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     if excess(low) <= 0:
         return low
     root = float(brentq(excess, low, high, xtol=5e-5, rtol=1e-12))
-    step = 2e-5
+    step = 2e-5  # in the log of the noise multiplier, as is the error xtol
     while excess(root) > 0:
         root, step = min(high, root + step), 2 * step
     return root

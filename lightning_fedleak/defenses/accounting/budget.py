@@ -76,7 +76,7 @@ class Budget:
         self.rate: float | None = None
         self.delta = self.target_delta
         self.accountant = self._new_accountant(None)
-        self._calibrates = self.noise_multiplier is None
+        self._calibrates = self.noise_multiplier is None  # whether sigma follows from the target
         # The number of releases for which sigma was computed: so many are within the target.
         self._covered = 0
 

@@ -95,9 +95,9 @@ class DPSGD(Defense):
     """
 
     name = "dpsgd"
-    per_sample = True
-    takes_shards = True
-    _changing = ("releases", "measured_noise_multiplier")
+    per_sample = True  # it computes the update from the samples again, not from `p.grad`
+    takes_shards = True  # it supports FSDP2, where a process holds a part of each gradient
+    _changing = ("releases", "measured_noise_multiplier")  # results, so no settings of a record
 
     def __init__(
         self,
@@ -120,17 +120,14 @@ class DPSGD(Defense):
         settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
         settings.check_audit(check, unit, noise_multiplier, max_grad_norm)
         self._max_grad_norm = max_grad_norm
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
+        self.target_epsilon, self.target_delta = target_epsilon, target_delta
         self.max_physical_batch_size = max_physical_batch_size
         self.ledger = None if ledger is None else os.path.abspath(ledger)
-        self.clip = clip
-        self.release = release
+        self.clip, self.release = clip, release
         self.users = unit if isinstance(unit, Users) else None
         self.unit = "example" if self.users is None else "user"
         self.seed = seed
-        self.releases = 0
-        self.measured_noise_multiplier = math.nan
+        self.releases, self.measured_noise_multiplier = 0, math.nan
         self.guarantee = settings.guarantee_of(
             release.trust, seed, self.unit, fixed_budget=accountant == "filter"
         )
@@ -148,13 +145,12 @@ class DPSGD(Defense):
         self._clip, self._quantile = Clip(norm, gamma, clip.form), quantile
         # The gradients' noise multiplier over the account's, which covers the quantile's count too.
         self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
-        self._opened_ledger = False
-        self._sampling: Sampling | None = None
-        self._team = Team()
-        self._step: WatchedStep | None = None
+        self._opened_ledger, self._is_single_process = False, True
+        self._sampling: Sampling | None = None  # set by `on_dataloader`
+        self._team = Team()  # the processes of this client
+        self._step: WatchedStep | None = None  # set by `before_setup`
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._audit: Any = None  # the audit of the last fit by `check`
-        self._is_single_process = True
         self._later_defenses: list[str] = []
 
     @property
@@ -399,7 +395,7 @@ class DPSGD(Defense):
         if team.size > 1:  # the collective calls below need equal values
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
-            step.weights.check(parameters, context.root)
+            step.trained_weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
@@ -441,6 +437,8 @@ class DPSGD(Defense):
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with independent noise.
+
+        A canary is the simulated gradient of layers that a dishonest server could add to the model.
 
         Raises:
             DefenseError: The canary belongs to other samples than the batch, or already has noise.
@@ -569,7 +567,7 @@ class DPSGD(Defense):
     def _save(self) -> Callable[[], None]:
         """Return a function that restores what :meth:`_run_uncounted` changes in this object."""
         step = self._fit_step
-        owners = [self, self._budget, step, step.check, step.weights]
+        owners = [self, self._budget, step, step.check, step.trained_weights]
         owners.append(step.sampling.loader.batch_sampler)
         states = [(vars(o), {k: _copy_container(v) for k, v in vars(o).items()}) for o in owners]
 
@@ -588,11 +586,13 @@ class DPSGD(Defense):
 
     @property
     def _fit_step(self) -> WatchedStep:
+        """Return the recorder of this fit's steps, or raise an error outside of a fit."""
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step was run outside of fit; nothing was released")
         return self._step
 
     def _noise_base(self, context: DefenseContext) -> bytes:
+        """Return the bytes from which keys of the noise follow: of the seed, or secret ones."""
         return noise.base_of(context.entropy, self.seed if self._budget.seeded else None)
 
 

@@ -164,20 +164,23 @@ def by_row(
         hidden += getattr(module, f"{up_name}_bias").detach()[ids]
     with torch.enable_grad():
         active = (module._apply_gate if module.has_gate else module.act_fn)(hidden.requires_grad_())
-        of_active = _products(upstream, down.mT, rows).to(active.dtype)
-        (of_hidden,) = torch.autograd.grad(active, hidden, of_active)
+        active_gradient = _products(upstream, down.mT, rows).to(active.dtype)
+        (hidden_gradient,) = torch.autograd.grad(active, hidden, active_gradient)
 
     def by_sample(values: Tensor) -> Tensor:
         """Return values (N k, ...) as (B, N k / B, ...)."""
         return values.detach().reshape(samples, -1, *values.shape[1:])
 
     parts: dict[str, Part] = {}
-    for key, factor, of_output in ((up_name, x, of_hidden), ("down_proj", active, upstream)):
-        sides = (factor, of_output) if module.is_transposed else (of_output, factor)
+    for key, factor, output_gradient in (
+        (up_name, x, hidden_gradient),
+        ("down_proj", active, upstream),
+    ):
+        sides = (factor, output_gradient) if module.is_transposed else (output_gradient, factor)
         if getattr(module, key).requires_grad:
             parts[key] = _ExpertRows(by_sample(ids), *map(by_sample, sides))
         if module.has_bias and getattr(module, f"{key}_bias").requires_grad:
-            parts[f"{key}_bias"] = _EmbeddingRows(by_sample(ids), by_sample(of_output))
+            parts[f"{key}_bias"] = _EmbeddingRows(by_sample(ids), by_sample(output_gradient))
     return parts
 
 
@@ -213,8 +216,8 @@ def check(root: nn.Module, linear: rerun.Rule) -> None:
         cls = rerun.plain_type(module)
         refuse(f"DPSGD: '{name or cls.__name__}' ({cls.__name__}) ", _refusals(module))
         trained = _trained(module)
-        whole = not any(p.is_meta or isinstance(p, DTensor) for p in trained.values())
-        if trained and whole and (is_experts(module) or is_router(module)):
+        has_values = not any(p.is_meta or isinstance(p, DTensor) for p in trained.values())
+        if trained and has_values and (is_experts(module) or is_router(module)):
             examples[(cls, *trained)] = name, module
     for name, module in examples.values():
         _check_sums(name, module, by_row if is_experts(module) else linear)
@@ -236,19 +239,19 @@ def _check_sums(name: str, module: Any, rule: Any) -> None:
     """
     trained = _trained(module)
     like = next(iter(trained.values()))  # for the device and dtype of the input
-    draw: Any = {"generator": torch.Generator(like.device).manual_seed(0), "device": like.device}
+    seeded: Any = {"generator": torch.Generator(like.device).manual_seed(0), "device": like.device}
     if is_experts(module):
         stacked = module.gate_up_proj if module.has_gate else module.up_proj
         width = stacked.shape[1 if module.is_transposed else 2]
-        index = torch.randint(len(stacked), (_ROWS, _CHOICES), **draw)
-        arguments = [index, torch.rand(_ROWS, _CHOICES, dtype=like.dtype, **draw)]
+        index = torch.randint(len(stacked), (_ROWS, _CHOICES), **seeded)
+        arguments = [index, torch.rand(_ROWS, _CHOICES, dtype=like.dtype, **seeded)]
     else:
         width = module.weight.shape[1]
         _, *parameters = inspect.signature(module.forward).parameters.values()
         # Some routers take a bias that is added to the experts' scores: pass zeros.
         needed = [p for p in parameters if p.default is p.empty or "bias" in p.name]
         arguments = [like.new_zeros(len(module.weight)) for _ in needed]
-    x = torch.randn(_ROWS, width, dtype=like.dtype, **draw)
+    x = torch.randn(_ROWS, width, dtype=like.dtype, **seeded)
     with torch.enable_grad(), rerun.without_hooks(module), rerun.CallState(like.device).restored():
         try:
             output = module(x, *arguments)
@@ -257,7 +260,7 @@ def _check_sums(name: str, module: Any, rule: Any) -> None:
             upstream, *gradients = torch.autograd.grad(
                 outputs,
                 [results[0], *trained.values()],
-                [torch.randn(o.shape, dtype=o.dtype, **draw) for o in outputs],
+                [torch.randn(o.shape, dtype=o.dtype, **seeded) for o in outputs],
                 materialize_grads=True,
             )
         except Exception as error:

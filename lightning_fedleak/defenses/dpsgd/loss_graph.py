@@ -209,6 +209,8 @@ class LossCheck:
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         form = layouts, self.form
+        # `is_new`: the release is to be checked too. `is_due`: this check runs now, which takes two
+        # samples. `may_mix`: some operation is not known to keep samples apart, in any process.
         needs_check = form not in self._checked_forms or releases >= self._next_check
         is_new = recorder.counts and needs_check
         is_due = is_new and recorder.samples > 1

@@ -68,7 +68,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
             resumes in the middle of it. The trainer discards as many; they are empty and not drawn.
     """
 
-    passed_over = 0
+    passed_over = 0  # batches
 
     def __init__(self, shard: range, rate: float, steps: int, draws: Draws) -> None:
         self.shard = shard

@@ -125,14 +125,14 @@ class Recorder:
         self.terms: int | None = None
         self._recording = self._paused = False
         self.counts = True
-        self._expanded_layers: set[nn.Module] = set()
+        self._expanded_layers: set[nn.Module] = set()  # whose one row became a row per sample
         self._batch_tensors: list[Tensor] = []
-        self._lone_samples: set[int] = set()
+        self._lone_samples: set[int] = set()  # the samples that a call ran without the others
         self._handles: list[Any] = []
         self.root = root
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # raised by `check`
         self._adapted, inner = rerun.adapted_layers(root)
-        self._states: dict[nn.Module, rerun.CallState] = {}
+        self._states: dict[nn.Module, rerun.CallState] = {}  # of calls of adapted layers
         self.read_parameters()
         for name, module in root.named_modules():
             if module in inner or not (module in self._adapted or owns_parameters(module)):

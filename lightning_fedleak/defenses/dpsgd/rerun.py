@@ -275,6 +275,7 @@ class _SampleRuns:
         """
 
         def gradients_of(index: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+            """Return the gradients of one sample; ``vmap`` runs this for all at once."""
             self._index = index
             output, pull_back = vjp(functools.partial(self._run, x), self._trained)[:2]
             gradients: dict[str, Tensor] = pull_back(upstream.to(output.dtype))[0]
@@ -372,11 +373,12 @@ def _random_input(base: Any) -> Tensor | None:
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
-    draw: Any = {"generator": torch.Generator(weight.device), "device": weight.device}
+    seeded: Any = {"generator": torch.Generator(weight.device), "device": weight.device}
+    # Sizes that any layer accepts: 3 samples of 4 positions.
     if isinstance(base, nn.Embedding):
-        return torch.randint(len(weight), (3, 4), **draw)
+        return torch.randint(len(weight), (3, 4), **seeded)
     if isinstance(base, _ConvNd):
         sizes = [2 * d * (k - 1) + 1 for k, d in zip(base.kernel_size, base.dilation, strict=True)]
-        return torch.randn(3, base.in_channels, *sizes, dtype=weight.dtype, **draw)
+        return torch.randn(3, base.in_channels, *sizes, dtype=weight.dtype, **seeded)
     width = getattr(base, "in_features", None) or getattr(base, "nx", None)
-    return None if width is None else torch.randn(3, 4, width, dtype=weight.dtype, **draw)
+    return None if width is None else torch.randn(3, 4, width, dtype=weight.dtype, **seeded)

@@ -1,4 +1,9 @@
-"""Checks of DP-SGD before the first step: of the Trainer, the model and the number of steps."""
+"""Checks of DP-SGD before the first step: of the Trainer, the model and the number of steps.
+
+Each raises an error for a setting under which the guarantee would not hold, and says what to
+change. The *host* is the trainer or training loop. Several processes may together be one client (a
+*team*); then their shards and data are checked too.
+"""
 
 from __future__ import annotations
 

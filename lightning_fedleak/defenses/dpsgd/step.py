@@ -61,7 +61,7 @@ class WatchedStep:
 
     Attributes:
         check: The checks of the loss.
-        weights: The check that only the optimizer changes the weights.
+        trained_weights: The check that only the optimizer changes the weights.
         audited: Whether an audit reads ``p.grad``.
         canaries: The number of canary gradients that were released at this step.
         clip: The clip norm and the form of clipping.
@@ -73,7 +73,7 @@ class WatchedStep:
     def __init__(self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool) -> None:
         self.check, self.canaries = loss_graph.LossCheck(trusted=trusted), 0
         self.audited = False
-        self.weights, self._buffers = _Weights(), _Buffers(root)
+        self.trained_weights, self._buffers = _Weights(), _Buffers(root)
         self._team = team
         self.clip = clip
         self._batch: Any = None  # the index of the present batch, or without an index the batch
@@ -96,7 +96,7 @@ class WatchedStep:
         self._recorder.read_parameters()
         self._uses_ddp = context.host.reducer is not None
         self._shards = [p for p in context.root.parameters() if isinstance(p, DTensor)]
-        self.weights.restart()
+        self.trained_weights.restart()
 
     def batch_to_run(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or instead of an empty batch a placeholder that does not count."""
@@ -164,7 +164,7 @@ class WatchedStep:
             if self._failure is not None:
                 raise self._failure
             self._check_new(batch, context.host)
-            self.weights.begin(context.root)
+            self.trained_weights.begin(context.root)
             samples = 0 if self._is_placeholder else count_samples(batch)
             sampler: Any = self.sampling.loader.batch_sampler
             if sampler.drawn is not None:
@@ -322,7 +322,7 @@ class WatchedStep:
         Args:
             unchecked: Whether a check that was due could not be made, so that it is due again.
         """
-        self.weights.released()
+        self.trained_weights.released()
         self._last_released_batch, self._has_unreleased_batch = self._batch, False
         self.canaries = 0
         self.check.unchecked = unchecked
@@ -333,7 +333,7 @@ class WatchedStep:
         """Remove the hooks."""
         self.end_scaling()
         self._recorder.remove()
-        self.weights.remove()
+        self.trained_weights.remove()
         self._compilation.close()
 
 

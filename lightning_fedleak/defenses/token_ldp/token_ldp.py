@@ -1,8 +1,11 @@
 """The defence :class:`TokenLDP`: local differential privacy on token ids.
 
-The client replaces each word of a batch by a random one, and the model trains on the new text. The
-distributions are in :mod:`~lightning_fedleak.defenses.token_ldp.mechanisms`, and the choice of what
-is a word in :mod:`~lightning_fedleak.defenses.token_ldp.words`.
+The client replaces each word of a batch by a random one, and the model trains on the new text. A
+word is a token id that is not special. Anything that is computed from the new text (gradients, the
+trained weights) is as private as the replacements themselves, and a *release* of a text is one new
+draw of its replacements. The distributions are in
+:mod:`~lightning_fedleak.defenses.token_ldp.mechanisms`, and the choice of what is a word in
+:mod:`~lightning_fedleak.defenses.token_ldp.words`.
 """
 
 from __future__ import annotations

@@ -119,9 +119,11 @@ class _ListedArrays(NamedArrays):
         return state | {f"array {n}": a for n, a in enumerate(arrays) if n >= len(self._names)}
 
     def replace_model(self, state: State, reply: Message) -> None:
+        # False: Flower may free each array as soon as it is converted.
         reply.content[_LISTED_REPLY] = compat.parameters_to_arrayrecord(self._list(state), False)
 
     def make_content(self, state: State, weight: str) -> RecordDict:
+        # The older interface's form of a weight of 1 (one example) and no metrics.
         reply = common.FitRes(common.Status(common.Code.OK, ""), self._list(state), 1, {})
         return compat.fitres_to_recorddict(reply, False)
 

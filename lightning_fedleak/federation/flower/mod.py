@@ -1,6 +1,9 @@
 """A Flower mod that attacks, gates and defends the update of a client before it leaves.
 
-A mod wraps a client's app: it gets each message of the server first, and each reply last.
+A mod wraps a client's app: it gets each message of the server first, and each reply last. Here a
+:class:`~lightning_fedleak.federation.RoundObserver` attacks the update in the reply, *gates*
+(thresholds on the results) may withhold it, and a ClientDP may add noise. SecAgg+ is Flower's
+secure aggregation: it masks each update, so that the server can read only the sum.
 """
 
 from __future__ import annotations
@@ -269,6 +272,7 @@ def check_masks(
     min_clients, adds_share = MIN_CLIENTS, dp is not None and dp.trust == "secure_aggregation"
     if dp is not None and adds_share:
         min_clients = max(min_clients, int(dp.per_round) - dp.dropouts)
+    # Counts this client ("nid" is its node's id), and the clients whose masks it shares.
     n_clients = len({*protocol[secagg.Key.SOURCE_LIST], protocol["nid"]})
     modulus = protocol["mod_range"]
     if min(n_clients, protocol["threshold"]) < min_clients or modulus < MIN_MODULUS:

@@ -1,5 +1,8 @@
 """Two strategies of a Flower server, each wrapped around another strategy.
 
+A strategy chooses the clients of a round and averages their replies. A *look* is one run of the
+attacks on one update.
+
 :class:`Observed` attacks the updates that clients send, and changes no result. :class:`PrivateMean`
 samples the clients of a round, and releases the noised mean of their updates: client-level
 differential privacy.
@@ -45,6 +48,7 @@ class _StrategyWrapper(Strategy):  # type: ignore[misc, unused-ignore]
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
+    # The methods that Flower's `Strategy.start` calls.
     configure_train = _delegate("configure_train")
     aggregate_train = _delegate("aggregate_train")
     configure_evaluate = _delegate("configure_evaluate")

@@ -91,7 +91,7 @@ def test_a_batch_has_each_prompt_once() -> None:
     assert [text.ids.tolist() for text in texts] == ids
     assert all(torch.equal(text.ids, text.labels) for text in texts)
     assert rollouts.repeats == 6
-    for wrong in ({"text": "no prompt"}, {"prompt": "a", "image": None}):
+    for wrong in ({"text": "no prompt"}, *({"prompt": "a", k: None} for k in ("image", "images"))):
         with pytest.raises(BatchError, match="no prompt, or has an image"):
             rollouts.read([wrong])
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_asked_is_said(
 ) -> None:
     rollouts = Rollouts(trainer_of(*functions, weights=(1.0,) * len(functions), **more))
     for said, expected in (
-        (rollouts.why_unasked(), unasked),
+        (rollouts.why_not_sampled(), unasked),
         (rollouts.why_no_rewards(), no_rewards),
     ):
         assert expected in said

@@ -42,7 +42,10 @@ class PromptChannel(MemorizationChannel):
         rollouts = self.run.rollouts
         if rollouts is None:
             raise UnplayableGame("there are no prompts of TRL's GRPOTrainer or RLOOTrainer")
-        if why := "several processes train" * (self.run.processes > 1) or rollouts.why_unasked():
+        if (
+            why := "several processes train" * (self.run.processes > 1)
+            or rollouts.why_not_sampled()
+        ):
             raise UnplayableGame(f"prompts are queried only if one process writes by itself: {why}")
         pool = super()._draw_pool()
         rollouts.keep(pool.texts)

@@ -26,9 +26,9 @@ _LABELS: dict[Kind, str] = {
     "seq2seq": "(B, L') of the decoder, -100 where the loss ignores a token",
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
-HIDDEN = -5e3
-"""Score at or below which an additive mask hides a position: libraries use -10,000 or less."""
-_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
+HIDDEN = -5e3  # an additive mask hides positions at or below it: libraries use -10,000 or less
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")  # fields with the ends of documents
+# Fields that may be labels, but perhaps shifted: a batch with one, and no ``labels``, is refused.
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 ADAPTER = " Else give settings= a batch_adapter=, a function from your batch to a TokenBatch."
 """The last sentence of an error about a batch: set an adapter."""

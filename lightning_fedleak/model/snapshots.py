@@ -3,9 +3,9 @@
 A snapshot belongs to one of four stages: *local* (the gradient that a client computed, before any
 defence), *shared* (the tensors that leave the client), *aggregate* (the gradient that the server
 applies) and *released* (the trained weights that are published; the adversary also has the base
-model). The taps of :mod:`lightning_fedleak.model.taps` take the snapshots. A snapshot holds
-read-only views if the memory does not change while the attacks run, and else a preallocated buffer.
-Nothing is cloned or moved to the host.
+model). The *taps* of :mod:`lightning_fedleak.model.taps`, sets of hooks, take the snapshots. A
+snapshot holds read-only views if the memory does not change while the attacks run, and else a
+preallocated buffer. Nothing is cloned or moved to the host.
 """
 
 from __future__ import annotations
@@ -321,7 +321,8 @@ class UnusableObservation(RuntimeError):
 class Inapplicable(UnusableObservation):
     """The attack does not apply to the shared tensors: the result is unknown, not safe.
 
-    ``leakage/worst/<family>`` is then computed from the other attacks, if there are any.
+    ``leakage/worst/<family>``, the highest value of all attacks on one kind of leak (a family), is
+    then computed from the other attacks, if there are any.
     """
 
 

@@ -125,6 +125,8 @@ def _shuffle_call(
         words = labels.flatten()[source].view_as(labels)
     if with_words and words.dim() == 2:
         shift = int(batch.kind == "causal")
+        # The grid holds the number of the row whose label is at each position; it is shuffled as
+        # the tokens are, and each row takes the shape of the row whose number it finds.
         rows = torch.arange(1, shapes.shape[1] + 1, device=shapes.device)  # 0: no row
         grid = placed.grid(len(labels), rows, 0, shift)[:, : labels.shape[1]]
         grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1]))
@@ -384,7 +386,8 @@ def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> li
         )
     gradient = call.read_heads[0].gradient if call.read_heads else None
     if gradient is not None:  # a classifier's gradient is scaled as a whole, whatever its labels
-        shares = shapes[0] / placed.rows.sizes  # 0 for rows that a part of the control excludes
+        # 0 for rows that a part of the control, its first labels (Step.part), excludes.
+        shares = shapes[0] / placed.rows.sizes
         return [gradient * shares.nan_to_num(0.0).view(*gradient.shape[:-1], 1).to(gradient)]
     targets = _targets(placed, call.texts)
     all_targets = torch.split(targets.new_zeros(n_rows).index_copy(0, index, targets), counts)

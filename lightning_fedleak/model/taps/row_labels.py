@@ -78,6 +78,7 @@ CERTAIN_ODDS = 99.0
 # A uniform q has 0. It has the same direction as a shift of all entries, so the shift is set to 0.
 MIN_SPREAD = 1e-4
 
+# The place where the rows of a step were read, see ``HeadCall.source``.
 Source = Literal["head", "model", "states"]
 
 

@@ -78,6 +78,7 @@ class _EncoderTap(GraphTap):
 
     @raised_when_read
     def _model_ends(self, module: nn.Module, args: object, output: Any) -> None:
+        """Register a hook on each state that the model returns, which notes its gradient."""
         if model_runs.is_observed() or not self._depth:
             return
         self._depth -= 1
@@ -88,9 +89,11 @@ class _EncoderTap(GraphTap):
                 states.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _note_gradient(self, call: ModelCall, gradient: Tensor) -> None:
+        """Note that the backward has reached a state that this call returned."""
         self._calls_with_gradient.append(call)
 
     def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
+        """Record the positions with a gradient, and that the call got one."""
         super()._read_reach(call, gradient)
         self._calls_with_gradient.append(call)
 
@@ -115,6 +118,7 @@ def _read_encoder_call(
     return replace(call, batch=batch)
 
 
+# The reason why labels are read from the user's batch if the step's graph shows no labels.
 _NO_GRADIENT = (
     "its graph shows none (a fused or chunked loss?). No action is needed: "
     "leakage/step/unexplained shows whether these labels fit the step"
@@ -284,6 +288,7 @@ class _PackedRows:
             cause = "the model's parameters are sharded" if is_sharded else count
             raise UnusableObservation(NOT_TESTED.format(cause))
         [call] = calls
+        # A single row can be packed by other arguments (cu_seq_lens) than several rows.
         form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
         if form not in self._crossing:
             with self._forward_context():
@@ -344,6 +349,7 @@ class StepTap:
         self._autocast = autocast
         self._write = say
         self._reason = reason
+        # A sentence encoder has no logits that show labels: calls whose states get a gradient.
         embeds = anatomy.head is None and anatomy.kind == "classifier"
         self._graph = _EncoderTap(anatomy) if embeds else GraphTap(anatomy, temperature)
         self._read_call = _read_encoder_call if embeds else read_call
@@ -426,7 +432,11 @@ class StepTap:
             step.batch_error = self._reason(error)
 
     def settle(self, step: Step) -> None:
-        """Read the calls on the current micro-batch, after its backward."""
+        """Add the calls on the current micro-batch to the step, after its backward.
+
+        Calls are read from the step's graph. If it shows none, a plain call on the user's batch is
+        added instead. If neither can be read, the step's ``error`` is set.
+        """
         if step.error is not None:
             return
         is_read = len(step.calls) > step.n_ended

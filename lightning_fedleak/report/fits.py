@@ -1,5 +1,7 @@
 """The summary of one fit for a report, from its log.
 
+A *fit* is one training run or federation. Its *monitors* run the attacks, at *looks* (steps at
+which leakage is measured); *gates* are rules that act if a metric exceeds a limit.
 :func:`fit_summaries` merges the logs of the monitors of each fit and returns a :class:`FitSummary`:
 which updates left the clients and who could see them, the result of each attack, what was not
 tested, what each epsilon allows next to what was measured, and what the gates decided.
@@ -71,7 +73,10 @@ class _GateRule(records.GateFacts):
 
 
 REST = "capture, truth, control and scores of all"
-"""The name of the cost that is the time of looks outside attacks."""
+"""The name of the cost that is the time of looks outside attacks.
+
+It is that of recording the step, its ground truth, the positive controls and all scores.
+"""
 
 
 class _Cost(NamedTuple):

@@ -1,8 +1,11 @@
 """The privacy accounts of a fit: what each defence has spent, and which guarantee that gives.
 
-:func:`accounts` collects the recorded spendings of each defence and makes an :class:`Account` of
-them: the largest epsilon over the clients, what it allows a membership test, and a statement. The
-ledger of a defence, a file with a line for each release, shows whether releases are missing.
+A *release* is one update, or one round's mean, that a defence with differential privacy makes
+public. A *spending* is the (epsilon, delta) of all releases until a look, a step at which leakage
+is measured. :func:`accounts` collects the spendings of each defence and makes an :class:`Account`
+of them: the largest epsilon over the clients, what it allows a membership test, and a statement.
+The *ledger* of a defence, a file that lists all releases, shows whether any are missing. An audit
+with *planted gradients* adds known gradients to the training, to refute epsilon by detecting them.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from lightning_fedleak.report.records.files import first_of
 
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose unit of privacy is not an example."""
+# The unit of privacy of each class, if its settings do not record one.
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
 WEAK_TPR = 0.5  # a limit on the TPR at 1% FPR above which a statement calls the limit weak
 

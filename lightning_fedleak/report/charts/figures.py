@@ -1,7 +1,9 @@
 """The charts of one run and of several runs, as SVG in HTML, each with a table of its numbers.
 
 :func:`figures` returns the charts of one run, :func:`compared_figures` those that compare runs.
-Each chart is drawn in two widths, for a desktop and for a phone; the page shows one of them.
+Each chart is drawn in two widths, for a desktop and for a phone; the page shows one of them. Names
+of lines and texts such as ``read`` (red: a leak), ``calm``, ``ink`` and ``use`` (utility) are
+classes of ``page.css``. Numbers without a name are distances in pixels, chosen by eye.
 """
 
 from __future__ import annotations
@@ -229,6 +231,7 @@ def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
     """
     if n_runs > MAX_RUNS:
         return []
+    # Fewer points on each of several charts, so that the page stays small (MAX_RUNS).
     max_bins = MAX_BINS if n_runs == 1 else MAX_BINS // (4 * (n_runs - 1))
     spendings = [_draw_spending(fit, a.defense, a.series, max_bins) for a in fit.privacy]
     charts = [
@@ -414,6 +417,7 @@ def _draw_defense(fit: FitSummary) -> _Figure | None:
         return plot.svg("What each attack read before the defence and after it")
 
     rows = [
+        # p[2:4]: the rates before and after the defence
         Row(p.attack, [Cell(f"{brief(r.value)} ({brief_interval(r)})") for r in p[2:4]])
         for p in pairs
     ]

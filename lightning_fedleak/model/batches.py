@@ -429,10 +429,10 @@ def write_batch(batch: Any, tokens: TokenBatch) -> Any:
     )
     if isinstance(batch, Tensor):
         return tokens.input_ids
-    _, *others = batch
+    _, *further = batch
     if "labels" in new:
-        others[-1] = new["labels"]
-    return type(batch)([tokens.input_ids, *others])
+        further[-1] = new["labels"]
+    return type(batch)([tokens.input_ids, *further])
 
 
 def other_fields(batch: Any) -> tuple[str, ...]:

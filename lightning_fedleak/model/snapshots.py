@@ -292,14 +292,15 @@ def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
 
 def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
     """Return rows (k, d) of a flat matrix that is split evenly over processes, in order."""
-    part, width = matrix.ds_tensor.data, matrix.ds_shape[1]
+    shard, width = matrix.ds_tensor.data, matrix.ds_shape[1]
     group = matrix.ds_process_group
-    offsets = rows.to(part.device)[:, None] * width + torch.arange(width, device=part.device)
-    offsets -= torch.distributed.get_rank(group) * len(part)
-    is_local = (offsets >= 0) & (offsets < len(part))
-    numbers = torch.where(is_local, part[offsets.clamp(0, len(part) - 1)], 0)
-    torch.distributed.all_reduce(numbers, group=group)
-    return numbers
+    # The index of each entry in the flat matrix, then in the shard of this process.
+    offsets = rows.to(shard.device)[:, None] * width + torch.arange(width, device=shard.device)
+    offsets -= torch.distributed.get_rank(group) * len(shard)
+    is_local = (offsets >= 0) & (offsets < len(shard))
+    entries = torch.where(is_local, shard[offsets.clamp(0, len(shard) - 1)], 0)
+    torch.distributed.all_reduce(entries, group=group)  # one process has each entry, the rest 0
+    return entries
 
 
 def check_finite(values: Tensor, name: str, error: type[Exception] | None = None) -> None:

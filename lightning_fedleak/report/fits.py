@@ -350,7 +350,7 @@ def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[A
 def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
     """Return the effect of a defence on an update in words, with its most important settings."""
     settings = defense.settings or {}
-    name, kind = defense.name, defense.class_name or NOT_RECORDED
+    name, class_name = defense.name, defense.class_name or NOT_RECORDED
     clip = settings.get("max_grad_norm", settings.get("clip"))
     clipped = "not clipped" if clip is None else f"clipped at {digits(clip_in_words(settings))}"
     if clip == "auto":
@@ -358,23 +358,23 @@ def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
     noise = digits(settings.get("noise_multiplier", settings.get("sigma")))
     if account is not None and account.noise_multiplier is not None:
         noise = account.noise
-    if kind == TOKENS:
+    if class_name == TOKENS:
         unit = "token" if settings.get("per") == "token" else "text"
         return (
             f"of texts whose tokens {name} replaced before training "
             f"({digits(settings.get('mechanism'))}, epsilon {digits(settings.get('epsilon'))} for "
             f"each {unit})"
         )
-    if kind == CLIENT and settings.get("trust") == "central":
+    if class_name == CLIENT and settings.get("trust") == "central":
         return (
             f"as it is; then the server clips it at {digits(clip)} and adds noise {noise} ({name})"
         )
-    if kind == "DPSGD":
+    if class_name == "DPSGD":
         return f"each {settings.get('unit', 'example')}'s part {clipped}, noise {noise} ({name})"
-    if kind in (CLIENT, "GradientNoise"):
+    if class_name in (CLIENT, "GradientNoise"):
         share = "a share of " if settings.get("trust") == "secure_aggregation" else ""
         return f"{clipped}, {share}noise {noise} ({name})"
-    return f"after the defence {name} ({kind})"
+    return f"after the defence {name} ({class_name})"
 
 
 def _defenses(defenses: Sequence[records.DefenseFacts]) -> list[records.DefenseFacts]:

@@ -121,7 +121,7 @@ class Bins:
 
     def __init__(self, steps: Iterable[int], max_bins: int) -> None:
         distinct = sorted(set(steps))
-        self.size = max(1, math.ceil(len(distinct) / max_bins))
+        self.size = max(1, math.ceil(len(distinct) / max_bins))  # steps in a bin
         self._bins = {step: index // self.size for index, step in enumerate(distinct)}
         self.steps = [distinct[i : i + self.size] for i in range(0, len(distinct), self.size)]
         self.names = [str(p[0]) if len(p) == 1 else f"{p[0]}\u2013{p[-1]}" for p in self.steps]
@@ -185,9 +185,9 @@ def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> l
 
     Tones are classes of page.css: ``h0`` (guessing) to ``h10``, ``h`` unknown, ``b`` the mean.
     """
-    shown, cells = bins.highest(points), []
+    highest, cells = bins.highest(points), []
     for index in range(len(bins.steps)):
-        point = shown.get(index)
+        point = highest.get(index)
         if point is None or point.value is None:
             cells.append(Cell("" if point is None else "?", "" if point is None else "h"))
             continue

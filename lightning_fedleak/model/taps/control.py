@@ -117,13 +117,13 @@ def _shuffle_call(
     source = _permutation(~is_fixed, texts, generator)
     shuffled_ids = ids.flatten()[source].view_as(ids)
     if batch.kind == "causal":  # a label moves with its token
-        words = torch.where(has_label, labels.to(ids.dtype), ids)
-        words = words.flatten()[source].view_as(ids)
+        targets = torch.where(has_label, labels.to(ids.dtype), ids)
+        targets = targets.flatten()[source].view_as(ids)
     else:
         # A classifier's labels stay with the gradient of their logits.
         source = _permutation(has_label & (batch.kind != "classifier"), None, generator)
-        words = labels.flatten()[source].view_as(labels)
-    if with_words and words.dim() == 2:
+        targets = labels.flatten()[source].view_as(labels)
+    if with_words and targets.dim() == 2:
         shift = int(batch.kind == "causal")
         # The grid holds the number of the row whose label is at each position; it is shuffled as
         # the tokens are, and each row takes the shape of the row whose number it finds.
@@ -135,8 +135,8 @@ def _shuffle_call(
         shuffled_rows = grid[placed.text, placed.place + shift]
         by_word = shapes[:, (shuffled_rows - 1).clamp(min=0)] * (shuffled_rows > 0)
         shapes = torch.where((shapes[0] != 0) & (by_word[0] != 0), by_word, shapes)
-    words = words.masked_fill(~has_label, IGNORE_INDEX)
-    batch = replace(batch, input_ids=shuffled_ids, labels=words, soft_labels=False, reached=None)
+    targets = targets.masked_fill(~has_label, IGNORE_INDEX)
+    batch = replace(batch, input_ids=shuffled_ids, labels=targets, soft_labels=False, reached=None)
     return replace(call, batch=batch, shapes=shapes)
 
 

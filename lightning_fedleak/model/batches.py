@@ -504,7 +504,7 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
         ):
             attends = mask > HIDDEN if mask.is_floating_point() else mask != 0
             attends = (attends.any(1) if mask.dim() == 4 else attends).expand(len(ids), -1, -1)
-            starts = ~attends.diagonal(-1, 1, 2)
+            starts = ~attends.diagonal(-1, 1, 2)  # a token that does not attend to the one before
             numbers = functional.pad(starts, (1, 0)).cumsum(1) if ids.shape[1] else ids
             documents = numbers if documents is None else documents + numbers
             mask = attends.diagonal(0, 1, 2)
@@ -516,7 +516,7 @@ def _labels(batch: object, get: Callable[[str], Any], kind: Kind) -> tuple[Any, 
     labels, ids, answers = get("labels"), get("input_ids"), get("completion_mask")
     if labels is not None:
         return labels, False
-    dims = (1, 2) if kind == "classifier" else (2,)
+    dims = (1, 2) if kind == "classifier" else (2,)  # ranks of tensors that may be labels
     for name in _OTHER_LABELS:
         is_candidate = isinstance(value := get(name), Tensor) and value.dim() in dims
         _check(not is_candidate, f"the batch has no 'labels', but '{name}', which may be", batch)

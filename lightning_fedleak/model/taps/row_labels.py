@@ -252,6 +252,7 @@ def _fit_shape(gradient: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor
     q = logits.float().scatter(1, column, -torch.inf).softmax(1)
     entries = gradient.scatter(1, column, 0.0)
     sums, products, q_norms = entries.sum(1), torch.linalg.vecdot(entries, q), q.square().sum(1)
+    # The normal equations of ``entries = s q - c`` for the sum s and the shift c.
     spread = n * q_norms - 1
     shifts = torch.where(spread > MIN_SPREAD, (products - sums * q_norms) / spread, 0.0)
     return torch.stack([sums + n * shifts, shifts]), q, entries

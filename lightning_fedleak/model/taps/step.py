@@ -48,7 +48,10 @@ class PlacedRows:
     n_rows: int
 
     def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
-        """Return (texts, width + shift) the rows' values, ``shift`` columns after their rows."""
+        """Return (texts, width + shift) the rows' values, ``shift`` columns after their rows.
+
+        Positions without a row have the value ``fill``.
+        """
         shape, place = (texts, self.width + shift), self.place + shift
         grid = torch.full(shape, fill, dtype=values.dtype, device=values.device)
         grid[self.text, place] = values

@@ -491,6 +491,8 @@ def _run_tree(
     """Return (V,) the logits after each prefix; None if the model takes no such forward."""
     if not prefixes:
         return []
+    # Each prefix attends to the context, to itself, and to its own shorter prefixes, which come
+    # before it in the sorted order.
     place = {prefix: n for n, prefix in enumerate(prefixes)}
     attends = torch.eye(len(prefixes), dtype=torch.bool)
     for n, prefix in enumerate(prefixes):

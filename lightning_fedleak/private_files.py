@@ -29,8 +29,8 @@ def check_private(path: Path) -> None:
     Owner and mode are checked on POSIX only.
 
     Raises:
-        ValueError: The file is not a regular file (but a link, say), belongs to another user, or
-            gives permissions to other users.
+        ValueError: The file is a link or no regular file, belongs to another user, or gives
+            permissions to other users.
         OSError: Its mode cannot be read.
     """
     status = os.lstat(path)
@@ -249,7 +249,12 @@ class RevealFiles:
         self._tokenizer = tokenizer
 
     def append(self, kind: str, lines: Iterable[str]) -> None:
-        """Append lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read."""
+        """Append lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read.
+
+        Args:
+            kind: The kind of text, such as ``"words"``.
+            lines: The lines, without line breaks.
+        """
         path = self._folder / f"revealed_{kind}.rank{self._rank}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

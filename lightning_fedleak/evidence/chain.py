@@ -1,9 +1,12 @@
 """Check the hash chains of a run's logs.
 
-A run has two logs: ``run.jsonl``, the record, and ``leakage.jsonl``, the results of attacks. Each
-line holds the hash of the line before and a hash of itself. So a line cannot be changed, removed,
-added or moved without a contradiction, unless all later hashes are computed again. Each check adds
-its findings to a :class:`Verdict`.
+A run (one fit of a model) has two logs: ``run.jsonl``, the record, and ``leakage.jsonl``, the
+results of attacks. Each line holds the hash of the line before and a hash of itself. So a line
+cannot be changed, removed, added or moved without a contradiction, unless all later hashes are
+computed again. The last line of a run closes it with the length and the last hash of
+``leakage.jsonl``. The record also states in advance the step of each *look*, a measurement of
+leakage by all attacks, so that looks cannot be chosen by their results. Each check adds its
+findings to a :class:`Verdict`.
 """
 
 from __future__ import annotations
@@ -185,7 +188,7 @@ def _check_results(
         if line is None:
             continue
         run, location = str(line.get("run", "")), f"{results.name}, line {number}"
-        n_lines = ends.get(run)  # number of lines of results when the run ended
+        n_lines = ends.get(run)
         if run in begins and n_lines is not None and number > n_lines:
             verdict.contradict(f"{location}: run {run} had ended before")
         elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):
@@ -233,9 +236,9 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
     Returns:
         Whether any run states planned looks.
     """
-    planned: dict[str, int | None] = {}
-    intervals: dict[str, int | None] = {}
-    resumed: set[str] = set()
+    planned: dict[str, int | None] = {}  # the step of the next look of each run
+    intervals: dict[str, int | None] = {}  # the steps between looks, if the settings fix them
+    resumed: set[str] = set()  # resumed runs that have not looked yet
     for number, line in enumerate(record.contents, 1):
         if line is None:
             continue
@@ -253,11 +256,11 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
                     f"{location}: the look of run {run} that was planned at step {due} is missing; "
                     f"the next one is at step {step}"
                 )
-            latest = (step // n + 1) * n if (n := intervals[run]) else plan
-            if plan > latest:
+            max_step = (step // n + 1) * n if (n := intervals[run]) else plan
+            if plan > max_step:
                 verdict.contradict(
                     f"{location}: the look of run {run} after step {step} is planned at step "
-                    f"{plan}, but its settings ask for one at step {latest}"
+                    f"{plan}, but its settings ask for one at step {max_step}"
                 )
             planned[run], resumed = plan, resumed - {run}
         elif kind == "plan":
@@ -274,7 +277,7 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
 
 
 def _steps_between_looks(line: records.JsonObject) -> int | None:
-    """Return n of the setting ``every_n_steps=n``; None if looks are planned by their cost."""
+    """Return n of the setting ``every_n_steps=n``; None if another rule plans the looks."""
     monitor = line.get("monitor")
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
     name, _, interval = looks.partition("=")

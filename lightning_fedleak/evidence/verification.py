@@ -1,9 +1,12 @@
 """Verify a run: check whether its logs, gates, report and weights are consistent.
 
 :func:`verify_run` is the public function. It first checks the hash chains of the two logs
-(:mod:`~lightning_fedleak.evidence.chain`). If they hold, it checks the decisions of gates (rules
-that act when a metric exceeds a threshold), the report and saved weights against the logs, and the
-run against a repetition of the same training.
+(:mod:`~lightning_fedleak.evidence.chain`). If they hold, it checks the decisions of gates, the
+report and saved weights against the logs, and the run against a repetition of the same training.
+
+A *look* is a measurement of leakage by all attacks at one step. A *family* is all attacks on one
+kind of leak. A *gate* is a rule that acts if a metric of a look exceeds a limit, a *breach*: it
+warns, raises an error, stops the run, or hardens it (strengthens a defence).
 """
 
 from __future__ import annotations
@@ -143,6 +146,11 @@ def _check_gates(fit: FitLog, verdict: Verdict) -> None:
 def _missed_breaches(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int, float]]:
     """Yield the steps, with the value, at which a gate should have acted and did not.
 
+    A gate with patience n acts at the breach after n breaches in a row. Whether an unknown value is
+    a breach is its setting ``strict``. After the gate has hardened a defence, it counts from 0;
+    after any other action than a warning it judges no more. Gates on the lower end of an interval
+    over all looks are not checked.
+
     The last step of a run that was cut off is not judged, because the gate may not have decided
     yet. A resumed run whose gate has patience is not judged, because its earlier breaches are not
     in the logs.
@@ -197,6 +205,9 @@ def _check_report(
 ) -> None:
     """Check that a report has the content that ``make`` computes from the logs of a folder.
 
+    The report may be on all runs of the folder or on one of them. If its runs have had as many
+    steps and looks as the logs, it must agree; otherwise it may only be older.
+
     Args:
         path: The path of the report.
         run: The folder of the logs.
@@ -214,7 +225,7 @@ def _check_report(
         verdict.leave_open(f"{path.name} was made by another version, {report.get('made_by')}")
         return
     states = []
-    for name in (None, *(fit.run for fit in fits)):
+    for name in (None, *(fit.run for fit in fits)):  # None: a report on all runs
         content = records.as_json(make(findings(read([run / records.RECORD], run=name))))
         if _statements(content) == _statements(report):
             return
@@ -230,6 +241,7 @@ def _check_report(
 def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
     """Return each run of a report with its steps and numbers of looks when it was made."""
     runs, keys = report["runs"], ("run", "name", "ended", "steps")
+    # A cost is a list of an attack, its number of looks, their seconds and their share.
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
     return [(*map(run.get, keys), count) for run, count in zip(runs, looks, strict=True)]
 
@@ -242,7 +254,12 @@ def _statements(report: records.JsonObject) -> records.JsonObject:
 
 
 def _check_weights(fits: Sequence[FitLog], source: Path, verdict: Verdict) -> None:
-    """Check that saved weights are those of a logged checkpoint, or the last run's final ones."""
+    """Check that saved weights are those of a logged checkpoint, or the last run's final ones.
+
+    Tensors are compared by their types and hashes. Different weights are a contradiction, unless
+    they may be those of a checkpoint that cannot be compared (``is_unclear``). Tensors that are
+    missing, or saved in another type, leave the question open.
+    """
     saved = hash_weights(_saved_tensors(source))
     checkpoints, is_unclear = _checkpoints_of(fits, saved)
     fit = _last_fit(fits)
@@ -276,7 +293,7 @@ def _check_weights(fits: Sequence[FitLog], source: Path, verdict: Verdict) -> No
 
 
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Return the logged checkpoints that hold these tensors.
+    """Return the logged checkpoints whose trained tensors have the same hashes as saved ones.
 
     Returns:
         The run and step of each as text, and whether any logged checkpoint could not be compared.

@@ -1,5 +1,8 @@
 """TokenRelaxation: recover a text from its hidden states by gradient descent on token weights.
 
+In split learning the client sends the hidden states of a layer, and the attack knows the layers
+below it. The base class runs the descent; this class defines the variables that it changes.
+
 Shapes: B texts of L tokens, V tokens in the vocabulary, e dimensions of a word embedding.
 """
 
@@ -33,7 +36,7 @@ class TokenRelaxation(EmbeddingDescent):
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
-    default_name = "token_relaxation"
+    default_name = "token_relaxation"  # the name in the logs without ``name``
 
     @property
     def step_size(self) -> float:
@@ -45,7 +48,10 @@ class TokenRelaxation(EmbeddingDescent):
         return min(TOKENS_AT_ONCE, WEIGHTS_AT_ONCE // self.bottom.vocab_size)
 
     def start(self, sent: Sent) -> Tensor:
-        """Return the initial weights (B, L, V): zeros, so that all tokens have the same share."""
+        """Return the initial weights (B, L, V): zeros, so that all tokens have the same share.
+
+        ``sent.real`` (B, L) marks the tokens that are no padding.
+        """
         embeddings = self.table.embeddings
         return embeddings.new_zeros(*sent.real.shape, len(embeddings))
 

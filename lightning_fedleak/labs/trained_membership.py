@@ -134,6 +134,7 @@ def train_neuron(
         weight, bias, second, offset = (p.detach() for p in parameters)
         folded = [weight / spread, bias - weight @ (mean / spread), second, offset]
         on_target = network_outputs(folded, target[None])[0]
+        # Without a sample, any lower output puts the threshold of the decision below the target's.
         on_public = network_outputs(folded, distinct).max() if len(distinct) else on_target - 1
         return _Network(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
 
@@ -226,8 +227,8 @@ class TrainedMembership(MembershipAttack):
     threat_model = base.threat_with_public_text(
         "a dishonest server that adds layers trained on a text it holds and on public text"
     )
-    default_name = "trained_membership"
-    config_names = (
+    default_name = "trained_membership"  # the name in the logs without ``name``
+    config_names = (  # settings in the logs
         *("layer", "granularity", "hidden_units", "steps", "public_rows", "public_text"),
         *("seed", "rungs", "tokens"),
     )
@@ -275,10 +276,11 @@ class TrainedMembership(MembershipAttack):
         """Store hidden states of public text as training samples, and drop trained networks."""
         generator = torch.Generator().manual_seed(self.seed)
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
+        # Longer texts give more samples for each run of the model; not tuned.
         length = min(2 * self.tokens, context_length(anatomy) or 2 * self.tokens)
         samples: list[Tensor] = []
         order = text.draw(min(len(text), self.public_rows), generator)
-        for indices in torch.split(order, 64):
+        for indices in torch.split(order, 64):  # texts in one run of the model; not tuned
             batch = text.rows(indices.tolist(), length, generator)
             mask = batch.attention_mask
             assert mask is not None
@@ -288,6 +290,7 @@ class TrainedMembership(MembershipAttack):
                 samples.append(base.sentence_rows(states, mask, self.tokens))
             else:
                 samples.append(states[mask.to(states.device) != 0])
+            # More than needed, so that the choice below is from many texts.
             if sum(map(len, samples)) >= 4 * self.public_rows:
                 break
         rows = torch.cat(samples)
@@ -346,6 +349,7 @@ class TrainedMembership(MembershipAttack):
     def biases(self, neuron: _Network) -> Tensor:
         """Return (K,), the output bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
+        # The lower limit keeps the rungs apart if the network does not separate the target.
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
         positions = torch.tensor(self._rung_positions).to(distance)
         return neuron.offset - decision - positions * distance

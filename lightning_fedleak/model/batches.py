@@ -26,9 +26,9 @@ _LABELS: dict[Kind, str] = {
     "seq2seq": "(B, L') of the decoder, -100 where the loss ignores a token",
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
-HIDDEN = -5e3
-"""Score at or below which an additive mask hides a position: libraries use -10,000 or less."""
-_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
+HIDDEN = -5e3  # an additive mask hides positions at or below it: libraries use -10,000 or less
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")  # fields with the ends of documents
+# Fields that may be labels, but perhaps shifted: a batch with one, and no ``labels``, is refused.
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 ADAPTER = " Else give settings= a batch_adapter=, a function from your batch to a TokenBatch."
 """The last sentence of an error about a batch: set an adapter."""
@@ -429,10 +429,10 @@ def write_batch(batch: Any, tokens: TokenBatch) -> Any:
     )
     if isinstance(batch, Tensor):
         return tokens.input_ids
-    _, *others = batch
+    _, *further = batch
     if "labels" in new:
-        others[-1] = new["labels"]
-    return type(batch)([tokens.input_ids, *others])
+        further[-1] = new["labels"]
+    return type(batch)([tokens.input_ids, *further])
 
 
 def other_fields(batch: Any) -> tuple[str, ...]:
@@ -504,7 +504,7 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
         ):
             attends = mask > HIDDEN if mask.is_floating_point() else mask != 0
             attends = (attends.any(1) if mask.dim() == 4 else attends).expand(len(ids), -1, -1)
-            starts = ~attends.diagonal(-1, 1, 2)
+            starts = ~attends.diagonal(-1, 1, 2)  # a token that does not attend to the one before
             numbers = functional.pad(starts, (1, 0)).cumsum(1) if ids.shape[1] else ids
             documents = numbers if documents is None else documents + numbers
             mask = attends.diagonal(0, 1, 2)
@@ -516,7 +516,7 @@ def _labels(batch: object, get: Callable[[str], Any], kind: Kind) -> tuple[Any, 
     labels, ids, answers = get("labels"), get("input_ids"), get("completion_mask")
     if labels is not None:
         return labels, False
-    dims = (1, 2) if kind == "classifier" else (2,)
+    dims = (1, 2) if kind == "classifier" else (2,)  # ranks of tensors that may be labels
     for name in _OTHER_LABELS:
         is_candidate = isinstance(value := get(name), Tensor) and value.dim() in dims
         _check(not is_candidate, f"the batch has no 'labels', but '{name}', which may be", batch)

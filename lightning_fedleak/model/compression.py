@@ -2,7 +2,9 @@
 
 Clients may compress a gradient before they share it: ``"topk"`` sends only the largest entries,
 ``"int8"`` and ``"int4"`` round the entries to few bits, ``"sign"`` sends their signs, and
-``"low_rank"`` two factors (as PowerSGD does).
+``"low_rank"`` two factors (as PowerSGD does). The server sees the decompressed tensor, from which
+:func:`compression_error` estimates the error that attacks must allow for. With *error feedback* a
+client adds the error of one update to its next one before it compresses that.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ AVERAGED = "averaged"
 def compression_error(tensor: Tensor, method: str) -> float:
     """Return the standard deviation of a compression's error in a tensor's entries.
 
-    It is estimated from the decompressed tensor. Rounding has a uniform error of one step. The
-    zeros of ``"topk"`` have a uniform error below the smallest entry that was sent. For ``"sign"``
-    the entries are taken as normal with the same mean size. ``"low_rank"`` counts as exact, because
+    It is estimated from the decompressed tensor. Rounding has an error that is uniform over one
+    rounding step. The zeros of ``"topk"`` have an error that is uniform between plus and minus the
+    smallest entry that was sent. For ``"sign"`` the entries are taken as normal with mean 0 and the
+    mean size that was sent. ``"low_rank"`` counts as exact, because
     its rows are combinations of the original rows.
 
     Args:
@@ -41,7 +44,7 @@ def compression_error(tensor: Tensor, method: str) -> float:
     if method == "topk":
         return float(sizes[sizes > 0].min()) / math.sqrt(3)
     if method == "sign":
-        return float(sizes.max()) * math.sqrt(math.pi / 2 - 1)
+        return float(sizes.max()) * math.sqrt(math.pi / 2 - 1)  # of |x|, for normal entries x
     return float(sizes.max()) / LEVELS[method] / math.sqrt(12)
 
 
@@ -78,9 +81,9 @@ class Compression:
         """
         if self.method == "topk":
             n_entries = self.share * values.numel() * (1 if rows is None else rows / len(values))
-            sent = values.abs().flatten().topk(min(values.numel(), max(1, int(n_entries)))).indices
+            index = values.abs().flatten().topk(min(values.numel(), max(1, int(n_entries)))).indices
             sparse = torch.zeros_like(values).flatten()
-            sparse[sent] = values.flatten()[sent]
+            sparse[index] = values.flatten()[index]
             return sparse.view_as(values)
         if self.method == "sign":
             return values.sign() * values.abs().mean()
@@ -114,13 +117,13 @@ def explain_compression(method: str) -> str:
     """Return the reason why an attack has no result for a compressed gradient."""
     if method == AVERAGED:
         return (
-            "what is seen adds up gradients that were compressed one by one (by several clients, "
-            "in several steps, or with error feedback), and no attack knows the error of that: "
-            "only what one client sends in one step, without error feedback, can be read"
+            "this is a sum of gradients that were compressed one by one (by several clients, in "
+            "several steps, or with error feedback), and its error is unknown. Only the gradient "
+            "that one client sends in one step, without error feedback, can be attacked"
         )
     return (
-        f"the gradient was compressed (method '{method}'), and this attack does not know how to "
-        "read what is left of it. That is unknown, not safe. A monitor with stages=('local', "
-        "'shared') reads what it was before; with GradientCompression(error_feedback=True) that "
-        "is what leaves in time"
+        f"the gradient was compressed (method '{method}'), which this attack does not support. "
+        "The leakage is unknown, not 0. A monitor with stages=('local', 'shared') also attacks the "
+        "gradient before compression; with GradientCompression(error_feedback=True) all of it is "
+        "sent over several steps"
     )

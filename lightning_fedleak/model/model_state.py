@@ -43,6 +43,7 @@ _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
 # PEFT's (for ``target_parameters``) parametrizes weights, RWKV's rescales them in eval mode. If a
 # class is missing here, a run of it raises :class:`WeightsWritten`.
 _WRITERS = ("ParamWrapper", "RwkvModel")
+# Classes of tensors without further state; a subclass (a quantized weight, say) may have some.
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # Types of values that contain nothing to restore.
 _LEAVES = frozenset(
@@ -67,6 +68,7 @@ _LEAVES = frozenset(
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 # The saved states within :func:`saved_once` by their module's ``id``; None outside of it.
 _saved: ContextVar[dict[int, _State] | None] = ContextVar("fedleak_saved", default=None)
+# Attributes of a module that hold its hooks; torch has global ones with the prefix ``_global``.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -190,6 +192,7 @@ class _Tensor:
         self.requires_grad = tensor.requires_grad
         self.inference = tensor.is_inference()
         self.version = 0 if self.inference else tensor._version
+        # Its ``__exit__`` sets the version back to the current one; tensors of inference have none.
         self._counter = None if self.inference else _unsafe_preserve_version_counter(tensor)
         self.alias = tensor.detach()  # keeps the storage if tensor.data is replaced
         self.copy: Tensor | None = None
@@ -251,13 +254,13 @@ class _State:
     def __init__(self, root: nn.Module, runs: nn.Module) -> None:
         self.root = root  # keeps it alive, and so its id unique
         self.watched: list[_Tensor] = []
-        self._copied: list[_Tensor] = []
-        self._empty: list[Any] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._flags: list[tuple[Tensor, bool]] = []
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._restorers: list[Callable[[], object]] = []
-        self._visited: set[int] = set()
+        self._copied: list[_Tensor] = []  # tensors that are copied now
+        self._empty: list[Any] = []  # containers without entries, which need no copy
+        self._containers: list[tuple[Any, Any]] = []  # each with a copy of its entries
+        self._flags: list[tuple[Tensor, bool]] = []  # requires_grad of tensors of subclasses
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # the ``.grad`` of each tensor
+        self._restorers: list[Callable[[], object]] = []  # of arrays and random generators
+        self._visited: set[int] = set()  # ids of values that are saved already
         modules = modules_of(root)
         running = modules if runs is root else modules_of(runs)
         hooks = [getattr(torch_module, f"_global{name}") for name in HOOKS]

@@ -3,9 +3,9 @@
 A snapshot belongs to one of four stages: *local* (the gradient that a client computed, before any
 defence), *shared* (the tensors that leave the client), *aggregate* (the gradient that the server
 applies) and *released* (the trained weights that are published; the adversary also has the base
-model). The taps of :mod:`lightning_fedleak.model.taps` take the snapshots. A snapshot holds
-read-only views if the memory does not change while the attacks run, and else a preallocated buffer.
-Nothing is cloned or moved to the host.
+model). The *taps* of :mod:`lightning_fedleak.model.taps`, sets of hooks, take the snapshots. A
+snapshot holds read-only views if the memory does not change while the attacks run, and else a
+preallocated buffer. Nothing is cloned or moved to the host.
 """
 
 from __future__ import annotations
@@ -292,14 +292,15 @@ def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
 
 def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
     """Return rows (k, d) of a flat matrix that is split evenly over processes, in order."""
-    part, width = matrix.ds_tensor.data, matrix.ds_shape[1]
+    shard, width = matrix.ds_tensor.data, matrix.ds_shape[1]
     group = matrix.ds_process_group
-    offsets = rows.to(part.device)[:, None] * width + torch.arange(width, device=part.device)
-    offsets -= torch.distributed.get_rank(group) * len(part)
-    is_local = (offsets >= 0) & (offsets < len(part))
-    numbers = torch.where(is_local, part[offsets.clamp(0, len(part) - 1)], 0)
-    torch.distributed.all_reduce(numbers, group=group)
-    return numbers
+    # The index of each entry in the flat matrix, then in the shard of this process.
+    offsets = rows.to(shard.device)[:, None] * width + torch.arange(width, device=shard.device)
+    offsets -= torch.distributed.get_rank(group) * len(shard)
+    is_local = (offsets >= 0) & (offsets < len(shard))
+    entries = torch.where(is_local, shard[offsets.clamp(0, len(shard) - 1)], 0)
+    torch.distributed.all_reduce(entries, group=group)  # one process has each entry, the rest 0
+    return entries
 
 
 def check_finite(values: Tensor, name: str, error: type[Exception] | None = None) -> None:
@@ -321,7 +322,8 @@ class UnusableObservation(RuntimeError):
 class Inapplicable(UnusableObservation):
     """The attack does not apply to the shared tensors: the result is unknown, not safe.
 
-    ``leakage/worst/<family>`` is then computed from the other attacks, if there are any.
+    ``leakage/worst/<family>``, the highest value of all attacks on one kind of leak (a family), is
+    then computed from the other attacks, if there are any.
     """
 
 

@@ -118,7 +118,10 @@ def _gathered_as_read(
 
 
 def _gives_rows(module: nn.Module) -> bool:
-    """Return whether a module only looks up rows of a sharded weight."""
+    """Return whether a module only looks up rows of a sharded weight.
+
+    An embedding with ``max_norm``, its own forward or a patched one does more than that.
+    """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     is_plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
@@ -130,9 +133,9 @@ def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Te
     shard = embedding._parameters.get("weight")
     if shard is None or not is_shard(shard):  # a nested block has gathered it
         return nn.Embedding.forward(embedding, input)  # type: ignore[arg-type]
-    ids, places = torch.unique(input, return_inverse=True)
+    ids, inverse = torch.unique(input, return_inverse=True)
     rows = whole_rows(shard, ids)
-    return rows.to(dtype or rows.dtype)[places]
+    return rows.to(dtype or rows.dtype)[inverse]
 
 
 class _GatheredAsRead(dict[str, nn.Parameter | None]):

@@ -1,7 +1,9 @@
 """The results of the attacks in a fit: one :class:`AttackSummary` for each attack and stage.
 
 A stage is the data that was attacked: an update before or after a client's defence, the sum over
-clients, or the trained model. ``results`` makes the summaries from the lines of the log.
+clients, or the trained model. A *look* is a measurement of leakage at one step, and a *gate* may
+withhold an update, so that it does not leave its client. ``results`` makes the summaries from the
+lines of the log.
 """
 
 from __future__ import annotations

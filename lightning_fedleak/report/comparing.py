@@ -1,8 +1,10 @@
 """The comparison of several runs, as a sentence and a table.
 
-:func:`comparison` takes the overviews of the runs. For each kind of leak it compares the run with
-the highest and the run with the lowest reading (:class:`_Clause`). If a gate stopped some runs, the
-sentence says instead how many updates it withheld.
+:func:`comparison` takes the overviews of the runs. An overview has one *reading* for each kind of
+leak: the value of the attack that recovered most, and a verdict. For each kind of leak the sentence
+compares the run with the highest and the run with the lowest reading (:class:`_Clause`). A *gate*
+is a rule that acts if a leak exceeds a limit; if one stopped some of the runs, the sentence says
+instead how many updates left before, and what the longest other run leaked.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
     by_name = dict(zip(names, fits, strict=True))
     several = (by_run for by_run in readings.values() if len(by_run) > 1)
+    # A kind of leak that fell to chance comes first, then one that differs, then the highest.
     clauses = sorted((_clause(by_run, by_name) for by_run in several), reverse=True)
     family = clauses[0].family if clauses else WORDS.name
     lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
@@ -68,8 +71,8 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
         [name, f"{lengths[name]:,}", *_cells(fit, overview, utilities.get(name))]
         for name, fit, overview in zip(names, fits, overviews, strict=True)
     ]
-    decisions = zip(names, fits, strict=True)
-    stopped = [n for n, fit in decisions if any(x.did == "stopped" for x in fit.decisions)]
+    named = zip(names, fits, strict=True)
+    stopped = [n for n, fit in named if any(x.did == "stopped" for x in fit.decisions)]
     if 0 < len(stopped) < len(fits):
         pairs = dict(zip(names, zip(fits, overviews, strict=True), strict=True))
         sentence = _stop_sentence(stopped, lengths, readings.values(), pairs)
@@ -207,7 +210,8 @@ class _Clause(NamedTuple):
 def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:
     """Return the clause on a kind of leak.
 
-    The readings differ only if the lower run measured the same attack as the higher one.
+    The readings differ only if the lower run measured the same attack as the higher one, no attack
+    on this kind of leak was silent (without a result) there, and the intervals do not overlap.
 
     Args:
         readings: At least two readings, by the runs' names.

@@ -1,7 +1,9 @@
 """The composition of recorded releases, and the bounds on membership tests that follow from it.
 
-:func:`composed_epsilon` composes releases at one delta. :func:`curves_of` composes them at many
-deltas, and :func:`largest_rates` takes the tightest bounds on TPR and AUC from these pairs.
+A *release* is one update with the noise of differential privacy. An accountant composes releases:
+it returns the epsilon of all together. :func:`composed_epsilon` composes releases at one delta.
+:func:`curves_of` composes them at many deltas, and :func:`largest_rates` takes the tightest bounds
+on TPR and AUC from these pairs.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tupl
 
     pair = min(epsilon, MAX_SHOWN_EPSILON), delta
     tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]
+    # A curve accounts for the whole epsilon if no pair with a delta up to this one is far below.
     min_epsilon = MIN_EXPLAINED * epsilon
     if any(all(pair[0] >= min_epsilon for pair in curve if pair[1] <= delta) for curve in curves):
         tprs.append(max(curve_tpr(FPR, curve) for curve in curves))

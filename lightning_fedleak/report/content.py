@@ -1,5 +1,7 @@
 """The content of a report, from which its HTML, its JSON and the model card are made.
 
+A *fit* is one training run. Its overview has a *reading* for each kind of leak: the value of the
+attack that recovered most, and a verdict on it.
 :func:`findings` summarizes each fit, adds its overview, compares several runs, and draws a verdict.
 Every value comes from the logs, or from ``report.toml``. Values in neither are ``NOT_RECORDED``.
 """
@@ -96,6 +98,7 @@ def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
 def _verdict(
     fits: Sequence[FitSummary], overviews: Sequence[Overview], compared: Comparison | None
 ) -> _ReportVerdict:
+    """Return the verdict; the comparison of several runs comes before the overview of each."""
     sentences = overviews[0].sentences
     if compared is not None:
         parts = zip(names_of(fits), overviews, strict=True)
@@ -150,6 +153,7 @@ def memorized_rows(fit: FitSummary) -> list[tuple[str, str]]:
     for attack in fit.attacks:
         answer = interval(attack.last) if attack.looks else f"unknown: {attack.why_unknown}"
         if attack.family.name == ENTITIES.name:
+            # The name is entity/KIND/PLACE, with the suffix _xN for values planted N times.
             _, kind, place = attack.name.split("/")
             place, _, times = place.partition("_x")
             words = f"Planted values, {kind} in the {place}" + f", {times} times" * bool(times)

@@ -1,7 +1,9 @@
 """The attacks that EDPB Opinion 28/2024 names in paragraph 55, and how a run tested each of them.
 
-For each named attack a report lists the results, and the smallest rate that was detectable: an
-attack that found nothing excludes only rates above it.
+The Opinion of the European Data Protection Board names attacks by which a model that is said to be
+anonymous should be tested. For each of them a report lists the results on the trained model and on
+shared updates, and the smallest rate that was detectable: an attack that found nothing excludes
+only rates above it. A *look* is a measurement of leakage at one step of the training.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ def _named_attack(
 
 
 def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
-    """Return the attacks on canaries, those on the least repeated canaries first."""
+    """Return the attacks on canaries (planted texts), those on the least repeated ones first.
+
+    A tier is the canaries that were planted equally often; each tier has its own attack.
+    """
     canaries = [attack for attack in attacks if attack.family.name == CANARIES.name]
     return sorted(canaries, key=lambda attack: (len(attack.name), attack.name))  # as x4 before x16
 

@@ -1,7 +1,7 @@
 """Writes reports to files: for ``fedleak report``, during a fit, and at its end.
 
-Each function reads the logs, makes the content of the report from them, and writes its forms whole
-or not at all.
+Each function reads the logs, makes the content of the report from them, and writes its forms (HTML,
+JSON, a block for a model card) whole or not at all. A fit is one training run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """The summary of one fit for a report, from its log.
 
+A *fit* is one training run or federation. Its *monitors* run the attacks, at *looks* (steps at
+which leakage is measured); *gates* are rules that act if a metric exceeds a limit.
 :func:`fit_summaries` merges the logs of the monitors of each fit and returns a :class:`FitSummary`:
 which updates left the clients and who could see them, the result of each attack, what was not
 tested, what each epsilon allows next to what was measured, and what the gates decided.
@@ -71,7 +73,10 @@ class _GateRule(records.GateFacts):
 
 
 REST = "capture, truth, control and scores of all"
-"""The name of the cost that is the time of looks outside attacks."""
+"""The name of the cost that is the time of looks outside attacks.
+
+It is that of recording the step, its ground truth, the positive controls and all scores.
+"""
 
 
 class _Cost(NamedTuple):
@@ -345,7 +350,7 @@ def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[A
 def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
     """Return the effect of a defence on an update in words, with its most important settings."""
     settings = defense.settings or {}
-    name, kind = defense.name, defense.class_name or NOT_RECORDED
+    name, class_name = defense.name, defense.class_name or NOT_RECORDED
     clip = settings.get("max_grad_norm", settings.get("clip"))
     clipped = "not clipped" if clip is None else f"clipped at {digits(clip_in_words(settings))}"
     if clip == "auto":
@@ -353,23 +358,23 @@ def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
     noise = digits(settings.get("noise_multiplier", settings.get("sigma")))
     if account is not None and account.noise_multiplier is not None:
         noise = account.noise
-    if kind == TOKENS:
+    if class_name == TOKENS:
         unit = "token" if settings.get("per") == "token" else "text"
         return (
             f"of texts whose tokens {name} replaced before training "
             f"({digits(settings.get('mechanism'))}, epsilon {digits(settings.get('epsilon'))} for "
             f"each {unit})"
         )
-    if kind == CLIENT and settings.get("trust") == "central":
+    if class_name == CLIENT and settings.get("trust") == "central":
         return (
             f"as it is; then the server clips it at {digits(clip)} and adds noise {noise} ({name})"
         )
-    if kind == "DPSGD":
+    if class_name == "DPSGD":
         return f"each {settings.get('unit', 'example')}'s part {clipped}, noise {noise} ({name})"
-    if kind in (CLIENT, "GradientNoise"):
+    if class_name in (CLIENT, "GradientNoise"):
         share = "a share of " if settings.get("trust") == "secure_aggregation" else ""
         return f"{clipped}, {share}noise {noise} ({name})"
-    return f"after the defence {name} ({kind})"
+    return f"after the defence {name} ({class_name})"
 
 
 def _defenses(defenses: Sequence[records.DefenseFacts]) -> list[records.DefenseFacts]:

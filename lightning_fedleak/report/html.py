@@ -75,7 +75,10 @@ def _css_width(share: float) -> str:
 
 
 def _gauge_ends(rate: MetricValue) -> tuple[float, float]:
-    """Return the ends of a rate's interval on a gauge; without one, both are the value."""
+    """Return the ends of a rate's interval on a gauge from 0 to 1.
+
+    Without an interval both are the value. An interval without an upper end ends at 1.
+    """
     value = rate.value or 0.0
     low = value if rate.low is None else max(0.0, rate.low)
     high = rate.high if rate.high is not None else value if rate.low is None else 1.0

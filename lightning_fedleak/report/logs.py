@@ -1,8 +1,9 @@
 """Reads the log files of runs and sorts their lines by fit.
 
-:func:`read` finds the two log files in the folders, groups their lines by the id of the fit as
-:class:`FitLog`, and drops fits that are copies of another one. :func:`merge_monitors` then joins
-the logs that several monitors wrote of one fit.
+A *fit* is one training run or federation; each of its *monitors* writes results of attacks, at
+*looks* (steps at which leakage is measured). :func:`read` finds the two log files in the folders,
+groups their lines by the id of the fit as :class:`FitLog`, and drops fits that are copies of
+another one. :func:`merge_monitors` then joins the logs that several monitors wrote of one fit.
 """
 
 from __future__ import annotations

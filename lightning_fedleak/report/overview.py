@@ -1,5 +1,10 @@
 """The overview of a run: one sentence, one reading of each kind of leak, and six facts.
 
+A *family* is all attacks on one kind of leak, and a *look* is a measurement of leakage at one step.
+An attack's *quoted* look is the one whose value a report states. An attack is *blind* if its
+positive control, the same attack on known data, recovers little too; *stale* if its last result is
+of earlier weights; *certified* if it verified its own result.
+
 :func:`overview` first makes a :class:`Reading` for each family: the value of the attack that
 recovered most, and a verdict on it. The sentence and the facts follow from the readings. Every
 format of the report has these words and numbers; ``charts`` draws them.
@@ -247,7 +252,10 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
     )
     if attack is None or attack.quoted is None:
         return replace(reading, **(_without_value(attacks) if attacks else _unexposed(fit, family)))
-    # The value corrected by the control, for attacks that have no guessing.
+    # A value that shows a leak counts whatever the controls are. Any other value is unknown if an
+    # attack of the family is blind, or if it is of earlier weights. Otherwise it is "little" next
+    # to chance, and inconclusive above.
+    # ``corrected``: the value corrected by the control, for attacks that have no guessing.
     corrected = 0.0 if attack.chance else attack.above_chance
     is_little = max(_excess(attack), corrected) <= NEXT_TO_NONE
     verdict: _Verdict = "little" if is_little else "inconclusive"
@@ -282,7 +290,11 @@ def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
 
 
 def _without_value(attacks: Sequence[AttackSummary]) -> dict[str, Any]:
-    """Return the verdict, answer and note for attacks without a value."""
+    """Return the verdict, answer and note for attacks without a value.
+
+    They are those of an attack that certified its own result, or else of the first attack. If a
+    gate withheld all of that attack's updates, the answer says so.
+    """
     attack = next((a for a in attacks if a.certified), attacks[0])
     note = f"{attack.name}: {attack.why_unknown or 'it gave no result'}."
     if attack.certified:

@@ -1,8 +1,11 @@
 """The privacy accounts of a fit: what each defence has spent, and which guarantee that gives.
 
-:func:`accounts` collects the recorded spendings of each defence and makes an :class:`Account` of
-them: the largest epsilon over the clients, what it allows a membership test, and a statement. The
-ledger of a defence, a file with a line for each release, shows whether releases are missing.
+A *release* is one update, or one round's mean, that a defence with differential privacy makes
+public. A *spending* is the (epsilon, delta) of all releases until a look, a step at which leakage
+is measured. :func:`accounts` collects the spendings of each defence and makes an :class:`Account`
+of them: the largest epsilon over the clients, what it allows a membership test, and a statement.
+The *ledger* of a defence, a file that lists all releases, shows whether any are missing. An audit
+with *planted gradients* adds known gradients to the training, to refute epsilon by detecting them.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from lightning_fedleak.report.records.files import first_of
 
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose unit of privacy is not an example."""
+# The unit of privacy of each class, if its settings do not record one.
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
 WEAK_TPR = 0.5  # a limit on the TPR at 1% FPR above which a statement calls the limit weak
 
@@ -219,7 +223,7 @@ def _account(
     """
     defense = defenses[0]
     settings = defense.settings or {}
-    kind = defense.class_name or wording.NOT_RECORDED
+    class_name = defense.class_name or wording.NOT_RECORDED
     guarantee = defense.guarantee or wording.NOT_RECORDED
     series, delta, largest = _merge_spendings(spendings)
     ledgers = [(facts.settings or {}).get("ledger") for facts in defenses] if settings else []
@@ -239,16 +243,16 @@ def _account(
         settings=without_ledger(settings),
         guarantee=guarantee,
         accountant=settings.get(
-            "accountant", "basic composition" if kind == TOKENS else wording.NOT_RECORDED
+            "accountant", "basic composition" if class_name == TOKENS else wording.NOT_RECORDED
         ),
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
-        trust=settings.get("trust", "local" if kind == TOKENS else wording.NOT_RECORDED),
+        trust=settings.get("trust", "local" if class_name == TOKENS else wording.NOT_RECORDED),
         trusted=wording.TRUST[trusted_party(defense)],
         sampling=largest.sampling,
-        poisson=_poisson(kind, settings),
-        unit=settings.get("unit", _UNITS.get(kind, wording.NOT_RECORDED)),
-        clients=settings.get("clients", clients) if kind == CLIENT else clients,
-        class_name=kind,
+        poisson=_poisson(class_name, settings),
+        unit=settings.get("unit", _UNITS.get(class_name, wording.NOT_RECORDED)),
+        clients=settings.get("clients", clients) if class_name == CLIENT else clients,
+        class_name=class_name,
         holds=is_finite and guarantee != wording.NOT_RECORDED and not guarantee.startswith("none"),
         ledger=hashes if settings else None,
         ledger_releases=counts,
@@ -307,9 +311,9 @@ def _merge_spendings(
     return series, delta, largest
 
 
-def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
+def _poisson(class_name: str, settings: records.JsonObject) -> bool | None:
     """Return whether epsilon counts on Poisson sampling; None if that was not recorded."""
-    if kind == CLIENT:
+    if class_name == CLIENT:
         is_poisson = settings.get("sampling") == "poisson"
         return is_poisson and settings.get("trust", wording.NOT_RECORDED) == "central"
     return settings.get("poisson")

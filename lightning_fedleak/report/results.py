@@ -3,6 +3,11 @@
 :class:`FitResults` takes the lines of ``leakage.jsonl`` of one fit. It sets aside the lines that
 count training rows and entities, groups the remaining ones by attack and stage, and summarizes each
 group as an :class:`AttackSummary`. Updates that a gate withheld are in no summary number.
+
+Each line is one attack's result at one *look*, a measurement of leakage at a step. The *headline*
+is an attack's main metric, *chance* its value by guessing, and a *family* all attacks on one kind
+of leak. A *positive control* is the same attack at the same look on data whose content is known: if
+it recovers little too, the look is *blind*. A *pooled* value covers all looks so far.
 """
 
 from __future__ import annotations
@@ -137,6 +142,7 @@ class FitResults:
     def _summarize(
         self, name: str, stage: str, lines: Sequence[records.ResultLine]
     ) -> AttackSummary:
+        """Return the summary of one attack at one stage from all of its lines."""
         # Results on canaries, entities and a chosen checkpoint have names derived from an attack's.
         root = name.removeprefix(_AUDIT_PREFIX).removesuffix("_chosen").partition("/")[0]
         facts = self._facts.get(root, records.AttackFacts(name=name, family=""))
@@ -315,7 +321,9 @@ def _p_value(lines: Sequence[records.ResultLine]) -> float | None:
 def _is_conclusive(attack: AttackSummary) -> bool | None:
     """Return whether guessing is excluded; None if that does not apply.
 
-    The p-value over all looks decides if it was recorded, otherwise the latest interval.
+    The p-value over all looks decides if it was recorded, otherwise the latest interval. For a
+    metric without guessing (chance 0) guessing is never excluded by an interval; a high value is
+    inconclusive if the p-value does not exclude randomly named words.
     """
     if attack.p_value is not None and attack.p_value <= _ALPHA:
         return True

@@ -1,7 +1,9 @@
 """The data of the charts, without their drawing.
 
 These are leakage curves, bins of steps, heat maps of clients by rounds, leakage against utility,
-results before and after a defence, and utility curves. ``charts`` draws them.
+results before and after a defence, and utility curves. ``charts`` draws them. A *look* is a
+measurement of leakage at one step, or round of a federation; a look's *point* is an attack's main
+metric there. A *gate* may withhold an update, so that it does not leave its client.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ class Curve:
 
     def tone(self, point: Point) -> str:
         """Return ``"read"`` (red) if the point shows a visible leak, otherwise ``"calm"``."""
-        read = self.conclusive is not False and is_leak(point.rate, self.chance)
-        return "read" if read else "calm"
+        is_red = self.conclusive is not False and is_leak(point.rate, self.chance)
+        return "read" if is_red else "calm"
 
     def cell(self, point: Point | None) -> Cell:
         """Return a point as a cell of a table."""
@@ -119,7 +121,7 @@ class Bins:
 
     def __init__(self, steps: Iterable[int], max_bins: int) -> None:
         distinct = sorted(set(steps))
-        self.size = max(1, math.ceil(len(distinct) / max_bins))
+        self.size = max(1, math.ceil(len(distinct) / max_bins))  # steps in a bin
         self._bins = {step: index // self.size for index, step in enumerate(distinct)}
         self.steps = [distinct[i : i + self.size] for i in range(0, len(distinct), self.size)]
         self.names = [str(p[0]) if len(p) == 1 else f"{p[0]}\u2013{p[-1]}" for p in self.steps]
@@ -158,7 +160,8 @@ def heat_maps(
 ) -> tuple[Bins, dict[str, list[Row]]]:
     """Return the bins, and for each attack a table of clients (rows) by rounds (columns).
 
-    The last row is the sum over the clients, if the attack also ran on it.
+    Tables are sorted by their attacks' mean above chance, rows by the clients' mean, both highest
+    first. The last row is the sum over the clients, if the attack also ran on it.
     """
     summed = {a.name: list(a.points) for a in fit.attacks if a.stage == "aggregate"}
     bins = Bins([p.step for a in attacks for p in a.points], MAX_ROUNDS)
@@ -182,9 +185,9 @@ def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> l
 
     Tones are classes of page.css: ``h0`` (guessing) to ``h10``, ``h`` unknown, ``b`` the mean.
     """
-    shown, cells = bins.highest(points), []
+    highest, cells = bins.highest(points), []
     for index in range(len(bins.steps)):
-        point = shown.get(index)
+        point = highest.get(index)
         if point is None or point.value is None:
             cells.append(Cell("" if point is None else "?", "" if point is None else "h"))
             continue
@@ -235,6 +238,7 @@ def knee(fit: FitSummary) -> _Knee | None:
     name, line = next(metrics, ("", []))
     if not attacks or not line:
         return None
+    # An attack of the family memorization, and of several the one with the highest mean.
     attack = min(attacks, key=lambda a: (a.family.name != "memorization", -(a.mean or 0.0)))
     curve, looks = curve_of(attack, attack.name), []
     for point in curve.points:
@@ -257,7 +261,7 @@ def _advice(at: str, metric: str, best: Point, last: Point) -> str:
     if best.step >= last.step:
         return f"{metric} still improved at the last look: no knee within this run."
     auc_at_best, auc_at_end = best.value or 0.0, last.value or 0.0
-    if auc_at_end - auc_at_best >= 0.01:
+    if auc_at_end - auc_at_best >= 0.01:  # a difference that two decimals show
         return (
             f"Stopping at {at}, the best {metric}, would have left an AUC of {brief(auc_at_best)} "
             f"instead of {brief(auc_at_end)}: later steps did not improve {metric}."
@@ -315,7 +319,7 @@ def utility(fit: FitSummary) -> dict[str, Points]:
     """
     by_name: dict[str, dict[str, Points]] = {}
     for title, points in fit.utility.items():
-        name, _, client = title.partition(", ")
+        name, _, client = title.partition(", ")  # a title is "metric" or "metric, client 3"
         by_name.setdefault(name, {})[client] = points
     series: dict[str, Points] = {}
     for name in sorted(by_name, key=lambda name: (is_training(name), not is_validation(name))):

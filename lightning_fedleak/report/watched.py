@@ -1,4 +1,8 @@
-"""The report of a watched run: written live or at its end, and displayed in notebooks."""
+"""The report of a watched run: written live or at its end, and displayed in notebooks.
+
+A *look* is a measurement of leakage by the attacks of a run at one training step. The run's
+:class:`~lightning_fedleak.engine.Engine` makes the looks, and calls :class:`Reported` after each.
+"""
 
 from __future__ import annotations
 

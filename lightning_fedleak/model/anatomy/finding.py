@@ -1,4 +1,4 @@
-"""Find a language model inside any module, with its embedding, head and blocks.
+"""Find a language model inside any module, with its embedding, head and blocks: its *anatomy*.
 
 :func:`find_anatomy` does so for Hugging Face models by their getters (``get_input_embeddings``),
 and for plain modules by the numbers of rows of their layers. The kind of a model says what its
@@ -291,6 +291,7 @@ def _find_model(root: nn.Module) -> nn.Module | None:
         models = outermost(not_lightning or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
+        # The message suggests the first model with a trained parameter.
         path, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
         raise AnatomyError(
             f"{type(root).__name__} holds {len(models)} language models: {names}. Name the trained "

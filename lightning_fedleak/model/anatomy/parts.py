@@ -1,8 +1,9 @@
 """The parts of a language model: embeddings, blocks and output head, and their parameters.
 
 :class:`Anatomy` holds the modules, :func:`~lightning_fedleak.model.anatomy.find_anatomy` finds
-them. A parameter that attacks read has a role, a name that is the same in every model:
-``"head.weight"``, ``"head.bias"`` or ``"embedding.weight"``.
+them. A parameter that attacks read has a *role*, a name that is the same in every model:
+``"head.weight"``, ``"head.bias"`` or ``"embedding.weight"``. The *surface* of the head is the
+trained matrix whose gradient shows tokens: the head's weight, or the factor B of a LoRA on it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ HEAD_WEIGHT = "head.weight"
 HEAD_BIAS = "head.bias"
 EMBEDDING_WEIGHT = "embedding.weight"
 
+# The meaning of a model's labels, see ``Anatomy.kind``.
 Kind = Literal["causal", "masked", "seq2seq", "classifier"]
 
 
@@ -34,8 +36,8 @@ def where_whole(tensor: Tensor) -> torch.device:
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or mesh.device_type == tensor.device.type:
         return tensor.device
-    kind = mesh.device_type
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    device_type = mesh.device_type
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,4 +1,4 @@
-"""Find the layers inside wrapped modules, and what a model's forward and config say of them.
+"""Find the layers inside wrapped modules; read which arguments a forward takes and special ids.
 
 A module can be wrapped by torch.compile, DDP, DataParallel or FSDP, and its layers by PEFT. The
 wrappers of torch have one child and are transparent: their child computes the same. A layer of PEFT

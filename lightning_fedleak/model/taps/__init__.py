@@ -1,4 +1,7 @@
-"""The taps that take snapshots of a training step."""
+"""The taps that take snapshots of a training step.
+
+A *tap* is a set of hooks that record tensors of the user's training and change nothing.
+"""
 
 from lightning_fedleak.model.taps.activations import ActivationTap as ActivationTap
 from lightning_fedleak.model.taps.activations import ChangedInPlace as ChangedInPlace

@@ -1,4 +1,10 @@
-"""Record the hidden states of layers in training, and the gradient of the loss in them."""
+"""Record the hidden states of layers in training, and the gradient of the loss in them.
+
+A client of split learning sends hidden states. From their gradient follows the gradient of layers
+that a dishonest server could add to the model. :class:`ActivationTap` records both with hooks in
+the user's own forward and backward, without a further run of the model. :func:`join_pieces` joins
+the records of a batch that the model ran in several pieces.
+"""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.graph import arguments_of
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
+# The error for packed documents whose interaction is unknown, with the cause in place of ``{}``.
 NOT_TESTED = (
     "several documents are packed into a row, and it could not be tested whether they attend to "
     "each other ({}): set crossing=False or True in a TokenBatch, by a batch_adapter= in settings="

@@ -117,14 +117,16 @@ def _shuffle_call(
     source = _permutation(~is_fixed, texts, generator)
     shuffled_ids = ids.flatten()[source].view_as(ids)
     if batch.kind == "causal":  # a label moves with its token
-        words = torch.where(has_label, labels.to(ids.dtype), ids)
-        words = words.flatten()[source].view_as(ids)
+        targets = torch.where(has_label, labels.to(ids.dtype), ids)
+        targets = targets.flatten()[source].view_as(ids)
     else:
         # A classifier's labels stay with the gradient of their logits.
         source = _permutation(has_label & (batch.kind != "classifier"), None, generator)
-        words = labels.flatten()[source].view_as(labels)
-    if with_words and words.dim() == 2:
+        targets = labels.flatten()[source].view_as(labels)
+    if with_words and targets.dim() == 2:
         shift = int(batch.kind == "causal")
+        # The grid holds the number of the row whose label is at each position; it is shuffled as
+        # the tokens are, and each row takes the shape of the row whose number it finds.
         rows = torch.arange(1, shapes.shape[1] + 1, device=shapes.device)  # 0: no row
         grid = placed.grid(len(labels), rows, 0, shift)[:, : labels.shape[1]]
         grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1]))
@@ -133,8 +135,8 @@ def _shuffle_call(
         shuffled_rows = grid[placed.text, placed.place + shift]
         by_word = shapes[:, (shuffled_rows - 1).clamp(min=0)] * (shuffled_rows > 0)
         shapes = torch.where((shapes[0] != 0) & (by_word[0] != 0), by_word, shapes)
-    words = words.masked_fill(~has_label, IGNORE_INDEX)
-    batch = replace(batch, input_ids=shuffled_ids, labels=words, soft_labels=False, reached=None)
+    targets = targets.masked_fill(~has_label, IGNORE_INDEX)
+    batch = replace(batch, input_ids=shuffled_ids, labels=targets, soft_labels=False, reached=None)
     return replace(call, batch=batch, shapes=shapes)
 
 
@@ -384,7 +386,8 @@ def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> li
         )
     gradient = call.read_heads[0].gradient if call.read_heads else None
     if gradient is not None:  # a classifier's gradient is scaled as a whole, whatever its labels
-        shares = shapes[0] / placed.rows.sizes  # 0 for rows that a part of the control excludes
+        # 0 for rows that a part of the control, its first labels (Step.part), excludes.
+        shares = shapes[0] / placed.rows.sizes
         return [gradient * shares.nan_to_num(0.0).view(*gradient.shape[:-1], 1).to(gradient)]
     targets = _targets(placed, call.texts)
     all_targets = torch.split(targets.new_zeros(n_rows).index_copy(0, index, targets), counts)

@@ -1,7 +1,8 @@
-"""Helpers for the hooks of taps, which record tensors of the user's training.
+"""Helpers for the hooks of taps.
 
-A hook that fails must not end the user's forward or backward: its error is stored, and raised when
-the tap is read.
+A *tap* is a set of hooks that record tensors of the user's training and change nothing. A hook that
+fails must not end the user's forward or backward: its error is stored, and raised when the tap is
+read.
 """
 
 from __future__ import annotations

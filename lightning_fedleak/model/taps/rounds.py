@@ -1,6 +1,8 @@
 """Repeat a round of local steps, on its own tokens or on the shuffled tokens of a control.
 
-A control is a copy of a step or round whose tokens are shuffled over their positions. A new
+In a round of federated learning (FedAvg) each client takes several local optimizer steps and shares
+the change of its weights. A *control* is a copy of a step or round whose tokens are known, because
+they are shuffled over their positions: attacks that fail on it prove nothing about a defence. A new
 optimizer repeats each client's steps from the weights at the start of the round.
 """
 
@@ -74,7 +76,10 @@ def control_update(
 def _steps_again(
     anatomy: Anatomy, step: Step, numbers: Iterable[int], scale: float, clip_value: float | None
 ) -> Iterator[Mapping[int, nn.Parameter]]:
-    """Repeat local steps of a round, and yield the trained parameters after them by ``id``."""
+    """Repeat local steps of a round, and yield the trained parameters after them by ``id``.
+
+    ``numbers`` are the indices of the steps among those of all clients, in order.
+    """
     local = step.round
     assert local is not None
     with (
@@ -138,6 +143,7 @@ def plain_call(
     labels, shift = model_runs.labels_of(batch), int(batch.kind == "causal")
     targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
     has_label = targets != IGNORE_INDEX
+    # The fields of RowLabels for the mean cross-entropy over labels; ``no``: a flag no row has.
     sizes = has_label / has_label.sum().clamp(min=1)
     no, index = torch.zeros_like(has_label), torch.arange(len(targets), device=targets.device)
     no_ids = torch.zeros_like(targets)

@@ -78,6 +78,7 @@ CERTAIN_ODDS = 99.0
 # A uniform q has 0. It has the same direction as a shift of all entries, so the shift is set to 0.
 MIN_SPREAD = 1e-4
 
+# The place where the rows of a step were read, see ``HeadCall.source``.
 Source = Literal["head", "model", "states"]
 
 
@@ -251,6 +252,7 @@ def _fit_shape(gradient: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor
     q = logits.float().scatter(1, column, -torch.inf).softmax(1)
     entries = gradient.scatter(1, column, 0.0)
     sums, products, q_norms = entries.sum(1), torch.linalg.vecdot(entries, q), q.square().sum(1)
+    # The normal equations of ``entries = s q - c`` for the sum s and the shift c.
     spread = n * q_norms - 1
     shifts = torch.where(spread > MIN_SPREAD, (products - sums * q_norms) / spread, 0.0)
     return torch.stack([sums + n * shifts, shifts]), q, entries

@@ -1,8 +1,11 @@
 """Record the tensors that a client of split learning sends in a training step.
 
 The model is split at a layer: the client runs the blocks below it, and sends the hidden states of
-the layer, the mask and the positions to the server. :class:`SplitTap` records them in the user's
-forward, before and after the client's defences.
+the layer, the mask and the positions to the server. A *tap* is a set of hooks that record tensors
+of the user's training and change nothing. :class:`SplitTap` records the hidden states at two
+*stages* of the user's forward: ``local``, before the client's defences rewrite them (by noise, say,
+in a hook of their own), and ``shared``, as the server gets them. Layers have the numbers of Hugging
+Face's ``hidden_states``: 0 is the input of the first block, k the output of block k.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """One training step as a value: what the model was called with, its labels, and its gradients.
 
 Hooks record a :class:`Step` while the user's forward and backward run
-(:mod:`~lightning_fedleak.model.taps.step_tap`). A control is also a ``Step``: a copy with shuffled
-tokens. A round of a federation is a ``Step`` with several local steps. A test can create one::
+(:mod:`~lightning_fedleak.model.taps.step_tap`). A *control* is also a ``Step``: a copy with known,
+shuffled tokens, on which attacks are checked. A round of a federation is a ``Step`` with several
+local optimizer steps. A *stage* is a place at which its gradients are recorded: ``local`` before a
+client's defences, ``shared`` after them, ``aggregate`` over clients. A test can create a step::
 
     Step(calls=[ModelCall(batch=batch)], gradients={Stage.SHARED: snapshot})
 """
@@ -46,7 +48,10 @@ class PlacedRows:
     n_rows: int
 
     def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
-        """Return (texts, width + shift) the rows' values, ``shift`` columns after their rows."""
+        """Return (texts, width + shift) the rows' values, ``shift`` columns after their rows.
+
+        Positions without a row have the value ``fill``.
+        """
         shape, place = (texts, self.width + shift), self.place + shift
         grid = torch.full(shape, fill, dtype=values.dtype, device=values.device)
         grid[self.text, place] = values
@@ -136,20 +141,21 @@ class ModelCall:
         shift = int(batch.kind == "causal")
         grid = placed.grid(len(labels), live, 0, shift)
         grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1] + shift))
-        kept = grid[:, : labels.shape[1]]
-        batch = replace(batch, labels=labels.masked_fill(~kept, IGNORE_INDEX))
+        is_live = grid[:, : labels.shape[1]]
+        batch = replace(batch, labels=labels.masked_fill(~is_live, IGNORE_INDEX))
         if batch.live is not None:
             batch = replace(batch, live=grid[:, shift:])
         return replace(self, batch=batch)
 
     def without_dead_texts(self) -> ModelCall:
-        """Return the call of a part without the texts behind its last label.
+        """Return the call of a control without the texts after its last label (:meth:`Step.part`).
 
         A repeated call then takes only the time of the texts that it needs. The call stays as it is
         if the order of its rows or the arguments that belong to a text are not known.
         """
         assert self.shapes is not None
         placed, texts = self.known_rows, len(self.texts.input_ids)
+        # The number of texts up to the last one with a label.
         n = int(placed.text[self.shapes[0] != 0].max()) + 1 if self.has_gradient else texts
         labels = self.texts.labels
         is_plain = labels is not None and labels.dim() == 2 and self.texts.kind != "seq2seq"

@@ -78,6 +78,7 @@ class _EncoderTap(GraphTap):
 
     @raised_when_read
     def _model_ends(self, module: nn.Module, args: object, output: Any) -> None:
+        """Register a hook on each state that the model returns, which notes its gradient."""
         if model_runs.is_observed() or not self._depth:
             return
         self._depth -= 1
@@ -88,9 +89,11 @@ class _EncoderTap(GraphTap):
                 states.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _note_gradient(self, call: ModelCall, gradient: Tensor) -> None:
+        """Note that the backward has reached a state that this call returned."""
         self._calls_with_gradient.append(call)
 
     def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
+        """Record the positions with a gradient, and that the call got one."""
         super()._read_reach(call, gradient)
         self._calls_with_gradient.append(call)
 
@@ -115,6 +118,7 @@ def _read_encoder_call(
     return replace(call, batch=batch)
 
 
+# The reason why labels are read from the user's batch if the step's graph shows no labels.
 _NO_GRADIENT = (
     "its graph shows none (a fused or chunked loss?). No action is needed: "
     "leakage/step/unexplained shows whether these labels fit the step"
@@ -145,8 +149,8 @@ class _GradientTap:
         self._parameters = dict(parameters)
         self._gradient_of = gradient_of
         self._tied = tied
-        self._buffers: dict[int, Tensor] = {}
-        self._scales: dict[int, float] = {}
+        self._buffers: dict[int, Tensor] = {}  # the copies, by the ``id`` of their parameter
+        self._scales: dict[int, float] = {}  # the loss scale divided out of each copy so far
         self._handles: list[RemovableHandle] = []
         self.armed = False
         self.error: Exception | None = None
@@ -229,7 +233,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-class _PackedRows:
+class _PackingTest:
     """Tests whether documents that are packed into one row attend to each other.
 
     Args:
@@ -284,6 +288,7 @@ class _PackedRows:
             cause = "the model's parameters are sharded" if is_sharded else count
             raise UnusableObservation(NOT_TESTED.format(cause))
         [call] = calls
+        # A single row can be packed by other arguments (cu_seq_lens) than several rows.
         form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
         if form not in self._crossing:
             with self._forward_context():
@@ -304,7 +309,7 @@ class StepTap:
     ::
 
         tap = StepTap(anatomy, model_context)
-        tap.read_gradients({"head.weight": head.weight})
+        tap.read_gradients({"head.weight": head.weight}, attrgetter("grad"))
         step = tap.begin(number)
         tap.batch_begins(step, batch)          # then the user's forward and backward
         tap.settle(step)                       # reads the labels and inputs
@@ -344,24 +349,25 @@ class StepTap:
         self._autocast = autocast
         self._write = say
         self._reason = reason
+        # A sentence encoder has no logits that show labels: calls whose states get a gradient.
         embeds = anatomy.head is None and anatomy.kind == "classifier"
         self._graph = _EncoderTap(anatomy) if embeds else GraphTap(anatomy, temperature)
         self._read_call = _read_encoder_call if embeds else read_call
         config = getattr(without_peft(anatomy.model), "config", None)
         self._placeholders = placeholder_ids(config)
         self.why_not = why_not or self._graph.why_not
-        self._rows: _PackedRows | None = None
+        self._packing: _PackingTest | None = None
         self._random: tuple[Tensor, ...] = ()
         self._message_kinds: set[str] = set()
-        self._gradients = _GradientTap({})
+        self._gradient_tap = _GradientTap({})
 
     def close(self) -> None:
         """Remove every hook."""
-        self._gradients.close()
+        self._gradient_tap.close()
         self._graph.close()
-        if self._rows is not None:
-            self._rows.close()
-        self._rows = None
+        if self._packing is not None:
+            self._packing.close()
+        self._packing = None
 
     def read_gradients(
         self,
@@ -377,23 +383,23 @@ class StepTap:
             gradient_of: A function that returns the gradient with which the optimizer steps.
             keeps_local: Whether to copy each gradient before DDP reduces it.
         """
-        self._gradients.close()
-        self._gradients = _GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
+        self._gradient_tap.close()
+        self._gradient_tap = _GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
         if keeps_local:
-            self._gradients.keep_local()
+            self._gradient_tap.keep_local()
 
     # ---- a step -----------------------------------------------------------------------------
 
     def begin(self, number: int) -> Step:
         """Return a step whose calls and gradients are recorded from now on."""
-        self._gradients.arm()
+        self._gradient_tap.arm()
         if self.why_not is None:
             self._graph.arm()
         return Step(number, placeholders=self._placeholders)
 
     def end(self) -> None:
         """Deactivate the hooks until the next step, and drop the recorded calls."""
-        self._gradients.disarm()
+        self._gradient_tap.disarm()
         self._graph.close()
 
     def read(self, batch: Any) -> TokenBatch:
@@ -421,12 +427,16 @@ class StepTap:
             step.batch = tokens = self.read(batch)
             self._graph.labels = tokens.labels
             if tokens.documents is not None and self.why_not is not None:
-                self._packed_rows().watch(tokens)
+                self._packing_test().watch(tokens)
         except Exception as error:
             step.batch_error = self._reason(error)
 
     def settle(self, step: Step) -> None:
-        """Read the calls on the current micro-batch, after its backward."""
+        """Add the calls on the current micro-batch to the step, after its backward.
+
+        Calls are read from the step's graph. If it shows none, a plain call on the user's batch is
+        added instead. If neither can be read, the step's ``error`` is set.
+        """
         if step.error is not None:
             return
         is_read = len(step.calls) > step.n_ended
@@ -467,7 +477,7 @@ class StepTap:
         self, number: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1
     ) -> GradientSnapshot:
         """Return views of the current gradients, see :meth:`_GradientTap.view`."""
-        return self._gradients.view(number, stage, copies=copies, client=client, scale=scale)
+        return self._gradient_tap.view(number, stage, copies=copies, client=client, scale=scale)
 
     def local_copy(self, number: int, *, from_copies: bool) -> GradientSnapshot | None:
         """Return a copy of the local gradient, before a defence or a reduction changes it.
@@ -478,9 +488,9 @@ class StepTap:
                 :meth:`read_gradients`.
         """
         try:
-            view = self._gradients.view(number, Stage.LOCAL, copies=from_copies)
+            view = self._gradient_tap.view(number, Stage.LOCAL, copies=from_copies)
         except Exception as error:
-            self._gradients.error = error  # for the attacks, which read it next
+            self._gradient_tap.error = error  # for the attacks, which read it next
             return None
         if from_copies:
             return view
@@ -488,10 +498,10 @@ class StepTap:
 
     # ---- the ground truth -------------------------------------------------------------------
 
-    def _packed_rows(self) -> _PackedRows:
+    def _packing_test(self) -> _PackingTest:
         """Return the test of packed rows, which is created at its first use."""
-        self._rows = self._rows or _PackedRows(self._anatomy, self._forward_context)
-        return self._rows
+        self._packing = self._packing or _PackingTest(self._anatomy, self._forward_context)
+        return self._packing
 
     def _read_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:
         """Return the calls with their ids and labels, or a plain call on the batch without them."""
@@ -506,7 +516,7 @@ class StepTap:
         for i, call in enumerate(calls_with_texts):
             texts = call.texts
             if texts.crossing is None and texts.is_packed:
-                texts = self._packed_rows().with_crossing(texts, [call.arguments])
+                texts = self._packing_test().with_crossing(texts, [call.arguments])
                 calls_with_texts[i] = replace(call, batch=texts)
         self._say("the labels and inputs of a step are read from its own graph")
         for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
@@ -520,8 +530,8 @@ class StepTap:
     def _call_on_batch(self, step: Step, batch: TokenBatch) -> ModelCall:
         """Return the call that a plain cross-entropy makes on the user's batch."""
         self._say(f"the labels of a step are read from its batch: {self.why_not or _NO_GRADIENT}")
-        if self._rows is not None:
-            batch = self._rows.with_crossing(batch)
+        if self._packing is not None:
+            batch = self._packing.with_crossing(batch)
         step.batch = batch
         return plain_call(self._anatomy, batch, self._autocast, self._random)
 

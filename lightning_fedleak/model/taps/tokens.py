@@ -3,9 +3,14 @@
 A causal model is queried for a text once. For a masked model, the text's tokens are divided into 7
 random parts, and the model is queried once for each part, with that part masked: about the 15% that
 collators mask. The parts depend only on the text, so that the base model and the trained model have
-the same masks in every measurement. The sum over the tokens is a pseudo-log-likelihood (Salazar et
+the same masks in every measurement. For a classifier, the class of each text or token is queried.
+The sum over the tokens is a pseudo-log-likelihood (Salazar et
 al. 2020, arXiv 1910.14659, who mask one token per forward). Attacks compare it with the sum of the
-base model (Mireshghallah et al. 2022, arXiv 2203.03929).
+base model, from before the fine-tuning (Mireshghallah et al. 2022, arXiv 2203.03929).
+
+A *pool* is the set of candidate texts of a membership attack, members and held-out texts. A pair is
+a chosen and a rejected answer to one prompt, as in DPO. :func:`candidate_log_probs` compares a
+planted value with *candidates* that could stand in its place.
 """
 
 from __future__ import annotations
@@ -98,7 +103,10 @@ class Text:
 
     @property
     def words(self) -> Tensor:
-        """Return (L,) the ids that repeats are searched in, -100 where there is no label."""
+        """Return the ids in which repeats between texts are searched.
+
+        They are (L,) the text's ids if it is aligned, else (L - 1,) its labels, -100 without one.
+        """
         return self.ids if self.is_aligned else self.labels[1:]
 
     @property
@@ -292,7 +300,7 @@ def token_log_probs(
         The snapshot on the CPU, in float32.
     """
     if mask_id is not None:
-        copies = [copy for text in texts for copy in _masked_copies(text, mask_id)]
+        copies = [masked for text in texts for masked in _masked_copies(text, mask_id)]
         parts = token_log_probs(anatomy, copies)
         sums = [value.view(len(texts), MASKS, -1).sum(1).to(value.dtype) for value in parts]
         return TokenSnapshot(*sums)  # each token has a label in one copy
@@ -392,7 +400,7 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
         numbers[0, part] = target - total.log()
         numbers[1, part] = mean - total.log()
         numbers[2, part] = (mean_square - mean * mean).clamp_min(0).sqrt()
-        numbers[3, part] = (target >= 0).float()
+        numbers[3, part] = (target >= 0).float()  # the largest score is 0
     return numbers
 
 
@@ -483,6 +491,8 @@ def _run_tree(
     """Return (V,) the logits after each prefix; None if the model takes no such forward."""
     if not prefixes:
         return []
+    # Each prefix attends to the context, to itself, and to its own shorter prefixes, which come
+    # before it in the sorted order.
     place = {prefix: n for n, prefix in enumerate(prefixes)}
     attends = torch.eye(len(prefixes), dtype=torch.bool)
     for n, prefix in enumerate(prefixes):

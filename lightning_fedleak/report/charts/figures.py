@@ -1,7 +1,9 @@
 """The charts of one run and of several runs, as SVG in HTML, each with a table of its numbers.
 
 :func:`figures` returns the charts of one run, :func:`compared_figures` those that compare runs.
-Each chart is drawn in two widths, for a desktop and for a phone; the page shows one of them.
+Each chart is drawn in two widths, for a desktop and for a phone; the page shows one of them. Names
+of lines and texts such as ``read`` (red: a leak), ``calm``, ``ink`` and ``use`` (utility) are
+classes of ``page.css``. Numbers without a name are distances in pixels, chosen by eye.
 """
 
 from __future__ import annotations
@@ -229,6 +231,7 @@ def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
     """
     if n_runs > MAX_RUNS:
         return []
+    # Fewer points on each of several charts, so that the page stays small (MAX_RUNS).
     max_bins = MAX_BINS if n_runs == 1 else MAX_BINS // (4 * (n_runs - 1))
     spendings = [_draw_spending(fit, a.defense, a.series, max_bins) for a in fit.privacy]
     charts = [
@@ -275,16 +278,16 @@ def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure |
     if not steps:
         return None
     bins = Bins(steps, max_bins)
-    visible = {curve: bins.highest(curve.points) for curve in curves}
+    points_of = {curve: bins.highest(curve.points) for curve in curves}
     lines = {name: thin for name, line in metrics.items() if (thin := bins.downsample(line))}
     x = bins.span(fit.length)
 
     def draw(width: float) -> str:
-        leakage = _plot_leakage(fit, width, x, visible) if curves else ""
+        leakage = _plot_leakage(fit, width, x, points_of) if curves else ""
         return leakage + (_plot_utility(fit, width, x, lines) if lines else "")
 
     def cells(number: int) -> list[Cell]:
-        rates = [curve.cell(points.get(number)) for curve, points in visible.items()]
+        rates = [curve.cell(points.get(number)) for curve, points in points_of.items()]
         values = [line[number][1] if number in line else None for line in lines.values()]
         return [*rates, *(Cell("" if v is None else f"{v:.3f}", "use") for v in values)]
 
@@ -295,15 +298,15 @@ def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure |
 
 
 def _plot_leakage(
-    fit: FitSummary, width: float, x: Span, visible: Mapping[Curve, Mapping[int, Point]]
+    fit: FitSummary, width: float, x: Span, points_of: Mapping[Curve, Mapping[int, Point]]
 ) -> str:
     """Return the chart of leakage by step, as SVG."""
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
-    plot = _Plot(size, x, (_lower_end(visible), 1), margins)
+    plot = _Plot(size, x, (_lower_end(points_of), 1), margins)
     plot.axes(QUARTERS, _step_ticks(x, is_narrow))
-    plot.levels((curve.chance for curve in visible), limits_of(fit), are_named=True)
-    for curve, points in visible.items():
+    plot.levels((curve.chance for curve in points_of), limits_of(fit), are_named=True)
+    for curve, points in points_of.items():
         plot.curve(curve, list(points.values()))
         label = f"{_shorten(curve.name, 13)} {brief(curve.last.value)}"
         plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
@@ -313,13 +316,13 @@ def _plot_leakage(
         at, anchor = plot.x(decision.step), "end" if decision.step > 0.6 * x[1] else "start"
         plot.rule("gate", [at], (plot.top, plot.bottom))
         plot.text(at, 12, labels.get(decision.did, f"gate: {decision.did}"), "ink", anchor)
-    rates = [f"{c.name} {brief(c.last.value)} ({brief_interval(c.last.rate)})" for c in visible]
+    rates = [f"{c.name} {brief(c.last.value)} ({brief_interval(c.last.rate)})" for c in points_of]
     return plot.svg(f"Leakage by {fit.unit}: {'; '.join(rates)}")
 
 
-def _lower_end(visible: Mapping[Curve, Mapping[int, Point]]) -> float:
+def _lower_end(points_of: Mapping[Curve, Mapping[int, Point]]) -> float:
     """Return the lower end of an axis of rates: 0, or the lowest value if it is negative."""
-    return min([0.0, *(p.low or 0.0 for points in visible.values() for p in points.values())])
+    return min([0.0, *(p.low or 0.0 for points in points_of.values() for p in points.values())])
 
 
 def _plot_utility(
@@ -414,6 +417,7 @@ def _draw_defense(fit: FitSummary) -> _Figure | None:
         return plot.svg("What each attack read before the defence and after it")
 
     rows = [
+        # p[2:4]: the rates before and after the defence
         Row(p.attack, [Cell(f"{brief(r.value)} ({brief_interval(r)})") for r in p[2:4]])
         for p in pairs
     ]
@@ -434,13 +438,13 @@ def _draw_attacks(fit: FitSummary) -> _Figure | None:
     x = bins.span(fit.length)
     drawing, rows = Markup(""), []
     for curve, metric in curves.items():
-        visible = bins.highest(curve.points)
+        points = bins.highest(curve.points)
         last = f"{metric} {brief(curve.last.value)}"
 
-        plot = _Plot((240, 118), x, (_lower_end({curve: visible}), 1), (28, 8, 8, 20))
+        plot = _Plot((240, 118), x, (_lower_end({curve: points}), 1), (28, 8, 8, 20))
         plot.axes([0, 0.5, 1], ticks(x, 3))
         plot.levels([curve.chance], limits_of(fit, f"/{curve.name}/"))
-        plot.curve(curve, list(visible.values()), max_dots=2)
+        plot.curve(curve, list(points.values()), max_dots=2)
         title = '<div><p class="t">{}<span class="{}">{}</span></p>{}</div>'
         svg = Markup(plot.svg(f"{curve.name} at {fit.unit} {curve.last.step}: {last}"))
         drawing += Markup(title).format(curve.name, curve.tone(curve.last), last, svg)
@@ -456,20 +460,20 @@ def _draw_spending(fit: FitSummary, defense: str, series: Points, max_bins: int)
     bins = Bins([step for step, value in series if value is not None], max_bins)
     if len(bins.steps) < 2:
         return None
-    remaining, x = bins.downsample(series), bins.span(fit.length)
-    last = list(remaining.values())[-1][1]
+    epsilons, x = bins.downsample(series), bins.span(fit.length)
+    last = list(epsilons.values())[-1][1]
 
     def draw(width: float) -> str:
-        is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in remaining.values()))
+        is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in epsilons.values()))
         plot = _Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
         plot.axes(ticks(y, 4), _step_ticks(x, is_narrow), fit.unit)
-        plot.line("ink", remaining.values())
-        if len(remaining) <= MAX_DOTS:
-            plot.dots("ink", remaining.values())
+        plot.line("ink", epsilons.values())
+        if len(epsilons) <= MAX_DOTS:
+            plot.dots("ink", epsilons.values())
         plot.label(last, f"\u03b5 {digits(last)}", "ink b")
         return plot.svg(f"Epsilon by {fit.unit}: {digits(last)} at the end")
 
-    rows = bins.rows(lambda number: [Cell(digits(remaining[number][1]))])
+    rows = bins.rows(lambda number: [Cell(digits(epsilons[number][1]))])
     caption = f"\u03b5 of {defense} by {fit.unit}, of all releases until then."
     return _Figure("Privacy spent", caption, views(draw), [fit.unit, "epsilon"], rows)
 
@@ -531,21 +535,21 @@ def _draw_overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
     if not curves:
         return None
     bins = Bins([p.step for curve in curves for p in curve.points], MAX_DOTS)
-    visible = {curve: bins.highest(curve.points) for curve in curves}
+    points_of = {curve: bins.highest(curve.points) for curve in curves}
     x = bins.span(None)
 
     def draw(width: float) -> str:
-        plot = _Plot((width, 300), x, (_lower_end(visible), 1), (40, 110, 14, 40))
+        plot = _Plot((width, 300), x, (_lower_end(points_of), 1), (40, 110, 14, 40))
         plot.axes(QUARTERS, _step_ticks(x, True), unit)
         plot.levels([curves[0].chance])
-        for curve, points in visible.items():
+        for curve, points in points_of.items():
             plot.curve(curve, list(points.values()), max_dots=0)
             plot.dots(curve.tone(curve.last), [(curve.last.step, curve.last.value)])
             label = _shorten(curve.name, 14)
             plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
         return plot.svg(f"Leakage by {unit}, each run")
 
-    rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in visible.items()])
+    rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in points_of.items()])
     caption = f"The worst attack of this kind, each run.{bins.caption}"
     columns = [unit, *(curve.name for curve in curves)]
     return _Figure(f"By {unit}", caption, views(draw, HALF), columns, rows)

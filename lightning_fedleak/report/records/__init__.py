@@ -1,4 +1,7 @@
-"""The log files of a run: the lines of ``leakage.jsonl`` and ``run.jsonl``, read and written."""
+"""The log files of a run: the lines of ``leakage.jsonl`` and ``run.jsonl``, read and written.
+
+``leakage.jsonl`` has the results of attacks, ``run.jsonl`` the set-up and the events of the run.
+"""
 
 from lightning_fedleak.report.records.controls import HIGH as HIGH
 from lightning_fedleak.report.records.controls import STRENGTH as STRENGTH

@@ -1,6 +1,7 @@
 """Judges a low value by the positive control of the same look, for gates and for reports.
 
-A positive control is the attack on data whose content is known. If it also recovers little there, a
+A *look* is a measurement of leakage at one step, and a *gate* acts if a value exceeds its limit. A
+positive control is the attack on data whose content is known. If it also recovers little there, a
 low value is no evidence that nothing leaks, and :func:`judge_value` returns NaN (unknown).
 """
 
@@ -83,21 +84,21 @@ def judge_value(
     """
     if at_most >= 1 or control is None or math.isnan(value) or value > at_most or control >= 1:
         return Judgement(value)
-    read = f"it reads {value:.2f}, and {control:.2f} of known {known} in the same step"
+    measured = f"it reads {value:.2f}, and {control:.2f} of known {known} in the same step"
     if control > at_most:
         share = (value - chance) / (control - chance)
         counted = chance + share * (1 - chance)
-        return Judgement(counted, f"{read}, so that it counts as {counted:.2f}")
+        return Judgement(counted, f"{measured}, so that it counts as {counted:.2f}")
     if part > max(at_most, default_limit(chance)):
         why = (
-            f"low by aggregation: {read}, but {part:.2f} of those of a part of the batch, which "
-            "holds more than this attack can distinguish"
+            f"low by aggregation: {measured}, but {part:.2f} of those of a part of the batch, "
+            "which holds more than this attack can distinguish"
         )
         return Judgement(value, why, by_aggregation=True)
     if math.isnan(control):
         why = f"it reads {value:.2f}, and its control could not be read"
         return Judgement(math.nan, f"{why}: {failure}" if failure else why)
-    why = f"{read}: this attack cannot show more than {control:.2f} here"
+    why = f"{measured}: this attack cannot show more than {control:.2f} here"
     if unexplained > 0:
         why += (
             f". Of the gradient {unexplained:.2g} is not its batch's: a penalty on the weights, or "

@@ -1,4 +1,10 @@
-"""The families of attacks, one for each kind of leak, and the words of a report on each."""
+"""The families of attacks, one for each kind of leak, and the words of a report on each.
+
+The attacks of a family share a main metric, its *headline*. A *look* is a measurement of leakage at
+one step. In a *game*, an attack guesses which candidate texts are members. *Canaries* are texts,
+and *planted values* names or numbers, that the user adds to the training data to measure what the
+model memorizes. A *positive control* is the same attack on data whose content is known.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +199,7 @@ ENTITIES = Family(
 )
 
 PLANTED = CANARIES.name, ENTITIES.name
-"""Families on planted texts and values, whose results do not cover the remaining texts."""
+"""Names of families on planted texts and values, whose results do not cover the remaining texts."""
 
 STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
 """The families that a report names even if no attack tested them."""

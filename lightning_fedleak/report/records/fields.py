@@ -1,7 +1,8 @@
 """Dataclasses that are read from lines of JSON and written to them, by the types of their fields.
 
 A field is declared once: its type says which JSON value it takes, a default makes it optional, and
-:func:`named` gives its key if that differs from its name. :meth:`Record.from_json` reads and checks
+:func:`named` gives its key if that differs from its name, and the entry ``"write"`` in a field's
+metadata is a function that converts it to JSON. :meth:`Record.from_json` reads and checks
 a line, :func:`as_json` converts a record back, and :func:`append_line` adds a line to a file. Each
 line holds the hash of the line before it and its own, so that changes of the file are detected.
 """
@@ -348,7 +349,7 @@ Count = Annotated[int, 0, MAX_NUMBER]
 
 
 class Releases(NamedTuple):
-    """Releases with the same noise and sample rate.
+    """Releases (updates with the noise of differential privacy) of equal noise and sample rate.
 
     Attributes:
         noise_multiplier: standard deviation of the noise, divided by the clip norm.

@@ -3,6 +3,11 @@
 ``leakage.jsonl`` has a :class:`ResultLine` for each attack, look and stage. ``run.jsonl`` begins
 with the line in :mod:`~lightning_fedleak.report.records.setup`. Lines on looks, metrics, gates and
 checkpoints follow in the order of the run, and an :class:`EndLine` closes it.
+
+A *fit* is one training run. A *look* is a measurement of leakage by all attacks at one step. A
+*stage* is a place at which data are attacked, such as before or after a client's defence. A *gate*
+is a rule that acts if a metric exceeds a limit. A *release* is one update with the noise of
+differential privacy, which an accountant counts.
 """
 
 from __future__ import annotations

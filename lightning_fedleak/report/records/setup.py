@@ -1,7 +1,9 @@
 """The first line of ``run.jsonl``: the set-up of a fit, written before its first step.
 
-:class:`BeginLine` is that line. The other classes are its parts: model, monitor, attacks, defences
-and gates. A :class:`DefenseLine` adds a defence that was not known then.
+A *fit* is one training run, or one federation. Its *monitor* runs the attacks, at *looks* (steps at
+which leakage is measured); a *gate* acts if a metric exceeds a limit.
+:class:`BeginLine` is the first line. The other classes are its parts: model, monitor, attacks,
+defences and gates. A :class:`DefenseLine` adds a defence that was not known then.
 """
 
 from __future__ import annotations

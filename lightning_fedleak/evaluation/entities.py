@@ -55,7 +55,7 @@ def is_iban(value: str) -> bool:
 
 
 def _pattern_finder(pattern: str, is_valid: Callable[[str], bool] = bool) -> _Finder:
-    """Return a finder of whole words that match a pattern and are valid."""
+    """Return a finder of whole words that match a pattern and are valid; by default, all are."""
     compiled = re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")
 
     def find(text: str) -> Iterator[tuple[int, int]]:

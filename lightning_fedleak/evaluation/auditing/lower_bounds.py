@@ -293,6 +293,7 @@ def _rates_at_cut(
 
 def _ranks(n: int) -> Ints:
     """Return ranks from 1 to n at most, each about ``RATIO`` times the one before."""
+    # 1e-9: logarithms and powers may be just below an integer.
     steps = np.arange(int(math.log(n) / math.log(RATIO) + 1e-9) + 1)
     return np.unique((RATIO**steps + 1e-9).astype(np.int64))
 

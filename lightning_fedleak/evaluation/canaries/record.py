@@ -204,6 +204,7 @@ class InclusionRecord(Secret):
         )
 
     def _committed_bytes(self) -> bytes:
+        """Return the settings, the digests and the inclusion bits, which the commitment fixes."""
         included = bytes(self.included)
         stated = f"{SCHEMA} {self.probability!r} {len(self.digests)} times {self.times} "
         return stated.encode() + b"".join(self.digests) + included

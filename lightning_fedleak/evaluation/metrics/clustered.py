@@ -219,6 +219,7 @@ def least_error(score: Floats, member: Bools, mean: float = 0.5) -> float:
         influence = _influence(member, starts, value)
         error = math.sqrt(_delong_variance(influence, member)) / (value * (1 - value))
         log_odds_ratio = math.log(value * (1 - mean) / (mean * (1 - value)))
+        # Equal scores have no error: then only Hoeffding's bound counts.
         tail = (
             float(stdtr(_degrees_of_freedom(influence), -log_odds_ratio / error)) if error else 1.0
         )

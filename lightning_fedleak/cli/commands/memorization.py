@@ -1,9 +1,9 @@
 """``fedleak memorization``: what a trained model leaks of its training texts, before its release.
 
-:func:`run` reads members and non-members, and sorts them into pools: long texts, short texts and
-prompts. It queries the base and the trained model once for each text, and compares the scores in
-each pool, with reference models if there are any. Then it lists rows, writes the results, and
-checks the limits of ``--at-most``.
+:func:`run` reads members (texts that were trained on) and non-members, and sorts them into pools:
+long texts, short texts and prompts. It queries the trained model and its base (before training),
+and compares the scores in each pool, with reference models if there are any. Then it lists rows,
+writes results, and checks the limits of ``--at-most``, which an unknown rate breaches too.
 """
 
 from __future__ import annotations

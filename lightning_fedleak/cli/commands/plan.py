@@ -78,6 +78,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         with torch.device("meta"):
             shapes = build()
         models.check_context(shapes, options.batch[1], option)
+        # A model of the smallest sizes shows which linear maps read known inputs.
         print_costs(console, shapes, build(blocks=1, tokens=64, mlp=64), options.batch)
         print_prices(console, shapes, build, options.batch)
         return 0
@@ -227,6 +228,7 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
     with _attack_plan(probe, lambda _: False) as lineup:
         for step in range(3):  # LoRA's A has a gradient after a step, and is calibrated then
             optimizer.zero_grad()
+            # A control computes two gradients: of the step again, and of known words.
             prices["", "control"] = 2 * measure_seconds(backward, device)
             query = Query(ids.repeat(-(-lineup.texts // len(ids)), 1)[: lineup.texts])
             with share_work(), torch.no_grad():
@@ -317,7 +319,7 @@ def print_prices(
 
 
 class _PlannedRun(LoopRun):
-    """A run whose log lines name the monitor, as in a training."""
+    """A run whose messages name LeakageMonitor, as in a training with Lightning."""
 
     watcher: ClassVar[str] = "LeakageMonitor"
 

@@ -174,6 +174,7 @@ class ReleasedPool:
         model = ReleasedModel(now, base, self.compressed, answers, reference)
         members = self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
+        # Extraction, the last attack, needs a model that predicts the next token.
         default = {
             "long": (
                 *[memorization.CombinedReference()] * (reference is not None),

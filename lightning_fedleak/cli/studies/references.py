@@ -74,8 +74,8 @@ class Recipe:
         """
         if not options.references:
             names = ("run", "epochs", "batch_size", "lr")
-            if alone := [name for name in names if getattr(options, name) is not None]:
-                raise SourceError(f"--{alone[0].replace('_', '-')} needs --references")
+            if useless := [name for name in names if getattr(options, name) is not None]:
+                raise SourceError(f"--{useless[0].replace('_', '-')} needs --references")
             return None
         is_drawn = options.drawn and not used_up_mark(options.members).exists()
         if options.references == 1 or not is_drawn:

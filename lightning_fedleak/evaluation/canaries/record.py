@@ -148,6 +148,7 @@ class InclusionRecord(Secret):
         included = tuple(
             self._number("coin", i, digest) < threshold for i, digest in enumerate(self.digests)
         )
+        # The index in ``times`` of each canary's number of repetitions.
         tiers = (
             self._number("times", i, digest) * len(self.times) >> _BITS
             for i, digest in enumerate(self.digests)

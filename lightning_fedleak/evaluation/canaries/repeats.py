@@ -45,6 +45,7 @@ Hashes = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, the usual multiplier of Fibonacci hashing
+# Powers of an odd number: the hash of a run is the sum of its mixed tokens times these.
 _POWERS = np.cumprod(np.full(RUN, 0xD6E8FEB86659FD93, np.uint64), dtype=np.uint64)
 
 
@@ -295,6 +296,7 @@ class _Search:
 
     def read(self, texts: Sequence[Text], trained: Sequence[bool]) -> None:
         """Count the runs and copies that some rows of the data share with the pool."""
+        # Whether each row's text is the first such text, and whether it is no text of the pool.
         fresh, others = np.zeros((2, len(texts)), bool)
         for row, name in enumerate(map(_digest, texts)):
             fresh[row], others[row] = name not in self.digests, name not in self.numbers

@@ -377,14 +377,14 @@ class _GameRun:
                 guess = attack.run(Observation((shared,)), query)
                 collides = torch.zeros_like(challenge.bits)
             else:
-                hidden, kind = states[attack.layer], (attack.layer, attack.granularity)
-                if kind not in upstreams:
+                hidden, key = states[attack.layer], (attack.layer, attack.granularity)
+                if key not in upstreams:
                     whole = attack.granularity == "full"
-                    upstreams[kind] = generic_upstream(hidden, whole, self.client_generator)
+                    upstreams[key] = generic_upstream(hidden, whole, self.client_generator)
                     start = time.perf_counter()  # the client's work is not the adversary's time
                 targets = attack.embed(embedded[attack.layer], query)
                 self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
-                gradient = attack.gradient(targets, hidden, mask, upstreams[kind]).sum(0)
+                gradient = attack.gradient(targets, hidden, mask, upstreams[key]).sum(0)
                 guess = attack.guess(gradient)
                 collides = find_collisions(
                     challenge,

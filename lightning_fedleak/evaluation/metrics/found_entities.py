@@ -108,6 +108,7 @@ class FoundEntities:
     def __init__(self, finder: EntityFinder, are_predicted: bool = True) -> None:
         self._finder = finder
         self.are_predicted = are_predicted
+        # The number of rows, and of training rows, with each value (kind and key).
         self._rows: Counter[tuple[str, str]] = Counter()
         self._trained: Counter[tuple[str, str]] = Counter()
         self._occurrences: Sequence[_Occurrence] = ()
@@ -176,6 +177,7 @@ class FoundEntities:
                     "are needed. Hold out more rows, or plant values (with_entities)"
                 )
                 continue
+            # The places of each value's tokens among the predictions of its text.
             columns = torch.zeros(len(values), now.labels.shape[1], dtype=torch.bool)
             for i, value in enumerate(values):
                 columns[i, value.start - 1 : value.end - 1] = True  # logits predict the next token

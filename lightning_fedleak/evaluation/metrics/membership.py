@@ -230,8 +230,8 @@ def _columns(
 def _decision_rates(decisions: Bools, member: Bools, code: Ints, alpha: float) -> dict[str, Rate]:
     """Return accuracy, F1 and advantage of the decisions b'."""
     right = decisions == member
-    everyone = np.ones_like(member)
-    rates = {"accuracy": clustered.share_rate(right, everyone, code, alpha)}
+    all_games = np.ones_like(member)
+    rates = {"accuracy": clustered.share_rate(right, all_games, code, alpha)}
     union = decisions | member
     if union.any():
         jaccard = clustered.share_rate(decisions & member, union, code, alpha)

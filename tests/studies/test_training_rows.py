@@ -149,7 +149,7 @@ def test_classes_of_a_csv_are_numbers_and_each_word_has_one(tokenizer: Any, tmp_
     texts = RowReader(tokenizer, 9, head="row", classes=classes).read(source)
     assert [int(text.labels[-1]) for text in texts.values()] == [1, 0]
     source.write_text("text,label\nGood morning,2\n")
-    with pytest.raises(UnknownLabels, match="does not know"):
+    with pytest.raises(UnknownLabels, match="not in the model.s config"):
         RowReader(tokenizer, 9, head="row", classes=classes).read(source)
     row = {"tokens": ["secret", "words"], "labels": [0, 1]}
     rows = write(tmp_path / "rows.jsonl", [row, row | {"labels": [0]}])

@@ -1,4 +1,7 @@
-"""The command ``fedleak``. Imports only what the chosen subcommand needs."""
+"""The command ``fedleak``: it parses the command line, runs a subcommand, and reports errors.
+
+Only what the chosen subcommand needs is imported. A *recipe* is a ready-made config of ``fit``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.names import did_you_mean
 from lightning_fedleak.extras import install
 
-_OPTION = "--recipe"
+_OPTION = "--recipe"  # an option of ``fit`` that LightningCLI does not have: see with_configs
 
 
 def recipe_files() -> dict[str, Traversable]:
@@ -115,6 +118,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _fit(arguments: Sequence[str], *, from_command_line: bool) -> int:
+    """Run ``fit``, which LightningCLI parses; raise ``SourceError`` if that is not installed."""
     # These deprecations are LightningCLI's to mend, not the user's.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     arguments = with_configs(arguments)

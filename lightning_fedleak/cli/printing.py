@@ -77,6 +77,7 @@ def print_comparison(console: Console, content: Findings) -> None:
     claims = ["\n".join(account.claim for account in fit.privacy) for fit in content.runs]
     titles = [x.replace(comparison.metric, title_of(comparison.metric)) for x in comparison.columns]
     table = Table(show_lines=True)
+    # Each run has an equal part of the console's width, less 3 characters of borders and padding.
     width = max(20, (console.width - _LABEL_WIDTH) // len(content.runs) - 3)
     table.add_column("run")
     for name, *_ in comparison.rows:

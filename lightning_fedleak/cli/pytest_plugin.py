@@ -1,5 +1,8 @@
 """A plugin of pytest: tests of how much a model or a training step leaks.
 
+The fixture ``fedleak_release`` compares trained weights with their base on members (texts that were
+trained on) and held-out texts. The fixture ``fedleak_step`` attacks the gradient of one step. Its
+*control* is the result of the same attack on known words: if that is low, the result is unknown.
 Installed with the package; imports nothing heavy before a fixture is used.
 """
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     from lightning_fedleak.attacks import Attack
 
+# The attacks that the summary shows: on long texts, on short texts, and by extraction.
 _HEADLINES = ["combined", "loss_ratio_short", "extraction"]
 SUMMARY = pytest.StashKey[list[str]]()
 """Key of what the checks of a session measured, a line each."""
@@ -127,7 +131,7 @@ class _StepCheck:
         events: list[object] = []
         model, quiet = self.model, WatchSettings(tensorboard=False)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.0)
+        optimizer = torch.optim.SGD(trained, lr=0.0)  # the step does not change the model
         gate = Threshold(metric, at_most=at_most, action=events.append)
         with tempfile.TemporaryDirectory() as logs:
             watch = Watch(
@@ -158,6 +162,7 @@ def _sources(latest: Mapping[str, float], names: Sequence[str]) -> Iterator[str]
 
 
 def _as_text(value: float | None) -> str:
+    """Return a number with three decimals; ``unknown`` for None and NaN."""
     return "unknown" if value is None or math.isnan(value) else f"{value:.3f}"
 
 

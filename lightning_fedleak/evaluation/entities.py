@@ -16,7 +16,7 @@ _Finder = Callable[[str], Iterator[tuple[int, int]]]
 """Yields the start and the end of each value in a text."""
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_DATE = (
+_DATE = (  # 2024-5-17; 17.5.2024; 17. May, 2024; May 17, 2024
     r"\d{4}-\d{1,2}-\d{1,2}",
     r"\d{1,2}([./-])\d{1,2}\1(?:\d{4}|\d\d)",
     rf"\d{{1,2}}\.? {_MONTH},? \d{{4}}",
@@ -55,7 +55,7 @@ def is_iban(value: str) -> bool:
 
 
 def _pattern_finder(pattern: str, is_valid: Callable[[str], bool] = bool) -> _Finder:
-    """Return a finder of whole words that match a pattern and are valid."""
+    """Return a finder of whole words that match a pattern and are valid; by default, all are."""
     compiled = re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")
 
     def find(text: str) -> Iterator[tuple[int, int]]:

@@ -56,6 +56,11 @@ def test_bitfit_trains_biases_only(folder: str) -> None:
     assert names
 
 
+def test_an_unknown_peft_is_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match="peft must be 'lora' or 'bitfit'"):
+        CausalLMFineTuning(folder, peft="LoRA")
+
+
 def test_bitfit_refuses_a_model_without_biases() -> None:
     config = LlamaConfig(
         vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,

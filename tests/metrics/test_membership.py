@@ -170,6 +170,25 @@ def test_the_auc_of_one_cluster_has_the_widest_interval(seed: int) -> None:
     assert rate.value == pytest.approx(roc_auc_score(members, scores))
 
 
+@pytest.mark.parametrize("per_cluster", [1, 2])
+def test_the_auc_of_equal_scores_has_an_interval(per_cluster: int) -> None:
+    """Equal scores have no variance, which is no evidence that the AUC is exactly 0.5."""
+    scores, members = np.ones(60), np.arange(60) % 4 < 2
+    code = np.arange(60) // per_cluster
+    rate = clustered.auc(scores, members, code, 0.05, 100, np.random.default_rng(0))
+    assert rate.value == 0.5
+    assert rate.low <= 0.35
+    assert rate.high >= 0.65
+
+
+@pytest.mark.parametrize("mean", [0.2, 0.3])
+def test_the_least_error_of_equal_scores_is_where_their_interval_ends(mean: float) -> None:
+    scores, members = np.ones(60), np.arange(60) % 4 < 2
+    alpha = clustered.least_error(scores, members, mean)
+    rate = clustered.auc(scores, members, np.arange(60), alpha, 1, np.random.default_rng(0))
+    assert rate.low == pytest.approx(mean)
+
+
 @pytest.mark.parametrize("decimals", [15, 0])
 def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: int) -> None:
     """The two ways to compute a bootstrap, and one by ranks of the games drawn."""

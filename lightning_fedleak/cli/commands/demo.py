@@ -2,7 +2,7 @@
 
 It trains three times on the same texts: without a defence ("watched"), under DP-SGD ("defended"),
 and with a gate that stops the training when word leakage exceeds a limit ("gated"). Attacks measure
-each run at a sizes steps, called looks. Then it prints a table, the path of the report, and an
+each run at a few steps, called looks. Then it prints a table, the path of the report, and an
 invented message with the words that the server recovered.
 """
 
@@ -58,7 +58,7 @@ _LINE = "{:<38}{:<20}{:<20}{}"  # a line of the final table; the widths are in c
 
 
 # The name of an attack, what it recovers, its title in the tables, and the command that shows a
-# leak if the demo's sizes texts do not.
+# leak if the demo's few texts do not.
 _ATTACKS = (
     ("flatchat", "words", "FlatChat (FLATCHAT)", "demo --batch-size 4"),
     ("aligned_flatchat", "words", "AlignedFlatChat (best)", "demo --batch-size 4"),
@@ -88,6 +88,7 @@ class _Rows(finetuning.TextDataModule):
             members, others = leave_out(rows, n, self.seed)
             self.n, self.others = len(members), attacks.PublicText([others[i] for i in range(n)])
             sides = ([members[i] for i in range(self.n)], self.others.sentences)
+            # Rows of 9 tokens or more have the 8 label tokens that a test of the weights needs.
             long = [{tuple(row.tolist()) for row in side if len(row) > 8} for side in sides]
             self.is_enough = min(map(len, long)) >= demo_settings.LONG_ROWS
             self._train = members  # type: ignore[assignment]  # a loader takes it like a list
@@ -129,6 +130,7 @@ class _Demo:
             attacks.AttentionMembership(layer, public, batch=options.batch_size),
             attacks.PrefixInversion(layer, None, sizes.INVERSION_SECONDS),
         ] + [attacks.Combined()] * self.data.is_enough
+        # "local" is the gradient before the defence, "shared" what leaves the client.
         stages = ("local", "shared") if defenses else ("shared",)
         reveals = (options.reveal or options.text is None) and name == _WATCHED
         memory = Memorization(max_overhead=sizes.WEIGHTS_OVERHEAD, looks=())
@@ -163,10 +165,12 @@ class _Demo:
 
     def defend(self) -> None:
         """Train under DP-SGD, or print why the defence refuses this model."""
+        # The delta is a tenth of 1 / n: a mechanism that publishes one of n texts has delta 1 / n.
         epsilon, delta = demo_settings.EPSILON, 0.1 / self.data.n
         title = f"Run 2: DP-SGD, epsilon {epsilon:g} at delta {delta:.1g} for each text"
         self.console.print(title, style="bold")
         try:
+            # None: the noise multiplier follows from epsilon.
             defense = DPSGD(demo_settings.MAX_GRAD_NORM, None, epsilon, delta, "rdp")
             self.fit(_DEFENDED, [defense])
         except DefenseError as error:
@@ -291,6 +295,7 @@ class _LooksTable(L.Callback):
         self.calibrations: Mapping[str, object] = {}
         headers = [f"{leak}\n{title.partition('(')[2][:-1]}" for _, leak, title, _ in _ATTACKS]
         self._values: list[str] = []  # cells of the newest look at an update
+        # The widths in characters: step, loss, and the 7 attacks.
         self.lines = printing.LinesTable(console, ["step", "loss", *headers], [6, 7, *[11] * 7])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

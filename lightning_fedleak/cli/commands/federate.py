@@ -1,7 +1,8 @@
 """``fedleak federate``: trains a federation, attacks every update, and prints what it leaked.
 
-A gate may withhold updates that leak too much, and client-level differential privacy may clip them
-and add noise.
+A *gate* may withhold updates for which a rate of the attacks exceeds a limit, and client-level
+differential privacy may clip them and add noise. The table has a line for each round and family of
+attacks (words, membership).
 """
 
 from __future__ import annotations
@@ -217,6 +218,7 @@ class _RoundsTable(printing.LinesTable):
         if clients <= _MAX_COLUMNS:
             columns = [f"client {client}" for client in range(clients)]
         columns += ["sum", *["noise", "epsilon"] * private]
+        # In characters: round, loss, leaks, and all other columns.
         widths = [6, 8, 17, *[10] * len(columns)]
         super().__init__(console, ["round", "loss", "leaks", *columns], widths)
 

@@ -44,6 +44,7 @@ class _FitCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
+            # The errors of all types that were tried are a list with "- "; the first is kept.
             match = re.search(r"Errors:\s+- (.*?)\n\s*- ", str(error), re.DOTALL)
             if not match:
                 raise

@@ -37,7 +37,7 @@ from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
-_PUBLIC_SHARE = 0.25  # share of --text that the server gets; more: fewer sentences; not tuned
+_PUBLIC_SHARE = 0.25  # the share of --text that the server gets; the games get the rest; not tuned
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
 _MAX_POOL = 1000  # texts that games are drawn from; not tuned, more take longer
 _ACTIVE_SERVER = (
@@ -45,8 +45,8 @@ _ACTIVE_SERVER = (
     "sentence is in that batch. "
 )
 _PASSIVE_SERVER = (
-    "An honest but curious server decides the same from the gradient of the trained parameters "
-    "(--attack gradient, subspace). "
+    "An honest but curious server decides from the gradient of the trained parameters whether one "
+    "sentence is in that batch (--attack gradient, subspace). "
 )
 PASSIVE: dict[str, type[attacks.GradientMembership] | type[attacks.SubspaceMembership]] = {
     "gradient": attacks.GradientMembership,
@@ -92,6 +92,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pool = SentencePool.from_texts(texts, tokenizer, options.tokens)
     layers = options.layer or [max(1, len(anatomy.blocks) // 2)]
     adversaries = _make_adversaries(options, layers, public, randomised=defense is not None)
+    # A defence draws new tokens in each game, so the pool's hidden states cannot be computed once.
     config = GameConfig(
         games=options.games,
         batch=options.batch,
@@ -134,14 +135,15 @@ def _make_adversaries(
     ladder: dict[str, Any] = {"ladder": RANDOMISED_LADDER} if randomised else {}
     adversaries: list[Adversary] = []
     for layer, name in itertools.product(layers, [n for n in names if n not in PASSIVE]):
-        full: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
+        # What a target is: its whole text, or one token of it in its context.
+        target: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
         common: dict[str, Any] = {"tokens": tokens, "name": f"{name}@{layer}"}
         if name.startswith("fc"):
-            adversaries.append(FCMembership(layer, full, **common, **ladder))
+            adversaries.append(FCMembership(layer, target, **common, **ladder))
             continue
         assert public is not None
         if name.startswith("trained"):
-            adversaries.append(TrainedMembership(layer, public, full, seed=seed, **common))
+            adversaries.append(TrainedMembership(layer, public, target, seed=seed, **common))
         else:
             common["batch"] = options.batch
             adversaries.append(attacks.AttentionMembership(layer, public, seed=seed, **common))
@@ -182,6 +184,7 @@ def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
 def _context(anatomy: Anatomy, seed: int) -> DefenseContext:
     """Return the context of a fit of one client, whose secret follows from the seed."""
     secret = hashlib.sha256(f"fedleak game, seed {seed}".encode()).digest()
+    # Client 0 of 1, at step 0.
     return DefenseContext(anatomy.model, 0, 1, anatomy.device, "32-true", 0, secret)
 
 
@@ -197,7 +200,13 @@ def _defend(defense: TokenLDP, context: DefenseContext) -> Defend:
 
 
 def _texts(options: Namespace, tokenizer: Any) -> tuple[list[str], PublicText | None]:
-    """Return the texts of the games, and the server's public text, which is disjoint from them."""
+    """Return the texts of the games, and the server's public text; None if no attack needs it.
+
+    No text is in both. Two texts may still agree in their first ``--tokens`` tokens.
+
+    Raises:
+        SourceError: There are too few texts for a public one, or they cannot be read.
+    """
     texts = finetuning.read_texts(options.text or finetuning.EMBEDDED_MESSAGES, options.column)
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.randperm(len(texts), generator=generator).tolist()
@@ -232,7 +241,8 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     """Return a table of each adversary's rates with 95% intervals.
 
     A game has a collision if the batch holds the hidden state of the target's token in another
-    sentence too. An adversary with such games has a second row, of the games without collisions.
+    sentence too. An adversary has a second row, of the games without collisions, if it has games
+    of both kinds.
 
     Args:
         results: The results of the same games.
@@ -240,6 +250,7 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     """
     title = "the game of Vu et al. 2024, Fig. 2: fair bit, random target"
     if results[0].relation == "add_remove":
+        # The other relation, replace_one, puts another sentence in the place of the target.
         title = "the game of adding or removing a text: a random target is in the batch or not"
     rows = []
     for result in results:

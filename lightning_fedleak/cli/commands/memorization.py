@@ -1,9 +1,9 @@
 """``fedleak memorization``: what a trained model leaks of its training texts, before its release.
 
-:func:`run` reads members and non-members, and sorts them into pools: long texts, short texts and
-prompts. It queries the base and the trained model once for each text, and compares the scores in
-each pool, with reference models if there are any. Then it lists rows, writes the results, and
-checks the limits of ``--at-most``.
+:func:`run` reads members (texts that were trained on) and non-members, and sorts them into pools:
+long texts, short texts and prompts. It queries the trained model and its base (before training),
+and compares the scores in each pool, with reference models if there are any. Then it lists rows,
+writes results, and checks the limits of ``--at-most``, which an unknown rate breaches too.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or ar
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")  # the pools, in the order of HEADLINES
 HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""
-_BEYOND = "beyond_references"  # name of the score relative to --references
-_TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # likewise
+_BEYOND = "beyond_references"  # the score relative to --references; also a prefix of names
+_TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # by pool
 FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status if leakage exceeds --at-most or is unknown; an error has status 1
 
@@ -372,7 +372,7 @@ def _tpr(records: RecordList) -> str:
     n_others = int(records.head["others"])
     if n_others * FPR < 1:
         return f"an unknown share (with {n_others} others)"
-    max_p = (1 + int(FPR * n_others)) / (n_others + 1) + 1e-6  # p values are rounded
+    max_p = (1 + int(FPR * n_others)) / (n_others + 1) + 1e-6  # the list's p are rounded
     return f"{sum(p <= max_p for p in p_values) / len(p_values):.0%}"
 
 

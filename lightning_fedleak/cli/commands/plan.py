@@ -71,12 +71,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: The model's parts could not be found.
     """
     console = console or Console(highlight=False)
+    # The last argument of check_context names the option in its message.
     rank, option = options.lora_r, f"--batch {options.batch[0]} x"
     if options.model is not None and models.has_config_without_weights(options.model):
         build = partial(models.build_model, options.model, rank, options.targets)
         with torch.device("meta"):
             shapes = build()
         models.check_context(shapes, options.batch[1], option)
+        # A model of the smallest sizes shows which linear maps read known inputs.
         print_costs(console, shapes, build(blocks=1, tokens=64, mlp=64), options.batch)
         print_prices(console, shapes, build, options.batch)
         return 0
@@ -131,11 +133,14 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rate = operations_per_second(device)
     processes = (1, RANKS, RANKS)
+    # Operations of a step: 2 for each number and token in the forward pass, 2 in the backward pass
+    # to the inputs, and 2 to the weights if all are trained.
     passes = (4 + 2 * (trained == weights)) * numbers * n_tokens
     types = [min(n * n_tokens, capacity) for n in processes]
     looks = [row_space.pursuit_seconds(device, width, tokens, rows, n) for n in types]
     controls = [passes / rate + look for look in looks]
     printed = Table("per process", "one device", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
+    # For each trained weight a gradient and two moments of AdamW.
     training = [(weights + 3 * trained) / n / 1e9 for n in processes]
     printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
     by_rows = 2 * words  # a ring all-reduce sends each row twice
@@ -223,6 +228,7 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
     with _attack_plan(probe, lambda _: False) as lineup:
         for step in range(3):  # LoRA's A has a gradient after a step, and is calibrated then
             optimizer.zero_grad()
+            # A control computes two gradients: of the step again, and of known words.
             prices["", "control"] = 2 * measure_seconds(backward, device)
             query = Query(ids.repeat(-(-lineup.texts // len(ids)), 1)[: lineup.texts])
             with share_work(), torch.no_grad():
@@ -313,7 +319,7 @@ def print_prices(
 
 
 class _PlannedRun(LoopRun):
-    """A run whose log lines name the monitor, as in a training."""
+    """A run whose messages name LeakageMonitor, as in a training with Lightning."""
 
     watcher: ClassVar[str] = "LeakageMonitor"
 

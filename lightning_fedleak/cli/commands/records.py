@@ -77,7 +77,7 @@ def _drop(
     Raises:
         SourceError: The list must not be used to drop rows, or the file cannot be written.
     """
-    account = records.head.get("account")
+    account = records.head.get("account")  # None: not recorded; False: none
     problem = ""
     if account:
         problem = (

@@ -1,4 +1,8 @@
-"""The data module that turns any text into batches for causal language models."""
+"""The data module that turns any text into batches for causal language models.
+
+The package contains a small model with its tokenizer, and invented private messages. Here these are
+called the *embedded* ones; they are the defaults.
+"""
 
 from __future__ import annotations
 
@@ -156,6 +160,7 @@ class TextDataModule(L.LightningDataModule):
         self._train, self._val = train, val
 
     def _loader(self, rows: list[Tensor] | None, *, train: bool) -> DataLoader[Tensor]:
+        """Return a loader of rows; for training it shuffles, and omits a smaller last batch."""
         assert rows is not None, "call setup() first"
         pad = self.tokenizer.pad_token_id
         return DataLoader(

@@ -70,7 +70,10 @@ def unreachable(name: str, instead: str, why: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _ask_in_thread(endpoint: str, minute: int) -> str | None:
-    """Ask in a thread, because looking up a host's name has no time limit."""
+    """Return :func:`_ask`, called in a thread because looking up a host's name has no time limit.
+
+    ``minute`` is part of the cache's key, so that a result is used again only for a while.
+    """
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(_ask(endpoint)), daemon=True).start()
     try:

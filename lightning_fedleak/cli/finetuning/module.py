@@ -16,7 +16,9 @@ from lightning_fedleak.validate import check_choice
 
 
 def load_model(name: str | None) -> PreTrainedModel:
-    """Return a causal language model of the hub or of a folder in fp32; None for the embedded.
+    """Return a causal language model of the hub or of a folder, in fp32.
+
+    None loads the small model inside this package.
 
     Raises:
         SourceError: there is no such model, or no way to reach it.
@@ -32,10 +34,10 @@ def load_model(name: str | None) -> PreTrainedModel:
 class CausalLMFineTuning(L.LightningModule):
     """The training of any Hugging Face causal language model by AdamW on the next-token loss.
 
-    It logs ``train_loss`` at each step and ``val_loss`` at each validation.
+    It passes ``train_loss`` to the logger at each step, and ``val_loss`` at each validation.
 
     Args:
-        model: name on the hub, folder or object; None for the embedded model.
+        model: name on the hub, folder or object; None for the small model inside this package.
         lr: learning rate.
         peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
             biases only; None trains everything.
@@ -44,8 +46,9 @@ class CausalLMFineTuning(L.LightningModule):
             DP-SGD needs.
 
     Raises:
-        ValueError: an unknown ``loss``.
-        SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
+        ValueError: an unknown ``loss`` or ``peft``; or ``peft="lora"`` with a model for which PEFT
+            has no default modules.
+        SourceError: the model cannot be loaded, or has no biases for ``peft="bitfit"``.
         ImportError: ``peft="lora"`` without the package peft.
 
     Examples:
@@ -64,7 +67,8 @@ class CausalLMFineTuning(L.LightningModule):
     ) -> None:
         super().__init__()
         self.loss = check_choice("loss", loss, ("token_mean", "sample_mean"))
-        settings = {"lr": lr, "peft": peft, "loss": loss}
+        check_choice("peft", peft, ("lora", "bitfit"), optional=True)
+        settings = {"lr": lr, "peft": peft, "loss": loss}  # without the model: it may be an object
         self.save_hyperparameters(settings)
         self.lr = lr
         language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
@@ -74,7 +78,7 @@ class CausalLMFineTuning(L.LightningModule):
         self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
 
     def forward(self, **batch: Tensor) -> Tensor:
-        """Return the mean next-token loss, a scalar."""
+        """Return the mean next-token loss, over tokens or texts as ``loss`` says; a scalar."""
         if self.loss == "sample_mean":
             labels = batch.pop("labels")
             return mean_of_sample_means(self.model(**batch).logits, labels, causal=True)

@@ -1,4 +1,8 @@
-"""The reader of texts, one string each, from files or a dataset of the Hugging Face hub."""
+"""The reader of texts, one string each, from files or a dataset of the Hugging Face hub.
+
+A *row* is a mapping from column names to values, such as a line of a .csv file. A *chat* is a list
+of turns. Errors name files and columns, and quote no text, which may be private.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,11 @@ Rows = list[Mapping[str, object]]
 
 _TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _FILE_SUFFIXES = (*_TABLES, ".txt", ".md", ".gz")
-_CHATS = ("messages", "conversations")
-_TURN_TEXT = ("content", "value")
+_CHATS = ("messages", "conversations")  # usual names of a column of chats
+_TURN_TEXT = ("content", "value")  # keys that hold the text of a turn
 _MAX_FIELD = 2**31 - 1  # characters of a .csv field: the csv module's largest limit
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # name or owner/name
+# A name of at most 32 characters without spaces; the first line of a text rarely looks like this.
 _COLUMN_NAME = re.compile(r"[^\W\d][\w.-]{,31}")
 
 
@@ -105,6 +110,7 @@ def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
 
 
 def _content(path: Path) -> bytes:
+    """Return the bytes of a file, or raise ``SourceError``."""
     with assets.refuse_errors(f"'{path}' cannot be read", OSError):
         return path.read_bytes()
 
@@ -144,6 +150,7 @@ def _decoded(data: bytes, path: Path) -> str:
 
 
 def _separated_rows(text: str, kind: str, path: Path) -> Rows:
+    """Return the rows of a ``.csv`` or ``.tsv`` file, whose first line names the columns."""
     first = text.split("\n", 1)[0]
     separator = "\t" if kind == ".tsv" else ","
     if separator not in first:  # spreadsheets of many countries separate by semicolons
@@ -166,6 +173,7 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
 
 
 def _json_rows(text: str, path: Path) -> Rows:
+    """Return the rows of a ``.json`` file: an array, or lines of JSON."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -181,6 +189,7 @@ def _json_rows(text: str, path: Path) -> Rows:
 
 
 def _json_lines(text: str, path: Path) -> Rows:
+    """Return a row for each line that is not empty."""
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -193,6 +202,7 @@ def _json_lines(text: str, path: Path) -> Rows:
 
 
 def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
+    """Return a JSON value as a row; raise ``SourceError`` unless it is an object, text or chat."""
     if isinstance(content, str):
         return {"text": content}
     if is_chat(content):
@@ -206,6 +216,7 @@ def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
 
 
 def _parquet_rows(path: Path) -> Rows:
+    """Return the rows of a ``.parquet`` file, which needs pyarrow."""
     with require_package(
         "datasets", f"'{path}' is a parquet file; install what reads those", assets.SourceError
     ):
@@ -258,7 +269,7 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
 
 
 def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str) -> str:
-    """Return the name of the column that holds the text.
+    """Return the name of the column that holds the text; empty if there are no rows.
 
     Args:
         rows: The rows of the source.
@@ -289,6 +300,7 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
 
 
 def _only_text(rows: Rows, names: Sequence[str]) -> str | None:
+    """Return the only column of texts or chats, or the usual one of chats; None if unclear."""
     texts = [n for n in names if all(text_of(row.get(n)) is not None for row in rows)]
     if len(texts) == 1:
         return texts[0]

@@ -4,6 +4,10 @@
 every process (for example of Flower) builds equal objects. :func:`train_in_process` trains all
 rounds in one process. In each round, clients train one after the other, their updates are attacked
 and may be withheld, and the server averages the updates that were sent.
+
+A *look* is the measurement of one update by all attacks. Attacks on words and attacks on membership
+are *families*; the main metric of a family is its *headline*. A *gate* withholds an update if a
+metric exceeds a limit.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ OPTIMIZERS = {
 }
 """Class, default learning rate and further settings of each optimizer."""
 
+# Log names of the highest headline of any attack on words, and on membership.
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
 _HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is held out of training; not tuned
@@ -304,6 +309,7 @@ class Federation:
 
 def _round_seed(seed: int, client: int, round_: int) -> int:
     """Return the seed of a client in a round."""
+    # A prime far above the numbers of clients and rounds, so that their seeds differ.
     return ((seed * 1_000_003 + client) * 1_000_003 + round_) % 2**63
 
 
@@ -367,6 +373,7 @@ def leakage_of(looks: Iterable[fed.RoundLook]) -> dict[str, Values]:
         for series, channel in look.engine.series.items():
             families[channel.leak.name] = channel.leak
             by_client = values.setdefault(channel.leak.name, {})
+            # A series holds the results of one attack; its channel names the headline.
             value = look.now.get(f"{series.log_name}/{channel.headline}", math.nan)
             highest = by_client.get(look.client, math.nan)
             by_client[look.client] = value if math.isnan(highest) else max(highest, value)

@@ -1,5 +1,8 @@
 """Attack and task accuracy over splits, lengths and noise levels, one cell at a time.
 
+The *split* is the block whose output a client sends to the server, which recovers the texts from
+it. A *cell* is one attack at one split, on texts of one length and with noise of one strength.
+
 Texts are cut to one length. The noise on the hidden states that a client sends is Gaussian (Zheng,
 Sect. 5.2).
 """

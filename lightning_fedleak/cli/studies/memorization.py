@@ -1,5 +1,9 @@
 """Compare members with non-members by a trained model and its base, after the training.
 
+Members are texts that were trained on, and non-members are not. The *base* is the model before
+training. A *pool* holds the texts of one kind that are compared: long or short texts, or prompts. A
+*reference* model was trained like the trained model, on other texts.
+
 :class:`ReleasedPool` selects the texts that can be compared. Its :meth:`~ReleasedPool.compare` runs
 the attacks on the models' outputs, and returns a :class:`Comparison`.
 """
@@ -170,6 +174,7 @@ class ReleasedPool:
         model = ReleasedModel(now, base, self.compressed, answers, reference)
         members = self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
+        # Extraction, the last attack, needs a model that predicts the next token.
         default = {
             "long": (
                 *[memorization.CombinedReference()] * (reference is not None),

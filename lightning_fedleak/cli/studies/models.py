@@ -1,4 +1,7 @@
-"""The models that studies measure: loaded by name, whole or with a LoRA."""
+"""The models that studies measure: loaded by name, whole or with a LoRA.
+
+An *anatomy* is a model with the places of its parts, such as its embedding, blocks and head.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ def find_model(name: str | None) -> Anatomy:
         settings["dtype"] = torch.float32
         auto = _find_auto_class(config)
         model = auto.from_pretrained(source, **settings)
+    # An encoder without a head has the parts of a classifier.
     return find_anatomy(model.eval(), kind="classifier" if auto is transformers.AutoModel else None)
 
 
@@ -131,6 +135,7 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
             r=rank,
             lora_alpha=2 * rank,
             target_modules=names if names != ["all-linear"] else "all-linear",
+            # GPT-2's linear maps store their weights transposed.
             fan_in_fan_out=hasattr(anatomy.model, "transformer"),
         )
         model = get_peft_model(anatomy.model, config)

@@ -1,4 +1,7 @@
-"""Names of attacks in options of the command line. It imports no library, so it loads quickly."""
+"""Names of attacks in options of the command line. It imports no library, so it loads quickly.
+
+The tuples hold the values of ``--attack`` of ``fedleak game``, ``invert`` and ``sweep``.
+"""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ class Recipe:
         """
         if not options.references:
             names = ("run", "epochs", "batch_size", "lr")
-            if alone := [name for name in names if getattr(options, name) is not None]:
-                raise SourceError(f"--{alone[0].replace('_', '-')} needs --references")
+            if useless := [name for name in names if getattr(options, name) is not None]:
+                raise SourceError(f"--{useless[0].replace('_', '-')} needs --references")
             return None
         is_drawn = options.drawn and not used_up_mark(options.members).exists()
         if options.references == 1 or not is_drawn:
@@ -151,6 +151,7 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
     if not group or optimizers[0]["class"] not in OPTIMIZERS:
         raise SourceError(f"the recorded optimizer is not one of {OPTIMIZERS}: leave out --run")
     steps, epochs = training.get("max_steps") or 0, training.get("max_epochs") or 0
+    # A Trainer of Lightning has a strategy; it plans no steps, so its epochs are not known.
     is_known = not str(training.get("strategy")).endswith("Strategy") and any(
         isinstance(line, records.EndLine)
         and (line.run, line.outcome) == (begins[-1].run, "finished")
@@ -200,6 +201,7 @@ class References:
         """
         steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
         unless = f", unless their outputs are in '{self._folder}'" if self._folder else ""
+        # In forwards of all texts: a training step takes about 3, and then all texts are queried.
         cost = sum(map(len, self.rows)) / len(self.texts) * self.recipe.epochs * 3 + len(self.rows)
         return (
             f"{len(self.rows)} references are trained on {len(self.rows[0])} rows each, "

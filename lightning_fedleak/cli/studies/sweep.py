@@ -42,6 +42,7 @@ def run_name(options: Namespace, defense: DefenseSpec) -> str:
     setting["attacks"] = list(dict.fromkeys(options.attack))
     text = json.dumps({"setting": setting, "defense": asdict(defense)}, sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    # 80 and 12 characters keep paths short; the hash distinguishes the runs.
     return f"{re.sub(r'[^A-Za-z0-9_.=,+-]+', '-', str(defense))[:80]}-{key}"
 
 
@@ -193,5 +194,6 @@ def quiet() -> Iterator[list[str]]:
         try:
             yield messages
         finally:
+            # Warnings about attacks that gave no result are not passed on.
             texts = (str(w.message) for w in records if "lightning_fedleak" in w.filename)
             messages += [text for text in texts if "gave no result" not in text]

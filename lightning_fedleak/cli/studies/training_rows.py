@@ -29,6 +29,7 @@ PROMPTS = ("prompt", "question", "instruction", "input", "query")
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 """Usual names of the column that the loss is computed on."""
 
+# The tag of a chat template before the tokens that the assistant writes.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Row = Mapping[str, Any]
@@ -186,17 +187,17 @@ class RowReader:
             )
         if any(any(row.get("token_type_ids") or ()) for row in rows):
             raise UnknownLabels(f"'{source}' holds pairs of texts (token_type_ids)")
-        is_read, name = "input_ids" in names, column or ("tokens" if "tokens" in names else "words")
-        if self.head != "token" and not is_read:
+        has_ids, name = "input_ids" in names, column or ("tokens" if "tokens" in names else "words")
+        if self.head != "token" and not has_ids:
             name = column_of(list(rows), [name for name in names if name != label], column, source)
-        name = "input_ids" if is_read else name
+        name = "input_ids" if has_ids else name
         if self.head == "token":
-            return lambda row: self._word_labels(row[name], row[label], is_read)
-        return lambda row: self._whole(row, name, label, is_read)
+            return lambda row: self._word_labels(row[name], row[label], has_ids)
+        return lambda row: self._whole(row, name, label, has_ids)
 
-    def _whole(self, row: Row, name: str, label: str, is_read: bool) -> tuple[list[int], list[int]]:
+    def _whole(self, row: Row, name: str, label: str, has_ids: bool) -> tuple[list[int], list[int]]:
         """Return the ids of a text; labels are its class at the end, or a masked model's tokens."""
-        if is_read:
+        if has_ids:
             ids = list(row[name])[: self.length]
         else:
             ids, _ = self._plain((text_of(row.get(name)) or "").strip())
@@ -208,13 +209,13 @@ class RowReader:
         return ids, [IGNORE_INDEX if token in special else token for token in ids]
 
     def _word_labels(
-        self, words: Sequence[Any], classes: Sequence[Any], is_read: bool
+        self, words: Sequence[Any], classes: Sequence[Any], has_ids: bool
     ) -> tuple[list[int], list[int]]:
         """Return the ids of words, which may already be token ids, and their classes as labels."""
         numbers = [self._class(value) for value in classes]
         if len(words) != len(numbers):
             raise _LengthMismatch(f"{len(words)} words and {len(numbers)} classes")
-        if is_read:
+        if has_ids:
             return list(words)[: self.length], numbers[: self.length]
         settings = {"truncation": True, "max_length": self.length, "is_split_into_words": True}
         encoded = self.tokenizer(words, **settings)

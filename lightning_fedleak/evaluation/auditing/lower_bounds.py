@@ -249,16 +249,17 @@ def audit_scores(
             rates = _rates_at_cut(cut, member_scores, other_scores, audited.error / 2)
         return audited.epsilon(*rates)
 
-    fixed = isinstance(threshold, (int, float))
+    is_fixed = isinstance(threshold, (int, float))
     cut = float(threshold) if isinstance(threshold, (int, float)) else 0.0
-    if not (fixed or threshold == "union") or math.isnan(cut):
+    if not (is_fixed or threshold == "union") or math.isnan(cut):
         raise ValueError(f"threshold must be 'union' or a number, got {threshold!r}")
-    unknown = np.isnan(score).any()
+    is_unknown = np.isnan(score).any()
     return audited.bound(
-        math.nan if unknown else bound_at(member_scores, other_scores, cut),
+        math.nan if is_unknown else bound_at(member_scores, other_scores, cut),
+        # The limit: the bound of an attack that separates all games, by a cut at 0.5.
         bound_at(np.ones(member_scores.size), np.zeros(other_scores.size), 0.5),
         score.size,
-        "threshold fixed beforehand" if fixed else "union over thresholds",
+        "threshold fixed beforehand" if is_fixed else "union over thresholds",
     )
 
 
@@ -293,6 +294,7 @@ def _rates_at_cut(
 
 def _ranks(n: int) -> Ints:
     """Return ranks from 1 to n at most, each about ``RATIO`` times the one before."""
+    # 1e-9: logarithms and powers may be just below an integer.
     steps = np.arange(int(math.log(n) / math.log(RATIO) + 1e-9) + 1)
     return np.unique((RATIO**steps + 1e-9).astype(np.int64))
 

@@ -1,8 +1,11 @@
 """The planted gradients of :mod:`.private_training` in a training under the package's own DPSGD.
 
-The probes run in the training's own loop, right before a batch: through its forward pass, backward
-and :class:`~lightning_fedleak.DPSGD`, up to the gradient that would be released. This gradient is
-discarded. No optimizer steps with it, and neither account nor ledger counts it. So these probes do
+A *probe* runs a step on copies of one example whose gradients are scaled, to see whether the
+result is clipped and noised as claimed; a *look* is a set of probes. Here a probe is a *rehearsal*:
+it runs in the training's own loop, right before a batch, through its forward pass, backward and
+:class:`~lightning_fedleak.DPSGD`, up to the *release* (the clipped and noisy gradient that the
+optimizer would get). This gradient is discarded. No optimizer steps with it, and neither the
+privacy account nor the ledger (the file that records all releases) counts it. So these probes do
 not test the optimizers. All probes of a look use the noise of the release that follows it.
 """
 
@@ -30,7 +33,7 @@ Rehearsal = Callable[[Any, ReadGradients, ReadGradients], None]
 
 
 class OwnTrainingCheck(PrivateTrainingCheck):
-    """Probes in a training under DPSGD.
+    """Run probes in a training under DPSGD, and try to refute its claim.
 
     Args:
         root: the module that is trained.

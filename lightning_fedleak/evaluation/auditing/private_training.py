@@ -142,11 +142,12 @@ class PrivateTrainingCheck:
         self._batches = self._rows = 0
         self._draws: list[Sequence[int]] = []  # the examples of each batch since the last step
         self._is_due = False
+        # (rows,) the factor on the gradient of each row's logits in a probe; else None.
         self._scales: Tensor | None = None
-        self._released: list[Gradients] = []
-        self._raw: Gradients = {}
-        self._layers: list[nn.Module] = []
-        self._sums_rows = False
+        self._released: list[Gradients] = []  # the gradients of each optimizer step of a probe
+        self._raw: Gradients = {}  # the gradients of backward in a probe, before clipping
+        self._layers: list[nn.Module] = []  # modules whose input has a gradient, in forward order
+        self._sums_rows = False  # whether the loss is a sum over rows, not a mean
 
     def watch(self, loader: Any) -> Iterator[Any]:
         """Yield the loader's batches, and run the probes before some of them.
@@ -171,6 +172,7 @@ class PrivateTrainingCheck:
             for batch in loader:
                 if draws:
                     self._draws.append(draws.popleft())
+                # The first look is after half of the distance between looks.
                 self._look(batch, self._every // 2, is_shared)
                 yield batch
 
@@ -280,6 +282,7 @@ class PrivateTrainingCheck:
         index = int((look - 1) * GOLDEN % 1 * len(self._layers))
         layer = self._layers[index] if look and self._layers else None
         planted = self._probe(copies, far * ones, layer, explain=True)
+        # Far above the clip norm, or a training that does not clip would look like one that does.
         if _norm(planted.raw) > 10 * clip:
             observations.planted.append((self._project(planted.released, planted.raw), rows))
             self._compare(silent, again, planted, rows)
@@ -293,8 +296,8 @@ class PrivateTrainingCheck:
         """Run two probes near the clip norm: some rows have no gradient, then an opposed one.
 
         Args:
-            copies: the batch.
-            ones: (rows,) ones; zeros if another process plants.
+            copies: The batch.
+            ones: (rows,) 1 in the process that plants gradients, 0 in the others.
             length: The norm of the unscaled gradient.
             far: The factor that makes a gradient outweigh all rows near the clip norm.
             n_opposed: The number of rows with opposed gradients.
@@ -306,13 +309,15 @@ class PrivateTrainingCheck:
             near = unit * (1 + torch.arange(rows) / rows) * ones
             with preserve_process():  # so that both probes have the same dropout
                 without = self._probe(copies, near.index_fill(0, opposed, 0))
+            # Clip norms of each row in the release: 1 if its gradient was clipped, nearly 0 if it
+            # was far too short. Above 0.5 the gradients were near the clip norm.
             shift = self._project(without.released, without.raw) / (rows - n_opposed)
             is_one_sum = dist.is_initialized() and self._claim.client == "world"
             if not without.released or shift > 0.5 or self._sums_rows or is_one_sum:
                 break  # processes that release one sum must all run the same number of probes
             self._sums_rows = True  # of a summed loss, of which a row has 1 / rows of ``length``
         flipped = self._probe(copies, near.index_fill(0, opposed, -far * float(ones[0])))
-        if flipped.released and _norm(without.raw) > clip / 4:
+        if flipped.released and _norm(without.raw) > clip / 4:  # else much shorter than planned
             if shift > 0.5:  # else the gradients' norms were not near the clip norm
                 observations.near.append((shift * (rows - n_opposed), rows - n_opposed))
             change = {name: without.released[name] - flipped.released[name] for name in without.raw}
@@ -338,6 +343,7 @@ class PrivateTrainingCheck:
             observations.add_pair(
                 *({name: probe.released[name] for name in unequal} for probe in (silent, again))
             )
+        # The allowed distance of side effects: it grows with the largest distance of the noises.
         tolerance = 10 * math.sqrt(worst) + SAME / 10
         rows_differ = side_effects.far_apart(silent.effects, again.effects, tolerance)
         observations.unrepeated |= bool(unequal and rows_differ)

@@ -1,8 +1,10 @@
 """Tests of a claim of DP-SGD, and the smallest fault that each test detects.
 
-The probes of :mod:`lightning_fedleak.evaluation.auditing.private_training` fill
-:class:`Observations`. At the end :func:`judge` tests them against a :class:`PrivacyClaim`, and
-returns a :class:`PrivacyVerdict`.
+A *look* interrupts the training. Its *probes* run the training's own step on copies of one example
+whose gradients are scaled: to almost nothing (*silent*), far above the clip norm (*planted*), or
+close to it (*near*, *opposed*); :mod:`lightning_fedleak.evaluation.auditing.private_training` has a
+table of them. They fill :class:`Observations`. At the end :func:`judge` tests them against a
+:class:`PrivacyClaim`, and returns a :class:`PrivacyVerdict`.
 
 Each of the eight tests below refutes a sound training with a probability of at most ``ERROR / 8``
 (Bonferroni). The comparisons within a test share that probability. All tests together therefore
@@ -362,6 +364,7 @@ def _fresh_noise(observations: Observations) -> _Check:
             scale, pairs = math.sqrt(matrix.shape[1]), math.comb(len(vectors), 2)
             tail = 2 * pairs * float(norm.sf(cosine * scale))
             visible = (norm.isf(ERROR / TESTS / KINDS / pairs / 2) + POWER) / scale
+            # Minus: of equal tails, min() below picks the largest visible cosine.
             results.append((tail, -visible, f"cosine {cosine:.3f} between two {kind}"))
     if steps := observations.pairs:
         tails = [2 * len(steps) * float(norm.sf(abs(c) * math.sqrt(n))) for c, n in steps]
@@ -394,6 +397,7 @@ def _clipping(
             reason = f"step() runs {observations.runs} rows for each example"
         return _Check(name, "unknown", reason)
     parts = [part for look in observations.noise for part in look.values()]
+    # More noise than claimed widens the test. Less does not narrow it: the noise test refutes that.
     noise *= max(1.0, math.sqrt(sum(part[0] for part in parts) / sum(part[1] for part in parts)))
     excess = np.array([distance - rows for distance, rows in moves]) / noise
     tails = norm.sf([excess.max(), excess.sum() / math.sqrt(len(moves))])
@@ -453,7 +457,7 @@ def _rates(observations: Observations) -> _Check:
 def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[_Check]:
     """Test whether the examples of steps are Poisson samples at the claimed rate."""
     rate, examples, steps = claim.sample_rate, observations.examples, len(observations.sizes)
-    if examples is None or steps < 4:
+    if examples is None or steps < 4:  # a variance of fewer sizes says nothing
         reason = "too few steps" if examples else "no batch sampler, or one of each process"
         return [
             _Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion", "repeats")

@@ -1,7 +1,8 @@
 """A data set in which each canary is included at random, independently of the others.
 
-A one-run audit (Steinke, Nasr and Jagielski, arXiv 2305.08846) trains once, on data that contain
-each of m canaries independently with probability 1/2. An attack guesses which canaries are
+A canary is a text that is planted in the training data to measure what training reveals of it. A
+one-run audit (Steinke, Nasr and Jagielski, arXiv 2305.08846) trains once, on data that contain
+each of G canaries independently with probability 1/2. An attack guesses which canaries are
 included, and the number of correct guesses gives a lower bound on epsilon.
 """
 
@@ -49,9 +50,7 @@ class CanarySet:
 
     @property
     def commitment(self) -> str:
-        """Return :attr:`InclusionRecord.commitment
-        <lightning_fedleak.evaluation.canaries.InclusionRecord>`.
-        """
+        """Return a hash that fixes canaries and inclusion bits, and reveals none of them."""
         return self.record.commitment
 
     def queries(self) -> Query:
@@ -77,8 +76,8 @@ class CanarySet:
         """
         if state.get("commitment") != self.commitment:
             raise ValueError(
-                "the checkpoint was written with other canaries. Resume with the same "
-                "with_canaries(...) arguments, and seed or record file."
+                "the checkpoint was written with other canaries or other settings. Resume with the "
+                "same with_canaries(...) arguments, and seed or record file."
             )
 
 
@@ -94,13 +93,14 @@ class CanaryDataset(Dataset[Any]):
         self.dataset = dataset
         self.canaries = canaries
         self._examples = examples
+        # Pairs of a place in this data set, in ascending order, and the index of its canary.
         placed = canaries.record.places(len(dataset))
         self._places = [place for place, _ in placed]
-        self._included = [i for _, i in placed]
+        self._canary_indices = [i for _, i in placed]
 
     @property
     def public_length(self) -> int:
-        """Return the expected length, by which an accounted defence samples.
+        """Return the expected length, from which DP-SGD computes its sampling rate.
 
         It depends on no inclusion bit.
         """
@@ -119,7 +119,7 @@ class CanaryDataset(Dataset[Any]):
         rank = bisect_left(self._places, place)
         if rank < len(self._places) and self._places[rank] == place:
             # A copy, so that a collate function or a transform cannot change the canary.
-            return copy.deepcopy(self._examples[self._included[rank]])
+            return copy.deepcopy(self._examples[self._canary_indices[rank]])
         return self.dataset[place - rank]
 
 
@@ -141,9 +141,10 @@ def with_canaries(
         loader = DataLoader(train, batch_size=8, shuffle=True)
         train.canaries.queries(), train.canaries.included  # for an audit
 
-    The data must not contain the canaries already. The length of the data reveals how many canaries
-    are included, but not which. Nothing replaces a canary that is not included: this is the
-    add/remove relation of DP-SGD's usual accountants.
+    The data must not contain the canaries already. The length of the data reveals the number of
+    planted copies (with ``times=(1,)`` the number of included canaries), but not of which canaries.
+    Nothing replaces a canary that is not included: this is the add/remove relation of DP-SGD's
+    usual accountants.
 
     Examples:
         >>> import torch
@@ -168,9 +169,9 @@ def with_canaries(
             All processes of a run must see the same file.
 
     Raises:
-        ValueError: The data set has no length or index; there are no canaries, or two equal ones;
-            an argument is out of range; several processes have neither seed nor record; or the
-            record is of other canaries or settings.
+        ValueError: The data set has no length or index; there are no canaries, or two have the same
+            tokens; an argument is out of range; several processes have neither seed nor record; or
+            the record is of other canaries or settings.
         PermissionError: Other users may read the record.
     """
     check_dataset(dataset, "canaries need")

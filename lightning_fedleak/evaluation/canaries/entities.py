@@ -33,7 +33,8 @@ Place = Literal["prompt", "label"]
 """The part of a row with the value: the prompt, or the tokens that the loss is computed on."""
 PLACES: tuple[Place, ...] = ("prompt", "label")
 _ALPHABETS = {"#": "0123456789", "?": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
-_MIN_VALUES = 100  # values that determine a sentence's length, and candidates of a rank, at least
+# At least so many values determine the length of a sentence, and as many more are candidates.
+_MIN_VALUES = 100
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class EntitySet(CanarySet):
         """
         entity = self.entities[row]
         kind = self.kinds[entity.kind]
+        # Values that are no candidates: those that set the length, and all planted ones.
         absent = kind.lengths | {x.number for x in self.entities if x.kind == entity.kind}
         generator = random.Random(self.record.key + row.to_bytes(8, "big"))
         numbers = _numbers(kind.size, n + len(absent), generator)

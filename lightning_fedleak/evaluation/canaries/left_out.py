@@ -1,4 +1,8 @@
-"""Rows that a secret draw holds out of training: non-members from the same distribution."""
+"""Rows that a secret draw holds out of training: non-members from the same distribution.
+
+An attack on the trained model compares them with rows that were trained on. A keyed hash (HMAC) of
+each row's number decides which rows are held out, so that the key's file reproduces the draw.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +51,7 @@ class _LeftOutRecord(Secret):
         """Return the held-out rows, in order."""
         if not self.coins:
             return self._first(self.count)
+        # The first byte of a hash is below 128 with probability 1/2.
         return [row for row in self.candidates if self._hash("coin", row)[0] < 128]
 
     def _first(self, n: int) -> list[int]:
@@ -94,8 +99,8 @@ class TrainingRows(Dataset[Any]):
         dataset: The user's data, unchanged.
         others: The held-out rows.
         record: The secret record of the draw.
-        public_length: The expected number of rows, which depends on no inclusion bit. A defence
-            with an account samples by it.
+        public_length: The expected number of rows, which depends on no inclusion bit. DP-SGD
+            computes its sampling rate from it.
     """
 
     def __init__(self, dataset: Any, record: _LeftOutRecord) -> None:

@@ -148,6 +148,7 @@ class InclusionRecord(Secret):
         included = tuple(
             self._number("coin", i, digest) < threshold for i, digest in enumerate(self.digests)
         )
+        # The index in ``times`` of each canary's number of repetitions.
         tiers = (
             self._number("times", i, digest) * len(self.times) >> _BITS
             for i, digest in enumerate(self.digests)
@@ -204,6 +205,7 @@ class InclusionRecord(Secret):
         )
 
     def _committed_bytes(self) -> bytes:
+        """Return the settings, the digests and the inclusion bits, which the commitment fixes."""
         included = bytes(self.included)
         stated = f"{SCHEMA} {self.probability!r} {len(self.digests)} times {self.times} "
         return stated.encode() + b"".join(self.digests) + included

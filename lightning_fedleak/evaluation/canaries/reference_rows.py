@@ -1,5 +1,9 @@
 """The training rows of reference models, drawn independently of membership.
 
+A *reference model* is trained like the audited model, but on other rows. How likely it finds a text
+shows how likely the text is without having been trained on. A *member* is a row that the audited
+model is trained on.
+
 A reference must not be trained on a row that it scores, and its training rows must not depend on
 membership. A reference that was trained on exactly the non-members would report members even for a
 model that was trained on no row.

@@ -45,6 +45,7 @@ Hashes = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, the usual multiplier of Fibonacci hashing
+# Powers of an odd number: the hash of a run is the sum of its mixed tokens times these.
 _POWERS = np.cumprod(np.full(RUN, 0xD6E8FEB86659FD93, np.uint64), dtype=np.uint64)
 
 
@@ -288,12 +289,14 @@ class _Search:
         names = [_digest(text) for text in pool]
         self.numbers = {name: n for n, name in enumerate(dict.fromkeys(names))}
         self.contents = np.array([self.numbers[name] for name in names])
-        self.copies = np.zeros((2, len(self.numbers)), np.int64)  # by side
-        self.digests: set[bytes] = set()
+        # The rows with each content: [0] those that were not trained on, [1] those that were.
+        self.copies = np.zeros((2, len(self.numbers)), np.int64)
+        self.digests: set[bytes] = set()  # of all different rows so far
         self.candidates: list[tuple[Text, bool, bool]] = []
 
     def read(self, texts: Sequence[Text], trained: Sequence[bool]) -> None:
         """Count the runs and copies that some rows of the data share with the pool."""
+        # Whether each row's text is the first such text, and whether it is no text of the pool.
         fresh, others = np.zeros((2, len(texts)), bool)
         for row, name in enumerate(map(_digest, texts)):
             fresh[row], others[row] = name not in self.digests, name not in self.numbers
@@ -302,6 +305,7 @@ class _Search:
                 self.copies[int(trained[row]), self.numbers[name]] += 1
         rows, pieces, places = self.pieces.found_in(texts)
         np.add.at(self.piece_counts, pieces[fresh[rows]], 1)
+        # No piece counts as part of a frame yet: which pieces are is known only after all rows.
         near = others & (_shares(texts, places >= 0, places < -1)[0] >= COPY_SHARE)
         rows, runs, _ = self.runs.found_in(texts)
         np.add.at(self.run_counts, runs[(fresh & others & ~near)[rows]], 1)
@@ -375,6 +379,7 @@ class _Search:
         starts, sizes = np.unique(owners, return_index=True, return_counts=True)[1:]
         binds = np.isin(places, places[starts + sizes // 4])
         n, n_contents = len(self.pool), len(self.numbers)
+        # Texts, contents and pieces are nodes; texts with a common content or piece are connected.
         nodes = n + n_contents + len(self.pieces.runs)
         sources = np.append(owners[binds], np.arange(n))
         targets = np.append(n + n_contents + places[binds], n + self.contents)

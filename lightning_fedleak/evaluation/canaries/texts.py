@@ -6,8 +6,8 @@ docs/proof.md compares how much of epsilon they show with held-out texts and pla
 that no other text has, with a row of its own in the embedding matrix. In the paper the model has to
 predict this token at the end of the text. Here the text also begins with it, and the token's row
 may start with a small norm (not in the paper). The normalization layer in the first block makes the
-gradient of a small row large. So under clipping, nearly all of the text's clipped gradient is in
-this row.
+gradient of a small row large. So if DP-SGD clips each text's gradient, nearly all of the clipped
+gradient is in this row.
 
 *Sampled canaries* are written by the model, as in arXiv 2606.10481. For a release of generated
 texts, arXiv 2502.14921 uses texts with a likely prefix and an unlikely end.

@@ -2,7 +2,9 @@
 
 :func:`play` runs all adversaries of one call on the same games: same data, same bits, same targets.
 Active adversaries add crafted layers to the model. Passive ones guess from the gradient of the
-parameters that the model trains.
+parameters that the model trains. In the paper an adversary has three parts: A_init prepares it
+once, A_attack crafts the layers for a target sentence, and A_guess guesses the bit from their
+gradient. In a *collision* the state that the attack reads is also in another sentence of the batch.
 """
 
 from __future__ import annotations
@@ -135,6 +137,7 @@ def reads_ahead(anatomy: Anatomy, layer: int) -> bool:
 def _differ(first: Tensor, second: Tensor) -> bool:
     """Return whether two states differ by more than rounding."""
     difference = (first.double() - second.double()).norm() / first.double().norm()
+    # 1e-5: above the rounding of float32 through all blocks; bf16 has a larger unit.
     return float(difference) > max(2 * torch.finfo(first.dtype).eps, 1e-5)
 
 
@@ -266,6 +269,7 @@ def play(
     if planted is not None:
         planted = planted[: pool.tokens]
     run = _GameRun(anatomy, attacks, pool, config, planted, defend)
+    # The last token of a text predicts nothing, so a causal model's loss has no gradient there.
     spare = 1 if anatomy.kind == "causal" else 0
     for number, challenge in enumerate(_challenges(pool, config, planted, spare)):
         run.play(number, challenge)
@@ -277,6 +281,7 @@ def play(
 def _challenges(
     pool: pools.SentencePool, config: GameConfig, planted: Tensor | None, spare: int
 ) -> Iterator[pools.Challenge]:
+    """Return the challenges of the configured protocol."""
     if config.protocol == "authors":
         if planted is None:
             raise ValueError("the authors' protocol needs planted=, the ids of its fixed sentence")
@@ -334,6 +339,7 @@ class _GameRun:
         )
         self.ahead = {k: k > 0 and reads_ahead(anatomy, k) for k in self.layers}
         self.positional = distinguishes_positions(anatomy)
+        # Not the seed of the challenges: the client's draws must be independent of them.
         self.client_generator = torch.Generator().manual_seed(config.seed + 1)
         pooled = config.forwards == "pooled" and self.layers
         self.pooled = self._pool_states(planted) if pooled else None
@@ -371,14 +377,14 @@ class _GameRun:
                 guess = attack.run(Observation((shared,)), query)
                 collides = torch.zeros_like(challenge.bits)
             else:
-                hidden, kind = states[attack.layer], (attack.layer, attack.granularity)
-                if kind not in upstreams:
+                hidden, key = states[attack.layer], (attack.layer, attack.granularity)
+                if key not in upstreams:
                     whole = attack.granularity == "full"
-                    upstreams[kind] = generic_upstream(hidden, whole, self.client_generator)
-                    start = time.perf_counter()
+                    upstreams[key] = generic_upstream(hidden, whole, self.client_generator)
+                    start = time.perf_counter()  # the client's work is not the adversary's time
                 targets = attack.embed(embedded[attack.layer], query)
                 self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
-                gradient = attack.gradient(targets, hidden, mask, upstreams[kind]).sum(0)
+                gradient = attack.gradient(targets, hidden, mask, upstreams[key]).sum(0)
                 guess = attack.guess(gradient)
                 collides = find_collisions(
                     challenge,

@@ -1,4 +1,10 @@
-"""A game's settings and result, and its challenges, drawn from sentences of a real corpus."""
+"""A game's settings and result, and its challenges, drawn from sentences of a real corpus.
+
+In a membership game (Vu et al. 2024, Fig. 2) a client trains on a batch D of sentences. A secret
+fair bit b says whether a target sentence is in D. The server sees the gradient, and guesses b' from
+it. A *challenge* is one D with its targets and bits. In a *collision* another sentence of D has the
+state that the attack reads, so that the attack cannot decide.
+"""
 
 from __future__ import annotations
 

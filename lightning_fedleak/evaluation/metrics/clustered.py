@@ -4,8 +4,8 @@ Games of one step share the model, the batch and the noise, so they are not inde
 Every interval in this module treats the *clusters* (steps, clients) as independent, not the games.
 
 The columns of n games are ``score`` (n,), which is higher for likelier members, ``member`` (n,) for
-the secret bits, and ``code`` (n,) for the index of each game's cluster. An interval has confidence
-``1 - alpha``.
+the secret bits, and ``code`` (n,) for the index of each game's cluster, from 0 without gaps. A game
+is *right* if the attack's decision is the secret bit. An interval has confidence ``1 - alpha``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# The number of clusters with wrong games from which on their variance decides alone; with fewer the
-# interval's low end is capped too. A smaller value trusts a variance that few clusters determine.
+# If fewer clusters have a wrong game, the interval's low end is at most a cap; if fewer have a
+# right game, its high end is at least 1 - cap. A smaller value trusts a variance of few clusters.
 MIN_CLUSTERS = 5
 # The largest number of float64 values in an array of the bootstrap (16 MiB). It bounds the memory,
 # and does not change the draws.
@@ -51,7 +51,10 @@ def check_length(name: str, length: int, n: int) -> None:
 
 
 def share_rate(hits: Bools, population: Bools, code: Ints, alpha: float) -> Rate:
-    """Return the share of ``hits`` (n,) among the games of ``population`` (n,), as a rate."""
+    """Return the share of ``hits`` (n,) among the games of ``population`` (n,), as a rate.
+
+    The population must not be empty.
+    """
     trials = int(population.sum())
     value = float(hits[population].mean())
     influence = (hits[population] - value) / trials
@@ -74,10 +77,11 @@ def advantage_rate(right: Bools, member: Bools, code: Ints, alpha: float) -> Rat
     influence = np.zeros(right.size)
     for side, rate in zip(sides, means, strict=True):
         influence[side] = (right[side] - rate) / (2 * side.sum())
+    # The games that one share would need for this mean's variance: twice the harmonic mean.
     trials = 4 / sum(1 / side.sum() for side in sides)
     low, high = _interval(value, influence, code, trials, alpha)
-    # The cap is the lower of two: all games of a cluster share one outcome, or only the members
-    # (non-members) of a cluster do, and all games of the other side are right.
+    # The cap is the lowest of three: all games of a cluster share one outcome; only its members do,
+    # and all non-members are right; or only its non-members do, and all members are right.
     tail, k = alpha / 2, np.unique(code).size
     one_side_cap = min((1 + tail ** (1 / np.unique(code[side]).size)) / 2 for side in sides)
     cap = min(tail ** (1 / k), one_side_cap)
@@ -90,14 +94,15 @@ def effective_trials(
 ) -> float:
     """Return the number of independent trials that determine the rate as well as the clusters do.
 
-    It is the number of games over the design effect, less Student's correction for the number of
-    clusters (Korn & Graubard 1998).
+    It is the number of games over the design effect, times a factor of at most 1 for the number of
+    clusters: the squared quotient of two Student's quantiles (Korn & Graubard 1998).
 
     Args:
         value: The rate.
         influence: (n,) the contribution of each game to the rate's error; it sums to 0.
         code: (n,) the cluster of each game.
-        trials: The number of games; the result is never larger.
+        trials: The number of independent games that one share would need for the same variance;
+            the result is never larger.
         alpha: The error probability of the interval, for Student's correction.
     """
     sums = np.bincount(code, influence)
@@ -155,7 +160,8 @@ def auc(
 
     The variance comes from a bootstrap over clusters. If each game is its own cluster, nothing is
     drawn: the variance is DeLong's (1988), and the interval is cut to Hoeffding's. A variance that
-    depends on very few games, such as a single member with a low score, makes it too wide.
+    depends on very few games, such as a single member with a low score, makes the interval on the
+    logit scale too wide. If the variance is 0, as for equal scores, that interval is [0, 1].
     """
     order = np.argsort(score, kind="stable")
     score, member, code = score[order], member[order], code[order]
@@ -173,6 +179,8 @@ def auc(
         else:
             draws = _bootstrap_aucs(member, code, starts, clusters, resamples, rng)
             error = float(np.nanstd(draws, ddof=1))
+        # Without a difference between the draws (up to rounding) nothing is known of the error.
+        error = error if error > 1e-12 else math.inf
         quantile = -float(stdtrit(_degrees_of_freedom(sums), alpha / 2))
         half_width = quantile * error / (value * (1 - value))  # on the logit scale (delta method)
         logit = np.log(value) - np.log1p(-value)
@@ -211,7 +219,10 @@ def least_error(score: Floats, member: Bools, mean: float = 0.5) -> float:
         influence = _influence(member, starts, value)
         error = math.sqrt(_delong_variance(influence, member)) / (value * (1 - value))
         log_odds_ratio = math.log(value * (1 - mean) / (mean * (1 - value)))
-        tail = float(stdtr(_degrees_of_freedom(influence), -log_odds_ratio / error))
+        # Equal scores have no error: then only Hoeffding's bound counts.
+        tail = (
+            float(stdtr(_degrees_of_freedom(influence), -log_odds_ratio / error)) if error else 1.0
+        )
     if _decisive_clusters(score, member, np.arange(member.size)).size < MIN_CLUSTERS:
         tail = max(tail, mean**n)
     hoeffding = math.exp(-n * float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)))

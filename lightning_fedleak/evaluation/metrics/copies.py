@@ -61,10 +61,11 @@ def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGR
     for separator, texts in enumerate((rows, generated)):
         end = torch.tensor([separator])
         for index, text in enumerate(texts):
-            labels = text.labels + 2
+            labels = text.labels + 2  # ids from 2 on, and below 2 where there is no label
             parts.append(torch.cat([torch.where(labels < 2, separator, labels), end]))
             owners.append(torch.full((len(parts[-1]),), index))
     tokens, owner = torch.cat(parts), torch.cat(owners)
+    # The starts of the runs of ``length`` tokens that both sides have, and a number of each run.
     first_generated, length = sum(map(len, parts[: len(rows)])), 0
     longest, shares = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows)).double()
     starts, ids = torch.arange(len(tokens)), torch.zeros_like(tokens)

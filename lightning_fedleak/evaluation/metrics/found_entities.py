@@ -3,6 +3,9 @@
 A planted value was drawn from a known set of candidates, so that the model's rank of it among them
 is its score. A value that occurs in a user's text was drawn from no known set and has no rank.
 Instead, values of training texts are compared with values of the same kind in held-out texts.
+
+A *look* is one measurement of the model. A *series* holds the rates of one group of values over all
+looks, and has a name in the logs. The *base* is the model before training.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from lightning_fedleak.model.taps import Text
 # The number of values in users' texts that members and non-members each need. With fewer, the
 # intervals are too wide to be of use. Not tuned.
 MIN_VALUES = 20
-MIN_ENTITIES = 10  # the same for planted values of a tier, and for held-out ones
+MIN_ENTITIES = 10  # the same for planted values that are repeated equally often, and held-out ones
 # The first part of the names of series, ``entity/<kind>/<prompt or label>``. The name of a series
 # of values that occur in several training rows ends in ``_x2``.
 ENTITY = "entity"
@@ -105,6 +108,7 @@ class FoundEntities:
     def __init__(self, finder: EntityFinder, are_predicted: bool = True) -> None:
         self._finder = finder
         self.are_predicted = are_predicted
+        # The number of rows, and of training rows, with each value (kind and key).
         self._rows: Counter[tuple[str, str]] = Counter()
         self._trained: Counter[tuple[str, str]] = Counter()
         self._occurrences: Sequence[_Occurrence] = ()
@@ -173,6 +177,7 @@ class FoundEntities:
                     "are needed. Hold out more rows, or plant values (with_entities)"
                 )
                 continue
+            # The places of each value's tokens among the predictions of its text.
             columns = torch.zeros(len(values), now.labels.shape[1], dtype=torch.bool)
             for i, value in enumerate(values):
                 columns[i, value.start - 1 : value.end - 1] = True  # logits predict the next token
@@ -251,7 +256,7 @@ def entity_values(
         )
     spent = spent_at(look, alpha) / len(tiers)
     values: dict[str, float] = {}
-    for name, hits in (("first", guess.ranks == 1), ("greedy", guess.greedy)):
+    for name, hits in (("first", guess.ranks == 1), ("greedy", guess.greedy)):  # rank 1: likeliest
         rates = [_excess(hits, tier, non_members, spent) for tier in tiers]
         ends = zip(*((rate.value, rate.low, rate.high) for rate in rates), strict=True)
         values |= flat({name: Rate(*map(max, ends))})

@@ -20,6 +20,7 @@ FPRS = (0.01, 0.001)  # FPRs of the reported TPRs, the usual ones (Carlini et al
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
 """Names of the rates, in the order in which they are reported."""
 
+# The states of the metric, each with one value for each game.
 COLUMNS = ("scores", "members", "clusters", "decisions")
 NEGATIVES_PER_FPR = 10  # expected false alarms below which a TPR is unknown; not tuned
 NO_DECISION = -1  # value in the metric's states if the adversary made no decision
@@ -198,7 +199,7 @@ class MembershipInference(RateMetric):
         )
 
     def _column(self, name: str) -> Tensor:
-        """Return a state as one tensor (n,), empty before the first update."""
+        """Return the state ``name`` as one tensor (n,), empty before the first update."""
         values: list[Tensor] | Tensor = getattr(self, name)
         return dim_zero_cat(values) if len(values) else torch.zeros(0, dtype=torch.float64)
 
@@ -229,8 +230,8 @@ def _columns(
 def _decision_rates(decisions: Bools, member: Bools, code: Ints, alpha: float) -> dict[str, Rate]:
     """Return accuracy, F1 and advantage of the decisions b'."""
     right = decisions == member
-    everyone = np.ones_like(member)
-    rates = {"accuracy": clustered.share_rate(right, everyone, code, alpha)}
+    all_games = np.ones_like(member)
+    rates = {"accuracy": clustered.share_rate(right, all_games, code, alpha)}
     union = decisions | member
     if union.any():
         jaccard = clustered.share_rate(decisions & member, union, code, alpha)
@@ -272,6 +273,7 @@ def _best_threshold(score: Floats, member: Bools) -> float:
 def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alpha: float) -> Rate:
     """Return the TPR at an FPR; thresholds come from non-members alone."""
     negatives = score[~member]
+    # 1e-9, here and below: a product of a rate and a number may be just below an integer.
     if negatives.size * fpr < NEGATIVES_PER_FPR - 1e-9:
         return UNKNOWN
     hits = np.zeros_like(member)
@@ -290,6 +292,7 @@ def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alph
         rate, (alarms - rate) / alarms.size, code[~member], alarms.size, alpha
     )
     scale, positives = negatives.size / max(trials, 1), score[member]
+    # P(at most k false alarms), for k up to far beyond the expected number.
     chances = bdtr(np.arange(int(3 * trials * fpr) + 50), int(trials), fpr)
     strict_rank, loose_rank = (int(k) for k in np.searchsorted(chances, [alpha / 2, 1 - alpha / 2]))
     strict_rank, loose_rank = int(strict_rank * scale), math.ceil((loose_rank + 1) * scale)

@@ -1,4 +1,10 @@
-"""Precision, recall and F1 of guessed word types, with intervals."""
+"""Precision, recall and F1 of guessed word types, with intervals.
+
+A *type* is a token id of the vocabulary, counted once however often the batch holds it. An attack
+guesses from a gradient which types were used. It may also estimate their number, *certify* that its
+guess misses no type, and state its *capacity*: the number of types that it could distinguish.
+:class:`Rate` and :class:`RateMetric` are shared with the other metrics.
+"""
 
 from __future__ import annotations
 
@@ -166,6 +172,7 @@ def type_count_error(estimate: float | None, n_types: int) -> float:
 
 
 def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
+    """Return (vocab_size,) bool, the types among ids; raise ``ValueError`` for other ids."""
     ids = ids.detach().reshape(-1)
     if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):
         raise ValueError(

@@ -1,12 +1,12 @@
 """Lists of the training rows that a trained model leaks, and their private files.
 
-A list holds a membership score and a p-value of each row, the rows that pass a false-discovery
-rate, and a lower bound on the number of leaked rows.
+A list holds a membership score and a p-value of each row, whether the row is *listed* (passes at a
+false-discovery rate), and a lower bound on the number of leaked rows.
 
 The score of a row is compared with the scores of non-members: rows that a random draw held out of
 training. The p-value is over that draw: the probability that a row that was not trained on scores
 as high. It is not a p-value of this row alone, because some texts score high whether they were
-trained on or not.
+trained on or not. The texts that are scored, members and non-members, are the *pool*.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def record_p_values(scores: Tensor, members: Tensor) -> Floats:
         ValueError: There are no members or no non-members, or a score is NaN.
     """
     score, member = _pool(scores, members)
-    others = np.sort(score[~member])
-    above = len(others) - np.searchsorted(others, score[member], "left")
-    p_values: Floats = (1 + above) / (len(others) + 1)
+    controls = np.sort(score[~member])
+    above = len(controls) - np.searchsorted(controls, score[member], "left")
+    p_values: Floats = (1 + above) / (len(controls) + 1)
     return p_values
 
 
@@ -89,6 +89,7 @@ def smallest_list(n_members: int, n_others: int, rate: float) -> int:
         >>> smallest_list(1000, 999, 0.1)
         10
     """
+    # 1e-9: a quotient that is an integer up to rounding errors is not rounded up.
     return math.ceil(n_members / (rate * (n_others + 1)) - 1e-9)
 
 
@@ -96,16 +97,16 @@ def at_least(scores: Tensor, members: Tensor, alpha: float) -> int:
     """Return a lower bound on the number of members that training made to score higher.
 
     Suppose that n texts are exchangeable with m non-members. Then with probability ``1 - alpha``,
-    for all ranks j at once, at most V_j of the n texts score above the j-th highest non-member. V_j
-    is a quantile of the negative hypergeometric distribution, at one level for all j. The level is
-    chosen by counting the orders of all texts in which no V_j is exceeded. Members above the j-th
-    non-member in excess of V_j are due to training. The bound is the largest excess over j. Ties
-    count against the members.
+    for all tested ranks j at once (at most ``BARS``), at most V_j of the n texts score above the
+    j-th highest non-member. V_j is a quantile of the negative hypergeometric distribution, at one
+    level for all j. The level is chosen by counting the orders of all texts in which no V_j is
+    exceeded. Members above the j-th non-member in excess of V_j are due to training. The bound is
+    the largest excess over j. Ties count against the members.
 
     Args:
         scores: (N,) higher is more likely a member.
         members: (N,) bool.
-        alpha: The probability that the bound is too high.
+        alpha: The largest probability that the bound is too high.
 
     Raises:
         ValueError: There are no members or no non-members, or a score is NaN.
@@ -200,7 +201,8 @@ class _RecordLine:
             nothing about it; ``"short"``; or ``"unknown"``: it shares a passage with another row.
         score: The membership score; None if the row was not scored, as for short rows with copies.
         p: The p-value of :func:`record_p_values`; None if the row has none.
-        listed: Whether the row is in the list; None if there are too few members for a list.
+        listed: Whether the row is in the list; None if it has no p-value, or if there are too few
+            non-members for a list of any length.
         labels: The number of tokens that the loss was computed on; None if it was not scored.
         repeats: The number of rows of the training data with this text.
         group: The number of its group of copies; None without copies.
@@ -220,8 +222,8 @@ class _RecordLine:
 class RecordList:
     """The training rows by what the trained model leaks of them, without their text.
 
-    Rows with copies come first, then the scored rows, both from the highest score on. Rows that
-    were not scored come last.
+    Rows with copies come first, then the rows that were scored alone, both from the highest score
+    on (short rows with copies have no score, and count as 0). Other rows without a score come last.
 
     Examples:
         >>> import torch
@@ -265,7 +267,7 @@ class RecordList:
             **facts: Facts about the run, for the head.
 
         Raises:
-            ValueError: No member or no non-member occurs only once, or a score is NaN.
+            ValueError: There is no member, or no non-member, that occurs once; or a score is NaN.
         """
         alone = rows.times == 1
         score, member = scores[alone], members[alone]
@@ -312,7 +314,7 @@ class RecordList:
             "provable": provable,
             **dict.fromkeys(("repeated", "short", "unknown"), 0),
             **Counter(line.status for line in groups + unscored),
-            "used_up": False,
+            "used_up": False,  # whether rows were dropped by this list: see the end of NOT_SAID
             "not_said": NOT_SAID,
         }
 
@@ -326,6 +328,7 @@ class RecordList:
         """Return the counts for the logs; unknown counts are NaN."""
         names = ("listed", "at_least", "smallest_list", "repeated", "members", "others", "alpha")
         values = {name: self.head[name] for name in names}
+        # The bound as an interval: at least so many members, and at most all of them.
         values |= {
             "at_least_low": values["at_least"],
             "at_least_high": values["members"],
@@ -387,13 +390,14 @@ def list_records(
         released: The outputs on N texts.
         members: (N,) bool, whether each text was trained on.
         rows: The rows of the training data that the texts stand for.
-        short: Whether the texts have 1 to 7 label tokens, and so the score for short answers.
+        short: Whether the texts have 1 to 7 label tokens, and get the score for short answers.
         scores: (N,) scores to use instead, such as gains beyond reference models; None: the default
             score is computed.
         **settings: as :meth:`RecordList.of` takes them.
 
     Raises:
-        ValueError: No member or no non-member occurs only once, or a number is not finite.
+        ValueError: There is no member, or no non-member, that occurs once; or a number is not
+            finite.
     """
     if scores is None and short:
         scores = ShortAnswers().score(released)

@@ -1,10 +1,13 @@
 """Rates, intervals and tests of attacks on a released model, from fixed pools of texts.
 
-Members and non-members are the same texts at every look. The looks are therefore not independent,
-and evidence does not add up over them. Instead, look k has its own share ``alpha / (k (k + 1))`` of
-the probability of error; the shares of all looks add up to alpha.
+A *look* is one measurement of the model during or after the training. Members (texts that were
+trained on) and non-members (held-out texts) are the same at every look. The looks are therefore not
+independent, and evidence does not add up over them. Instead, look k has its own share
+``alpha / (k (k + 1))`` of the probability of error; the shares of all looks add up to alpha.
 
-The bounds of a TPR use order statistics only, so that they hold for any distribution of scores.
+The bounds of a TPR use order statistics only, so that they hold for any distribution of scores. The
+*base* is the model before training. A *blind* score does not use the trained model, so its AUC is
+near 0.5 unless members and non-members are from different distributions.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ MIN_CANARIES = 10  # canaries of a tier, and held out; fewer: very wide interval
 TIERS = 1, 2, 5, 17  # smallest number of rows with a tier's texts: tiers are 1, 2-4, 5-16, more
 MIN_TIER_TEXTS = 10  # texts of a tier; a smaller tier joins the one below: intervals are too wide
 PERMUTATIONS = 9900  # permutations of the exact test; more: slower, and smaller p-values
-MIN_P_VALUE = 1e-3  # below it a reference has seen rows; 1 sound run in 1,000 is refused
+MIN_P_VALUE = 1e-3  # below it a reference was trained on the rows; it refuses 1 sound run in 1,000
 POWER = 0.8  # probability that a look shows the rate reported as visible; the usual power
 
 
@@ -116,6 +119,7 @@ def _judged_tpr(scores: Tensor, members: Tensor, *, look: int, alpha: float, fpr
         return UNKNOWN
     score, member = _pool(scores, members)
     non_members = np.sort(score[~member])[::-1]
+    # 1e-9: a product of the rate and a number may be just below an integer.
     above = score[member] > non_members[int(fpr * len(non_members) + 1e-9)]
     return Rate(float(above.mean()), bounds.low, bounds.high)
 
@@ -151,7 +155,7 @@ def visible_tpr(n_members: int, n_others: int, *, look: int = 1, alpha: float = 
         look: The number of the look, counted from 1.
         alpha: The probability of error over all looks together.
     """
-    allowed = int(FPR * n_others + 1e-9)
+    allowed = int(FPR * n_others + 1e-9)  # 1e-9: as in rank_test
     counts = np.arange(n_members + 1)
     null = nhypergeom(n_members + n_others, n_members, allowed + 1)
     at_least = null.pmf(counts)[::-1].cumsum()[::-1]  # nhypergeom.sf sums anew for each count
@@ -529,7 +533,7 @@ def highest_auc(scores: Mapping[str, Tensor], members: Tensor) -> float:
 
 
 def _auc(scores: Tensor, members: Tensor, alpha: float) -> Rate:
-    """Return the AUC with an interval that is wrong with probability ``alpha``."""
+    """Return the AUC of independent texts; its interval errs with probability ``alpha``."""
     score, member = _pool(scores, members)
     return auc(score, member, np.arange(len(score)), alpha, RESAMPLES, np.random.default_rng(0))
 

@@ -257,6 +257,7 @@ class Inverted:
 def unpack(row: Sequence[float], texts: int) -> SentenceScores:
     """Return the scores in a row of :meth:`Inverted.pack`, with columns of ``texts`` values."""
     width = len(SentenceScores._fields) * texts
+    # The first 4 numbers are those before the columns.
     columns = torch.tensor(row[4 : 4 + width], dtype=torch.float64)
     return SentenceScores(*columns.view(-1, texts)[:, : int(row[0])])
 

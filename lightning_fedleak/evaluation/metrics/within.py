@@ -1,8 +1,8 @@
 """Exact tests within one look: the probability that guessing does as well at this look.
 
-A look is one measurement of an attack. Only the choice of the texts (or of the vocabulary's types)
-that are in the batch is random: the scores may depend on each other in any way. So a single look is
-enough for a p-value.
+A *look* is one measurement of an attack, and a *game* is one decision whether a text is in the
+batch. Only the choice of the texts (or of the vocabulary's types) that are in the batch is random:
+the scores may depend on each other in any way. So a single look is enough for a p-value.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ def _counts_by_sum(values: Ints, sizes: Ints, members: int) -> Floats:
 def naming_p_value(right: int, named: int, used: int, vocabulary: int) -> float:
     """Return the probability that random types include at least as many used ones.
 
-    The types are drawn uniformly from the vocabulary. An attack that names the frequent words of a
-    language does better than that without any gradient; a threshold (``at_most``) has to allow for
-    that. The p-value is NaN if no type was used.
+    A type is a token id of the vocabulary, and is used if it occurs in the batch. The types are
+    drawn uniformly from the vocabulary. An attack that names the frequent words of a language does
+    better than that without any gradient; a user's threshold on the rate has to allow for that. The
+    p-value is NaN if no type was used.
 
     Args:
         right: The number of named types that were used.

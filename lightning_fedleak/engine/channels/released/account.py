@@ -85,8 +85,8 @@ class AccountGame:
             attack: The name of the attack.
             scores: (N,) its scores of all texts.
             members: (N,) bool, the inclusion bits.
-            error: The largest probability that an account that holds is refuted here: by this attack
-            at this look.
+            error: The largest probability that this attack refutes at this look an account that
+                holds.
             alpha: The same over all looks and attacks together.
         """
         assert self._defense is not None

@@ -60,6 +60,7 @@ class CanaryChannel(MemorizationChannel):
     plays_games = True
     # The metrics and extras are those of `canary_values` and `canary_tiers`.
     metrics = ("auc", "shown", "exposure", "extracted", "greedy")
+    # The smallest, the largest and the uninformed value, in bits.
     ranges: ClassVar[Any] = {"exposure": (0.0, math.inf, 0.0)}
     extras = (
         *("p_value", "shown_p_value", "auc_provable", "extracted_provable", "greedy_provable"),
@@ -185,6 +186,7 @@ class EntityChannel(WeightChannel):
     plays_games = True
     # The metrics and extras are those of `entity_values`: ranked first, written by greedy decoding.
     metrics = ("first", "greedy")
+    # Both are shares of planted values minus shares of held-out ones.
     ranges: ClassVar[Any] = dict.fromkeys(("first", "greedy"), (-1.0, 1.0, 0.0))
     extras = (
         *("p_value", "median_rank", "candidates", "first_others", "greedy_others"),

@@ -78,8 +78,8 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
     if not (is_plain and shuffled):
         name = type(sampler if is_plain else batches).__name__
         raise UnplayableGame(
-            f"a {name} may not take the rows in a random order, so that rows which training has "
-            "not reached may differ from the rest: use DataLoader(shuffle=True), or add leave_out"
+            f"a {name} does not take the rows in an order known to be random, so that rows not "
+            "yet seen may differ from the rest: use DataLoader(shuffle=True), or add leave_out"
         )
 
 

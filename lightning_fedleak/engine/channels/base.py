@@ -4,7 +4,7 @@ A family is what attacks recover: words, whole texts, membership, or what the we
 *look* is one measurement at a step. In it a channel records the tensors that its attacks read, lets
 them guess, scores the guesses against the batch, and packs the numbers into one row, so that
 processes can exchange them. A *stage* is a point on the gradient's way: ``local`` before the
-defences, ``shared`` as a client sends it, ``aggregate`` after the sum over clients; or the
+defences, ``shared`` as a client sends it, ``aggregate`` after the reduction over clients; or the
 ``released`` weights. The results of one attack at one stage are a *series* in the logs. A *plan*
 says which gradients an attack reads in this run.
 

@@ -479,7 +479,7 @@ class WeightLooks:
         return self._chosen_loss[1]
 
     def look_where_due(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Look with the channels for which a look is due after this batch; None if for none."""
+        """Look with the channels for which a look is due after this batch; None without any."""
         progress = self._run.progress
         if progress is None:
             return None

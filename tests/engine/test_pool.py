@@ -204,7 +204,7 @@ def test_repeats_and_short_texts_leave_on_both_sides() -> None:
     pool = collect(loader(data), ALL, read)
     assert (pool.repeated, pool.short, len(pool.texts)) == (2, 1, 398)
     assert "2 that other rows repeat and 1 short" in pool.cost
-    assert "1 texts that stand in several rows are asked about alone" in pool.cost
+    assert "1 texts that are in several rows are only tested for extraction" in pool.cost
     assert pool.times.tolist() == [1] * 397 + [2]  # both rows are asked about as one text
     assert torch.equal(pool.texts[397].ids, data[3]["input_ids"])
     for row in data[20:100]:

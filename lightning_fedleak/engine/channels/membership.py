@@ -104,6 +104,7 @@ class MembershipChannel(Channel):
     client's to be trained.
     """
 
+    # The constants are explained in Channel.
     guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True

@@ -95,6 +95,7 @@ class TextsChannel(Channel):
     (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
     """
 
+    # The constants are explained in Channel.
     guesses = TextGuess
     reads = TextAttack
     leak = TEXTS

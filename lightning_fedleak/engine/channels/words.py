@@ -148,6 +148,7 @@ class _WordTruth:
 class WordsChannel(Channel):
     """The channel of attacks that recover the word types of a batch."""
 
+    # The constants are explained in Channel.
     guesses = WordGuess
     reads = Attack
     leak = WORDS

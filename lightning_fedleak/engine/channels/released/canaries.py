@@ -55,6 +55,7 @@ class CanaryChannel(MemorizationChannel):
             one of them has, or more.
     """
 
+    # The constants are explained in Channel, WeightChannel and MemorizationChannel.
     reads = Canaries
     leak = CANARIES
     plays_games = True
@@ -181,6 +182,7 @@ class EntityChannel(WeightChannel):
         ValueError: No values are planted.
     """
 
+    # The constants are explained in Channel and WeightChannel.
     reads = Entities
     leak = ENTITIES
     plays_games = True

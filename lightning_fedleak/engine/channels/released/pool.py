@@ -276,7 +276,7 @@ class Pool:
             "given": f"{n_non_members} of others= are the non-members",
         }[self.way]
         part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
-        copied = f"; {n_copied} texts that stand in several rows are asked about alone"
+        copied = f"; {n_copied} texts that are in several rows are only tested for extraction"
         return (
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
             f"repeat{part} and {self.short} short ones were excluded"
@@ -424,20 +424,20 @@ def collect(
             )
         sides = [source is dataset for source, _ in sample]
         in_data = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
-        searched: Iterable[tuple[Text, bool]] = (
+        other_texts: Iterable[tuple[Text, bool]] = (
             (text, source[0] is dataset)
             for source in (extra if entities is None else track(extra, "searching rows for values"))
             for text in read_row(loader, *source, read)
         )
         if entities is not None:
             deque(entities.counting(zip(texts, in_data, strict=True)), 0)  # runs the generator
-            searched = entities.counting(searched)
+            other_texts = entities.counting(other_texts)
             if len(extra) > MAX_ROWS:
                 seconds = (time.perf_counter() - start) / len(sample) * len(extra)
                 rank_zero_info(f"entities: {len(extra):,} more rows are searched, ~{seconds:.0f} s")
-        scored = scored_texts(texts, in_data, searched)
-    places = scored.rows + (scored.short_rows if short else [])
-    if not places:
+        scored = scored_texts(texts, in_data, other_texts)
+    indices = scored.rows + (scored.short_rows if short else [])
+    if not indices:
         n_short = 0 if short else len(scored.short_rows)
         mend = f": ShortAnswers() compares the {n_short} with 1 to 7" * (n_short > 0)
         raise UnplayableGame(
@@ -446,12 +446,12 @@ def collect(
             f"{mend}"
         )
     if entities is not None:
-        entities.locate([texts[row] for row in places])
-    trains = torch.tensor([in_data[row] for row in places], dtype=torch.bool)
+        entities.locate([texts[row] for row in indices])
+    trains = torch.tensor([in_data[row] for row in indices], dtype=torch.bool)
     prompt_rows = {*scored.prompt_rows}
-    has_prompt = torch.tensor([row in prompt_rows for row in places], dtype=torch.bool)
+    has_prompt = torch.tensor([row in prompt_rows for row in indices], dtype=torch.bool)
     has_prompt[: len(scored.rows)] &= scored.times == 1  # the texts after these are short ones
-    is_short = torch.arange(len(places)) >= len(scored.rows)
+    is_short = torch.arange(len(indices)) >= len(scored.rows)
     number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
     numbers = [
         number_of(row) if source is dataset else -1  # of the user's data; -1: held out
@@ -462,10 +462,10 @@ def collect(
     if trains_reference:
         row_of = torch.tensor([n for n, row_texts in enumerate(read_rows) for _ in row_texts])
         drawn = draw_references(len(sample), len(extra), n_reference, settings.seed)
-        references = ReferenceRows(sample + extra, drawn, row_of[places])
+        references = ReferenceRows(sample + extra, drawn, row_of[indices])
     return Pool(
         way=way,
-        texts=[texts[row] for row in places],
+        texts=[texts[row] for row in indices],
         trains=trains,
         length=round(length * len(texts) / max(1, len(read_rows))),
         times=torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
@@ -484,8 +484,8 @@ def collect(
 def _no_game(dataset: Any, way: _Way) -> str | None:
     """Return why the texts cannot be compared with a DP account; None if they can.
 
-    An account bounds what one example changes that is added or removed. So each text must have been
-    included by a random bit of its own, drawn before the run.
+    An account bounds what one example changes that is added or removed. So an independent random
+    bit, drawn before the run, must have decided for each text whether it is included.
     """
     mend = "leave_out(..., coins=True)"
     if way == "not yet seen":
@@ -495,7 +495,7 @@ def _no_game(dataset: Any, way: _Way) -> str | None:
     if not isinstance(dataset, TrainingRows):
         return "another data set wraps the rows of leave_out: leave rows out of that one"
     if not dataset.record.coins:
-        return f"the number of rows held out was fixed, so that inclusion bits depend: {mend}"
+        return f"a fixed number of rows was held out, so their draws are not independent: {mend}"
     return None
 
 

@@ -36,6 +36,7 @@ class PromptChannel(MemorizationChannel):
     runs are refused too, because no file has the completions of the base.
     """
 
+    # The constants are explained in Channel, WeightChannel and MemorizationChannel.
     reads = PromptAttack
     kinds = ("causal",)  # of models
     finds_entities = False  # no values in texts, such as phone numbers, are searched

@@ -78,6 +78,7 @@ class WeightChannel(Channel):
         owes_list: Whether the user wants a list of members that the newest look did not write.
     """
 
+    # Constants that are not listed above are explained in Channel.
     kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
     planted: ClassVar[str] = ""
     prefix: ClassVar[str] = PREFIX[Stage.RELEASED]

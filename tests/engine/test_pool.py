@@ -289,7 +289,7 @@ def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     [
         (rows(), ALL, "by whether they were drawn"),
         (rows(), Memorization(others=rows(200, seed=9), max_overhead=4 / 3), "no draw decided"),
-        (leave_out(rows(), 150, seed=0)[0], ALL, "the number of rows held out was fixed"),
+        (leave_out(rows(), 150, seed=0)[0], ALL, "a fixed number of rows was held out"),
         (
             Subset(leave_out(rows(500), 150, seed=0, coins=True)[0], range(300)),
             ALL,

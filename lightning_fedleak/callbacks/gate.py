@@ -1,6 +1,7 @@
 """RiskGate: act when measured leakage exceeds a threshold.
 
-The gate stops the run, strengthens its defences, raises an error, or warns.
+The gate stops the run, strengthens its defences, raises an error, or warns. This file connects the
+gate of any loop (``Threshold``) to the hooks of a Lightning Trainer.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class RiskGate(core.Threshold, EitherCallback):
         return logged_by[0].engine
 
     def _check_stop(self, trainer: L.Trainer) -> None:
-        """Check that the gate can act.
+        """Check that no other gate has this name, and that a gate that stops can stop the run.
 
         Raises:
             ValueError: Another gate has the same name, or this one could not stop the run. The

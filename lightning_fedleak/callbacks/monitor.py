@@ -1,7 +1,7 @@
 """LeakageMonitor: run attacks during training, and log their results with the user's metrics.
 
-The callback only connects Lightning's hooks to an
-:class:`~lightning_fedleak.engine.Engine`, which plans, runs and logs the attacks.
+The callback only connects Lightning's hooks to an :class:`~lightning_fedleak.engine.Engine`, which
+plans, runs and logs the attacks. A *tap* is a hook that records the calls and gradients of a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What the engine needs to know of a Lightning Trainer: its clients, loggers and settings.
+"""Facts of a Lightning Trainer that the engine needs: its clients, loggers and settings.
 
 :class:`TrainerRun` implements the engine's interface :class:`~lightning_fedleak.engine.Run` for one
-fit of a Trainer.
+fit of a Trainer. A *client* of a federation is one process (``"rank"``) or all processes together
+(``"world"``). It shares gradients, which defences change before: a gradient has a *stage* local
+(before the defences), shared (after them) and aggregate (after the reduction over clients).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine: it decides when to look, runs the attacks, and scores and logs their results.
+"""The engine: it decides when to measure leakage, runs the attacks, and scores and logs results.
 
 It depends neither on Lightning nor on Flower: an integration describes its training to it as a
 :class:`Run`. Integrations import the names below.

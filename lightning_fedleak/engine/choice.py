@@ -1,4 +1,9 @@
-"""The table that is logged with ``attacks="auto"``: the cost of each attack and what it reads."""
+"""The table that is logged with ``attacks="auto"``: the cost of each attack and what it reads.
+
+With ``"auto"`` every attack that fits the model and the run is *played*, that is, it runs. The
+table has a line for each candidate: what it costs and which gradients it reads, or why it does not
+run. At its end is the number of shared parameters that no attack tests.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ MAX_LINES = 3
 WIDTH = 110
 """Width of the table in characters."""
 
+# Follows the title if a causal model generates the text on which attacks are calibrated.
 _TEXT_NOTE = ". Calibrated on text that the model writes itself; public_text= takes yours:"
 _NO_ATTACK = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
 
@@ -72,7 +78,7 @@ def table(
     title = f"these attacks{_TEXT_NOTE if writes else ':'}" if played else _NO_ATTACK
     lines = [f"{watcher} plays {title}"]
     width = max((len(row.attack) for row in rows), default=0)
-    first_with: dict[str, str] = {}
+    first_with: dict[str, str] = {}  # the first attack with each reason, which is written once
     for row in rows:
         if row.never is not None:
             text = f"unknown in every round: {row.never}"

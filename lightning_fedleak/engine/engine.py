@@ -4,7 +4,11 @@
 
     step -> attacks -> score -> record
 
-The sections of :class:`StepEngine` follow this order.
+The sections of :class:`StepEngine` follow this order. A *look* is a measurement at one optimizer
+step. The gradient passes *stages*: ``local`` before the client's defences, ``shared`` as it is
+sent, ``aggregate`` after the reduction over clients. A *series* is the results of one attack at one
+stage. A *channel* runs and scores the attacks of one family. A *control* is the same step on known
+words, which shows whether an attack with a low number works at all.
 :mod:`~lightning_fedleak.engine.scheduler` decides when a look is due,
 :mod:`~lightning_fedleak.engine.fit` holds the taps that record its step, and
 :mod:`~lightning_fedleak.engine.lifecycle` begins and ends a run.
@@ -117,6 +121,7 @@ class StepEngine:
     def _before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
+        """Note the noise and compression of a defence that acts next, and tell the channels."""
         fit = self._fit
         fit.note_defense(defense, context)
         for channel in fit.channels:
@@ -237,6 +242,7 @@ class StepEngine:
         """Return this process's result of every series of the look."""
         fit, results = self._fit, dict[Series, Result]()
         scope, waits = look.scope or fit.series.keys(), fit.scheduler.waits
+        # Series that were not tried, because what they wait for has not happened.
         waiting = {s: w for s, w in waits.items() if s in scope and look.answers.get(s) is w}
         with look.clock(fit.run.device):
             for channel in fit.channels_in(look) if waiting.keys() != scope else ():
@@ -248,6 +254,7 @@ class StepEngine:
     # ---- record -----------------------------------------------------------------------------
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
+        """Add the outcomes of a look to the results, and write them to all destinations."""
         fit, defenses = self._fit, self._fit.accounting
         metrics = fit.run.metrics(self._metric_names)
         metrics = {name: value for name, value in metrics.items() if not is_validation(name)}

@@ -1,6 +1,10 @@
 """The parts of an engine that live as long as one run: taps, attacks, and the current look.
 
-A tap is a hook that records the model calls or gradients of the user's own training step.
+A *tap* is a hook that records the model calls or gradients of the user's own training step. A
+*look* is a measurement at one step. The gradient passes *stages*: ``local`` before the client's
+defences, ``shared`` as it is sent, ``aggregate`` after the reduction over clients. A *series* is
+the results of one attack at one stage. An attack's *plan* says which parameters' gradients it
+reads.
 """
 
 from __future__ import annotations
@@ -94,13 +98,14 @@ class Fit:
         self.accounting = accounting(run.defenses)
         self.look: Look | None = None
         self.failure: str | None = None
+        # Whether the first batch, and the end of the first look, are still to come.
         self.is_before_batch = self.is_before_look = True
         self._options = options
-        self._batch_error: Exception | None = None
-        self._watches_steps = False
+        self._batch_error: Exception | None = None  # why the first batch cannot be read
+        self._watches_steps = False  # else the engine watches the rounds of a federation
         self._removers: list[Callable[[], None]] = []
-        self._tapped: set[int] = set()
-        self._planned_for: tuple[object, ...] = ()
+        self._tapped: set[int] = set()  # the ids of the parameters whose gradients are recorded
+        self._planned_for: tuple[object, ...] = ()  # what the plans were made for, see _trained
 
     def calibrate(
         self,
@@ -178,6 +183,8 @@ class Fit:
 
     def admit_held(self, look: Look) -> None:
         """Run the attacks for uneven losses from now on if labels weigh unevenly in this step.
+
+        They exploit labels that have different weights in the loss, and are held back until then.
 
         Under DP they never run, because the moment of the decision would depend on the data.
         """

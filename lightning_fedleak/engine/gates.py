@@ -1,7 +1,10 @@
 """Functions for gates: check a threshold, judge a value against it, and write the message.
 
-A gate is a threshold on a logged value. :class:`~lightning_fedleak.engine.threshold.Threshold` and
-the gates of federations use these functions.
+A *gate* is a threshold on a logged value, which it *watches*. If the value is above, it acts, for
+example by a stop. :class:`~lightning_fedleak.engine.threshold.Threshold` and the gates of
+federations use these functions. Attacks of one *family*, such as words, have the same main metric,
+the *headline*; the highest one is logged as ``leakage/worst/<family>``. A *control* is the same
+step on known words: if an attack recovers little of it, its low number is unknown.
 """
 
 from __future__ import annotations
@@ -102,6 +105,8 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
         )
     check_number("at_most", at_most)
     rate = rate_of(metric)
+    # Both are (lowest, highest, chance): `span` of the metric, also if the name is an end of its
+    # interval; `interval` of the name itself, for which ends have no chance level.
     span = range_of(rate.removesuffix("_low").removesuffix("_high"))
     if (interval := range_of(rate)) is not None and interval[0] <= at_most < interval[2]:
         watched = f", the highest {rate} of several attacks" if is_worst(metric) else ""
@@ -184,7 +189,9 @@ def range_of(metric: str) -> tuple[float, float, float] | None:
 def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
     """Return why a value can never judge an update of this run; None if it can.
 
-    That depends on the optimizer, the steps of a round, the trained parameters, and the games.
+    That depends on the optimizer, the steps of a round, the trained parameters, and the games. For
+    the worst of a family it holds if no attack's value can judge an update, or if an attack that
+    is made for such updates cannot read them.
 
     Args:
         engine: The engine that logs the value.
@@ -240,8 +247,8 @@ def judge_worst(
 ) -> dict[str, Judgement]:
     """Return how a gate interprets the headlines of a family at its threshold.
 
-    A headline whose control is low is unknown. It is excluded if its attack reads a gradient that
-    another attack with a known headline reads too.
+    A headline whose control is low is unknown (NaN). It is excluded if its attack reads a gradient
+    that another attack with a known headline reads too.
 
     Args:
         engine: The engine that logs the values.
@@ -258,7 +265,7 @@ def judge_worst(
     return {n: j for n, j in judgements.items() if n in finite or not reads[n] & roles_read}
 
 
-# ---- defences that a gate turns up ----------------------------------------------------------
+# ---- defences that a gate makes stronger ----------------------------------------------------
 
 
 def defenses_to_harden(defenses: Sequence[Defense]) -> tuple[Defense, ...]:

@@ -1,8 +1,9 @@
 """The engine from set-up to the end of a run, and its state in checkpoints.
 
 The base class :class:`~lightning_fedleak.engine.engine.StepEngine` handles the single steps. This
-file adds all that happens once in a run. The order is: gates subscribe, the channels open on the
-run, the attacks are calibrated, training begins, training ends, the record is closed.
+file adds all that happens once in a run. The order is: gates (thresholds on logged values)
+subscribe, the channels open on the run, the attacks are calibrated, training begins, training ends,
+the record is closed.
 """
 
 from __future__ import annotations
@@ -108,12 +109,12 @@ class Engine(StepEngine):
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
         self.first_step = 0
-        self._calibrations: dict[str, object] = {}
-        self._ended_summary: dict[str, object] = {}
+        self._calibrations: dict[str, object] = {}  # of a checkpoint or another run, by attack
+        self._ended_summary: dict[str, object] = {}  # see _summary
         self._logged_last = False
         self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # why attacks are excluded, by name
         self._logged_names: list[str] = []
         self._forget_listeners()
 
@@ -323,7 +324,7 @@ class Engine(StepEngine):
         return lineup
 
     def _show(self, report: log.Report, run: Run) -> None:
-        """Lay out the cards and charts of TensorBoard."""
+        """Lay out the cards and charts of TensorBoard for the series that have results."""
         series = {s: c for s, c in self.series.items() if s in self.results.playing}
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
@@ -449,6 +450,7 @@ class Engine(StepEngine):
 
     @contained
     def _look_at_weights(self, *, at_end: bool = False) -> None:
+        """Measure the trained weights if that is due, and publish the results."""
         weights = self.weights
         if weights is None:
             return

@@ -1,4 +1,11 @@
-"""The lineup of a run: the attacks that run, what each of them reads, and their calibrations."""
+"""The lineup of a run: the attacks that run, what each of them reads, and their calibrations.
+
+The attacks here read gradients or hidden states of training steps; those on the trained weights are
+set up elsewhere. A *look* is one measurement at a step. An attack's *plan* says which parameters'
+gradients it reads, and its *calibration* is work before the first step, such as fitting thresholds
+on public text. The order: attacks that do not fit are excluded or refused, the others are planned
+and calibrated, and at each look they are adapted to the present weights.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +34,7 @@ from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
+# Why an attack for losses with uneven weights does not run yet.
 _HELD_REASON = "it is played from the first look at which labels weigh unevenly in the loss"
 SLOW = 2.0
 """An attack that took this multiple of ``look_seconds`` does not run any more. With a larger value
@@ -77,8 +85,9 @@ class Lineup:
         self._options = options
         self._first_step = run.optimizer_step
         self._is_auto = selection.auto
+        # Whether attacks are calibrated on text that the model generates.
         self._self_text = run.anatomy.kind == "causal" and not selection.text_passed
-        self._max_seconds = options.look_seconds
+        self._max_seconds = options.look_seconds  # of one attack at one look
         self._refused = dict(refused)
         self._lacking_text: set[str] = set()
         self.uneven_only = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
@@ -88,10 +97,10 @@ class Lineup:
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
         self.set_up_seconds: dict[str, float] = {}
-        self._too_slow: dict[str, str] = {}
+        self._too_slow: dict[str, str] = {}  # why attacks stopped to run, by name
         reshard(run.anatomy.root)  # FSDP2 leaves layers unsharded after an evaluation
         self.is_sharded = run.is_sharded
-        work: dict[Hashable, Any] = {}
+        work: dict[Hashable, Any] = {}  # results that the checks of several attacks share
         for channel in self._channels:
             exclude(channel, self._refused.keys())
             for attack in channel.attacks:

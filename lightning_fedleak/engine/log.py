@@ -1,7 +1,11 @@
 """Write the results of looks to the loggers, ``leakage.jsonl`` and ``run.jsonl``.
 
-These hold numbers only. Recovered words and texts go to private files, if the user asks for them
-(``reveal=True``).
+A *look* is one measurement at a step or round, or of the trained weights. A *series* is the results
+of one attack at one stage of the gradient's way. At a look it has an outcome: rates, or the reason
+why they are *unknown* (a failure) or *pending* (nothing to read yet).
+
+These files hold numbers only. Recovered words and texts go to private files, if the user asks for
+them (``reveal=True``).
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ COLUMNS = (
     *("value", "low", "high"),
     "unknown",
 )
-"""Columns of a row of :meth:`JsonLines.rows`."""
+"""Columns of a row of :meth:`JsonLines.rows`: six facts of the look and the attack, the name of a
+metric, its value and interval, and why it is unknown."""
 TRAINING_STEPS = 50
 """Steps between two logged values of a training metric; the default of Lightning's own logging.
 
@@ -309,7 +314,7 @@ class Report:
         reveal: RevealFiles | None,
     ) -> None:
         self._run = run
-        self._rounds = run.unit == "round"
+        self._rounds = run.unit == "round"  # whether looks are at rounds of a federation
         pooled = "pooled" if run.processes > 1 and run.client == "rank" else 0
         self._client = pooled if destination.client is None else destination.client
         self._series = series
@@ -321,7 +326,7 @@ class Report:
         self.boards = destination.boards
         self.cards = Cards({}, (), (), (), {})
         self._warned: set[str] = set()
-        self._announced_pending: set[Series] = set()
+        self._announced_pending: set[Series] = set()  # series whose wait was announced
         self._logged: dict[str, tuple[int, float]] = {}  # step and value of the last log by name
         self._looked_steps: set[int] = set()
         # Seconds of all looks, of their controls, and of each attack.
@@ -503,6 +508,7 @@ class Report:
             rank_zero_warn(f"{self._run.watcher}: {text}")
 
     def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
+        """Write a line of ``leakage.jsonl`` for each outcome that is not pending."""
         for series, outcome in outcomes.items():
             if outcome.pending is not None:
                 continue

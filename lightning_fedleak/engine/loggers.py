@@ -1,7 +1,10 @@
 """Write the settings of a run, its highest leakage, and the report to loggers.
 
 Loggers are recognised by the names of their classes, so that none has to be installed. For
-TensorBoard this file also lays out the first cards, a page of charts, and the newest look as text.
+TensorBoard this file also lays out the first *cards* (charts of one tag), a page of charts, and the
+newest *look* (measurement) as text. A *series* is the results of one attack at one stage of the
+gradient's way. The main metric of a *family* of attacks, such as words, is its *headline*; the
+highest one is the *worst*. A *gate* is the user's threshold on a logged value.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ CARDS: Mapping[str, str] = {
 """The names of the cards in :data:`FRONT`, by family."""
 GATE_RUN = "gate"
 """Subfolder that TensorBoard shows as a separate run; its line in a card is a gate's threshold."""
+# The tag of a value; ends of intervals have a separate group, sorted after the values.
 _tag = partial(re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$").sub, r"\1_interval/\2")
-"""Return the tag of a value; ends of intervals have a separate group, sorted after the values."""
 KEY = "fedleak"
 """The key of this package's settings among the hyperparameters of a logger."""
 
@@ -86,9 +89,9 @@ class Cards:
         limits: Mapping[str, float],
     ) -> None:
         self._series, self._privacy = series, privacy
-        self._tags: dict[str, str] = {}
-        self._limits: dict[str, float] = {}
-        self._gates: dict[SummaryWriter, SummaryWriter] = {}
+        self._tags: dict[str, str] = {}  # the tag of a card by the log name of its value
+        self._limits: dict[str, float] = {}  # the lowest threshold of a gate by tag
+        self._gates: dict[SummaryWriter, SummaryWriter] = {}  # the writer of limits of each board
         for name in worst:
             if (card := CARDS.get(family := name.rpartition("/")[2])) is None:
                 continue
@@ -97,8 +100,9 @@ class Cards:
             names = {name, *(f"{s.log_name}/{series[s].headline}" for s in family_series)}
             if allowed := [limits[headline] for headline in names & limits.keys()]:
                 self._limits[tag] = min(allowed)
+        # The user's metric that has a card: of a validation (True), and another one (False).
         self._utility, self._metrics = utility, dict[bool, str]()
-        if len(privacy) == 1:
+        if len(privacy) == 1:  # several epsilons do not fit on one card
             self._tags[privacy[0]] = f"{FRONT}/epsilon"
 
     def add(self, board: SummaryWriter, values: Mapping[str, float], step: int) -> None:

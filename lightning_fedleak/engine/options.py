@@ -1,7 +1,8 @@
 """The arguments of a user: which attacks run, when, and under which settings.
 
 ``parts_of`` checks the arguments of an integration (a callback or a loop) and returns them as
-a :class:`Selection` of attacks and the :class:`Options` of an engine.
+a :class:`Selection` of attacks and the :class:`Options` of an engine. A *look* is one measurement
+at an optimizer step, and the *cadence* is the rule for the steps of looks.
 """
 
 from __future__ import annotations
@@ -474,7 +475,7 @@ def selected(
     elif settings.public_text is not None:
         raise ValueError(
             "public_text= is for attacks='auto'; give it to the attacks that you list, "
-            "AlignedFlatChat(public_text) say"
+            "for example AlignedFlatChat(public_text)"
         )
     else:  # `check_attacks` refuses a class that was passed instead of an instance
         chosen = [attacks] if isinstance(attacks, Attack | type) else [*attacks]
@@ -506,7 +507,7 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
     if double := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(
             f"several attacks are named {', '.join(double)}: give each a name, "
-            "FlatChat(name='flatchat_abs') say"
+            "for example FlatChat(name='flatchat_abs')"
         )
 
 
@@ -550,8 +551,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack])
     Raises:
         ValueError: no optimizer has parameters.
     """
-    split = Capability.SEES_ACTIVATIONS
-    names = [a.name for a in attacks if split not in a.threat_model.needs]
+    at_split = Capability.SEES_ACTIVATIONS  # attacks on activations need no optimizer
+    names = [a.name for a in attacks if at_split not in a.threat_model.needs]
     if names and not any(group["params"] for o in optimizers for group in o.param_groups):
         raise ValueError(
             f"'{names[0]}' reads what an optimizer steps with, and configure_optimizers returned "

@@ -1,4 +1,11 @@
-"""Results of an attack: of one client at one look, and over all clients, with their log names."""
+"""Results of an attack: of one client at one look, and over all clients, with their log names.
+
+A *look* is one measurement at a step. A *stage* is the point at which an attack reads: the client's
+gradient before defences (local), as it is sent (shared), or reduced over clients (aggregate); or
+the trained weights (released). The object that scores the attacks of one family is their *channel*.
+At a look each client has a :class:`Found` score, or a reason why it has none. The channel pools the
+scores of all clients into an :class:`Outcome`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from dataclasses import dataclass, field
 from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, flat
 from lightning_fedleak.model.snapshots import Stage
 
+# The first part of log names, by stage.
 PREFIX = {
     Stage.LOCAL: "leakage_local",
     Stage.SHARED: "leakage",
@@ -49,9 +57,12 @@ class Series:
 
     @property
     def record_name(self) -> str:
-        """Return its name in lines of results, with the prefix if that is not a stage's."""
-        apart = self.prefix not in PREFIX.values() and self.name == self.attack
-        return self.log_name if apart else self.name
+        """Return its name in lines of results, with the prefix if a stage has no such prefix.
+
+        Lines have a field for the stage, which replaces the prefix.
+        """
+        has_other_prefix = self.prefix not in PREFIX.values() and self.name == self.attack
+        return self.log_name if has_other_prefix else self.name
 
 
 # ---- results of one client ------------------------------------------------------------------
@@ -206,7 +217,7 @@ def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcom
 
 
 def not_shared(metrics: Iterable[str]) -> Outcome:
-    """Return the outcome if the attacked gradients are not shared: all metrics and exposed 0."""
+    """Return the outcome if the attacked gradients are not shared: metrics of 0, not exposed."""
     return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
 
 

@@ -1,7 +1,8 @@
 """Write ``run.jsonl``: the settings of a fit, the cost of its looks, and the spent privacy budget.
 
-The results of attacks are in ``leakage.jsonl`` instead. The file also commits to the order of the
-training rows and to the weights, so that others can check a run later.
+The results of attacks are in ``leakage.jsonl`` instead. A *look* is one measurement at a step. The
+file also commits to the order of the training rows and to the weights, by hashes, so that others
+can check a run later. The fields of its lines are in :mod:`lightning_fedleak.report.records`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ _row_order_keys: dict[Path, str] = {}
 PLANNED = records.BeginLine, records.LookLine, records.PlanLine
 """Kinds of lines that state the step of the next look."""
 
+# Torch's method that returns the next row numbers of a loader, and the commitments that note them.
 _original_next_index = getattr(_BaseDataLoaderIter, "_next_index", None)
 _active_orders: list[_RowOrder] = []
 
@@ -421,6 +423,7 @@ def versions() -> dict[str, str]:
 
 
 def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:
+    """Return the description of the model in the record; ``trained``: names of parameters."""
     anatomy = run.anatomy
     model = anatomy.model
     parameters = dict(anatomy.root.named_parameters())
@@ -528,5 +531,6 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
 
 
 def _history(defense: Defense) -> tuple[records.Releases, ...]:
+    """Return the releases of a defence's accountant; empty if it has none."""
     history = getattr(getattr(defense, "accountant", None), "history", ())
     return tuple(records.Releases(*row) for row in history)

@@ -2,7 +2,11 @@
 
 A reference shows how much the likelihood of a text rises by training on texts of its kind. The
 rest of the rise is due to training on the text itself. This is difficulty calibration (arXiv
-2111.08440), or an attack with one reference model (arXiv 2012.07805, section 4).
+2111.08440), or an attack with one reference model (arXiv 2012.07805, section 4). The *base* is the
+watched model before its first step. The user passes a reference (:func:`ask_reference`), or one is
+trained before the first step on rows that it does not score (:func:`train_references`). Its
+answers are the log-probabilities of the texts' tokens. A reference that was trained less than the
+model is *weak*: scores with it are too low.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ def ask_reference(
 
     Raises:
         ValueError: The reference cannot be loaded, shares weights with the model that trains, or
-            has another vocabulary.
+            has another vocabulary, on this process or another one.
     """
     failure: ValueError | None = None
     with preserve_process():  # new adapters are drawn at random before their weights are loaded
@@ -112,7 +116,11 @@ def _anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
 
 
 def _load(folder: str, anatomy: Anatomy) -> nn.Module:
-    """Load a model of the same class as the one that trains, with adapters if they are there."""
+    """Load a model of the same class as the one that trains, with adapters if the folder has some.
+
+    Raises:
+        ValueError: It cannot be loaded, or lacks tensors.
+    """
     base_model = without_peft(anatomy.model)
     kind = type(base_model)
     refusal = f"Memorization(reference={folder!r}) cannot be loaded"
@@ -141,7 +149,7 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
         raise ValueError(f"{refusal}: {error}") from error
 
 
-# ---- trained before the first look ---------------------------------------------------------
+# ---- references that are trained before the first step --------------------------------------
 
 
 def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> None:

@@ -1,8 +1,11 @@
 """The results of all looks of a run, and their interpretation at a gate's threshold.
 
-A series is the results of one attack at one stage. At a look it gets an outcome, which may be
-*pending*: the attack has no result yet. It is then retried at the next look, or in the next step if
-the outcome is *soon*. After too many retries it is *unknown*.
+A *look* is one measurement at a step. A *series* is the results of one attack at one stage of the
+gradient's way. At a look it gets an outcome, which may be *pending*: the attack has no result yet.
+It is then retried at the next look, or in the next step if the outcome is *soon*. After too many
+retries it is *unknown*. The main metric of a *family* of attacks, such as words, is its *headline*;
+the highest one is the family's *worst* value. A *gate* is a threshold on a logged value. A
+*control* is the same step on known words, which shows whether an attack works at all.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ class Results:
         self._newest: dict[Series, Outcome] = {}
         self.controls: dict[Series, Control] = {}
         self._p_values: dict[Series, tuple[int, float]] = {}  # looks, lowest p-value over them
-        self._pending_why: dict[Series, str] = {}
+        self._pending_why: dict[Series, str] = {}  # "" if the newest outcome was not pending
         self._with_result: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
@@ -81,7 +84,7 @@ class Results:
         self.failures = 0
         self.last_step = -1
         self.deferrals = 0
-        self._looks_before = 0
+        self._looks_before = 0  # looks of earlier fits
 
     def reset_families(self) -> None:
         """Set ``families`` to all families that have attacks on what is shared."""
@@ -220,11 +223,11 @@ class Results:
         looks = self.looks - self._looks_before
         if looks > 0:
             why = "training ended before the first result: "
-            silent = self._pending_why.keys() - self._with_result
+            without_result = self._pending_why.keys() - self._with_result
             return {
                 s: unknown(channel.metrics_of(s), why + self._pending_why[s])
                 for s, channel in self._channels.items()
-                if s in silent
+                if s in without_result
             }
         if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
@@ -280,6 +283,7 @@ class Results:
             ]
             if family not in families_read:
                 continue
+            # Whether no attack that did not run could have recovered more.
             complete = family not in self.untested or any(
                 o.extra.get("certified") == 1.0 for _, o in members if o.exposed
             )
@@ -476,12 +480,12 @@ def series_of(
     attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
 ) -> dict[Series, Channel]:
     """Return the channel of each series, in logging order, and set channels' ``all_series``."""
-    owner = {attack.name: channel for channel in channels for attack in channel.attacks}
+    channel_of = {attack.name: channel for channel in channels for attack in channel.attacks}
     series: dict[Series, Channel] = {}
     for stage in (*stages, Stage.RELEASED):
         for attack in attacks:
-            channel = owner[attack.name]
+            channel = channel_of[attack.name]
             series |= dict.fromkeys(channel.series(attack, (stage,)), channel)
     for channel in channels:
-        channel.all_series = tuple(key for key, owned in series.items() if owned is channel)
+        channel.all_series = tuple(s for s, owner in series.items() if owner is channel)
     return series

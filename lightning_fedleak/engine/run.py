@@ -1,4 +1,10 @@
-"""A run of any training loop (:class:`Run`), and one look at it (:class:`Look`)."""
+"""A run of any training loop (:class:`Run`), and one look at it (:class:`Look`).
+
+A *look* is one measurement at an optimizer step or of the trained weights. At a step the attacks
+read gradients at *stages*: ``local`` before the client's defences, ``shared`` as it sends them,
+``aggregate`` after the reduction over clients. A *series* is the results of one attack at one
+stage.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +65,14 @@ class Run(ABC):
         watched: The names of values that something besides gates stops or chooses by.
         under_ddp: Whether all trained parameters' gradients are shared, also those that no
             optimizer has.
-        separates_stages: Whether a defended run shows local and shared gradients as ``p.grad``.
+        separates_stages: Whether a defended run shows first the local and then the shared gradient
+            as ``p.grad``.
         clip_value: The absolute value to which entries of gradients are clipped before they are
             shared; None if it is not known.
         shows_progress: Whether a progress bar is shown while attacks are calibrated.
         gradient_of: Returns the gradient of a parameter's next step.
         casts: The :attr:`policies` of a run in which something other than FSDP2 casts.
-        spent: The seconds of each attack in looks that are not written yet.
+        spent: The seconds of each attack in looks whose results are not written yet.
         longest: The seconds of the longest run of each attack in the newest look.
         watcher: The name of the class that watches the run, for messages.
         unit: The unit of :attr:`step`.
@@ -185,10 +192,11 @@ class Run(ABC):
         computed = [torch.finfo(p.param_dtype).eps for p in policies if p.param_dtype]
         dtypes = [p.reduce_dtype or p.param_dtype for p in policies]
         reduced = [torch.finfo(dtype).eps for dtype in dtypes if dtype]
-        once, each = max([*computed, *reduced], default=0.0), max(reduced, default=0.0)
+        first_eps, sum_eps = max([*computed, *reduced], default=0.0), max(reduced, default=0.0)
         # The sum of k/n over k from 2 to n.
         partial_sums = sum((n + 1) / 2 - 1 / n for n in (max(1, accumulated), self.processes))
-        return math.hypot(once, each * math.sqrt(partial_sums)) / math.sqrt(12)
+        # 12: the variance of a uniform error in plus or minus half an epsilon is eps^2 / 12.
+        return math.hypot(first_eps, sum_eps * math.sqrt(partial_sums)) / math.sqrt(12)
 
     @property
     def number(self) -> int:
@@ -296,29 +304,30 @@ class Run(ABC):
     ) -> list[Callable[[], None]]:
         """Call the functions inside of a DP optimizer's step, see :meth:`watch_release`."""
         # Whether the shared gradient exists before the reduction over processes.
-        alone = self.client == "rank" or not dp.reduces
+        is_local = self.client == "rank" or not dp.reduces
         parameters = [p for g in dp.inner.param_groups for p in g["params"] if p.requires_grad]
 
-        def defended() -> None:
+        def announce_defense() -> None:
             ranks = self.processes if self.client == "rank" else 1
+            # b"": no entropy, because the optimizer draws the noise itself.
             context = DefenseContext(
                 self.anatomy.root, self.number, ranks, self.device, self.precision, self.step, b""
             )
             before_defense(dp, parameters, context)
 
-        def prepared() -> None:
+        def act_on_local_gradient() -> None:
             stage_reached(Stage.LOCAL, dp.inner)
-            defended()
-            if alone:
+            announce_defense()
+            if is_local:
                 stage_reached(Stage.SHARED, dp.inner)
 
-        def reduced() -> None:
+        def act_on_reduced() -> None:
             if dp.reduces:
-                defended()
-            for stage in (Stage.AGGREGATE,) if alone else (Stage.SHARED, Stage.AGGREGATE):
+                announce_defense()
+            for stage in (Stage.AGGREGATE,) if is_local else (Stage.SHARED, Stage.AGGREGATE):
                 stage_reached(stage, dp.inner)
 
-        return dp.watch(prepared, reduced)
+        return dp.watch(act_on_local_gradient, act_on_reduced)
 
     def why_hidden(self, stages: Iterable[Stage], optimizer: Optimizer | None) -> str | None:
         """Return why the gradient at one of these stages cannot be read; None if it can."""
@@ -346,9 +355,10 @@ class Look:
         control_seconds: The part of these seconds that controls took.
         started: The value of ``time.perf_counter`` when the look began.
         step_seconds: The duration of the step without the look; 0 until it is known.
-        followed: Whether the attacks have adapted to the weights at this look.
+        followed: Whether the attacks have been adapted to the weights of this look.
         notes: Functions that write the recovered words or texts to local files, under a title.
-        controls: The control of each attack that has one at this look, by name.
+        controls: The control of each attack that has one at this look, by name: its rates on the
+            same step with known words.
         work: Intermediate results that attacks share until an optimizer steps.
         scope: The series that are retried, if the look is only for these; None for all.
         next_look: The step of the next look once it is planned; None for a look at the weights.
@@ -386,8 +396,9 @@ class Look:
 
         Args:
             device: The device that the block uses.
-            is_control: Whether to add to the seconds of controls instead. A control is played in
-                another block, which adds the same duration to the look's seconds.
+            is_control: Whether to add to the seconds of controls (the same step on known words)
+                instead. They run within another block, which adds the same duration to the look's
+                seconds.
         """
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
         wait(device)
@@ -448,6 +459,7 @@ def contained(
     return run
 
 
+# Errors of this package, whose messages hold no private text.
 _OWN_ERRORS = (
     UnusableObservation,
     BatchError,

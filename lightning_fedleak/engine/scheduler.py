@@ -1,6 +1,9 @@
 """Decide when to look: the steps of looks, their cost, and the attacks to retry.
 
-:class:`Cadence` is the rule for the steps. :class:`Scheduler` applies it in a run.
+A *look* is a measurement at one optimizer step, in which the attacks run. A *series* is the results
+of one attack at one stage of the gradient's way. :class:`Cadence` is the rule for the steps of
+looks. :class:`Scheduler` applies it in a run, and lets series without a result *yet* retry in the
+steps between looks.
 """
 
 from __future__ import annotations
@@ -139,12 +142,12 @@ class Cadence:
             return step + 1
         price, self.unpaid = look_seconds + self.unpaid, 0.0
         by_share = step + max(1, math.ceil(price / (self.share * step_seconds)))
-        if not self.is_curve:
+        if not self.is_curve:  # the rule of a share: a look more only if the whole run pays for it
             if self.steps is None:
                 return by_share
             pays = self.share * step_seconds * (self.steps - self.first_step)
             return by_share if self.spent + look_seconds <= pays else self.steps
-        if self.steps is None or step >= self.steps - 1:
+        if self.steps is None or step >= self.steps - 1:  # a curve of steps 0, 1, 3, 7, ...
             within = self.spent + look_seconds <= CURVE_SECONDS
             return min(by_share, 2 * step + 1) if within else by_share
         by_price = self._affordable_step(step_seconds)
@@ -168,7 +171,7 @@ class Cadence:
         """Return the first step after ``step`` of the ten evenly spread ones."""
         assert self.steps is not None
         gaps, last = CURVE_LOOKS - 1, self.steps - 1
-        return -(-(step * gaps // last + 1) * last // gaps)
+        return -(-(step * gaps // last + 1) * last // gaps)  # -(-a // b) rounds a / b up
 
     def after_retry(self, retry_seconds: float, step_seconds: float) -> int:
         """Return a proposal for the step of the next look after attacks were retried.

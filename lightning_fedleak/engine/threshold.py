@@ -1,7 +1,9 @@
-"""A threshold on measured leakage that stops a run, hardens defences, raises, warns or calls.
+"""A gate: a threshold on measured leakage that stops a run, hardens defences, raises or warns.
 
-:meth:`Threshold.watch` subscribes to an engine. After each look the gate reads the watched value,
-judges it, and acts if it exceeds the threshold.
+:meth:`Threshold.watch` subscribes to an engine. A *look* is one measurement. After each look the
+gate reads the watched value, judges it, and acts if it exceeds the threshold. To *harden* is to
+make each defence stronger by one step, a *notch*. The main metric of the attacks of a family, such
+as words, is its *headline*; ``leakage/worst/<family>`` is the highest one.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ class Threshold:
         self.fired: GateEvent | None = None
         self.notches = self._breaches = 0
         self._defenses: tuple[Defense, ...] = ()
-        self._watched: tuple[str, ...] = (self.metric,)
+        self._watched: tuple[str, ...] = (self.metric,)  # all headlines, if a worst is watched
+        # Whether it has stopped the run, has had a known value, and has allowed a checkpoint.
         self._stopped = self._has_result = self._was_allowed = False
         # The upper end of the interval and the step of each validation, see `choice`.
         self._choices: list[tuple[float, int]] = []
@@ -431,6 +434,7 @@ class Threshold:
         """Count the breaches in a row, and return whether the gate acts on this one."""
         unknown = math.isnan(event.value)
         self._has_result |= not unknown
+        # An unknown value is a breach of a strict gate; for other gates it changes nothing.
         if self.strict if unknown else event.value > self.at_most:
             self._breaches += 1
             return self._breaches > self.patience

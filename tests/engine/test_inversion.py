@@ -221,7 +221,7 @@ def packed(model, batch):
     [
         (crash, model_loss, "KeyError at"),
         (no_time, model_loss, "is over before the first token"),
-        (other_shape, model_loss, "others than were sent"),
+        (other_shape, model_loss, "another shape than the sent ones"),
         (None, twice, "passed 2 times"),
         (None, packed, "attention_mask of another shape"),
     ],

@@ -204,7 +204,7 @@ def test_repeats_and_short_texts_leave_on_both_sides() -> None:
     pool = collect(loader(data), ALL, read)
     assert (pool.repeated, pool.short, len(pool.texts)) == (2, 1, 398)
     assert "2 that other rows repeat and 1 short" in pool.cost
-    assert "1 texts that stand in several rows are asked about alone" in pool.cost
+    assert "1 texts that are in several rows are only tested for extraction" in pool.cost
     assert pool.times.tolist() == [1] * 397 + [2]  # both rows are asked about as one text
     assert torch.equal(pool.texts[397].ids, data[3]["input_ids"])
     for row in data[20:100]:
@@ -289,7 +289,7 @@ def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     [
         (rows(), ALL, "by whether they were drawn"),
         (rows(), Memorization(others=rows(200, seed=9), max_overhead=4 / 3), "no draw decided"),
-        (leave_out(rows(), 150, seed=0)[0], ALL, "the number of rows held out was fixed"),
+        (leave_out(rows(), 150, seed=0)[0], ALL, "a fixed number of rows was held out"),
         (
             Subset(leave_out(rows(500), 150, seed=0, coins=True)[0], range(300)),
             ALL,

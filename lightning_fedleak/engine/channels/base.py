@@ -1,9 +1,15 @@
 """Channels: one object for each family of leak, through which the engine uses its attacks.
 
-A channel records the tensors that its attacks read, lets them guess at each stage, scores the
-guesses, and packs, pools and names the results. The engine holds a list of channels and knows no
-family. To add a family, write a subclass of :class:`Channel` and its attacks: ``Channel.reads`` is
-the base class of the attacks that a channel takes.
+A family is what attacks recover: words, whole texts, membership, or what the weights memorized. A
+*look* is one measurement at a step. In it a channel records the tensors that its attacks read, lets
+them guess, scores the guesses against the batch, and packs the numbers into one row, so that
+processes can exchange them. A *stage* is a point on the gradient's way: ``local`` before the
+defences, ``shared`` as a client sends it, ``aggregate`` after the reduction over clients; or the
+``released`` weights. The results of one attack at one stage are a *series* in the logs. A *plan*
+says which gradients an attack reads in this run.
+
+The engine holds a list of channels and knows no family. To add a family, write a subclass of
+:class:`Channel` and its attacks: ``Channel.reads`` is the base class of the attacks that it takes.
 """
 
 from __future__ import annotations
@@ -59,7 +65,7 @@ from lightning_fedleak.report.records import Family
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a rate needs to be known.
+    """What a rate needs to be known, so that a gate (a limit for it) can decide.
 
     Attributes:
         looks: The number of looks after which it is known.
@@ -102,8 +108,8 @@ class Channel(ABC):
         width: The number of numbers in a packed result.
         headline: The main metric, for pages and tables.
         extras: The names of its values without an interval.
-        ranges: The smallest, the largest and the uninformed value of each metric. A key that ends
-            in "_" holds for all metrics that begin with it.
+        ranges: The smallest, the largest and the uninformed value (that of an attack that guesses)
+            of each metric. A key that ends in "_" holds for all metrics that begin with it.
         own_threshold: The rates that use the attacks' own decisions, which may be low although the
             scores separate everything.
         parted: Whether each process holds a part of the result even if all are one client. If not,
@@ -118,7 +124,8 @@ class Channel(ABC):
             :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do. All looks then query
             the same texts, and their intervals are corrected to hold jointly.
         tests_looks: Whether each look has its own p-value.
-        controlled: Whether its attacks are given the control of a look, see :meth:`control_rates`.
+        controlled: Whether its attacks also run on the *control* of a look, the same step on known
+            words, which shows whether they work at all; see :meth:`control_rates`.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
         entity_kinds: The kinds of these values.
         finder: Finds these values in texts; None before a fit, and if none are named.
@@ -148,7 +155,7 @@ class Channel(ABC):
     controlled: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
 
-    registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
+    registry: ClassVar[dict[type[Attack], type[Channel]]] = {}  # the channels by `reads`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -240,7 +247,10 @@ class Channel(ABC):
         """Take a micro-batch of the look that has ended; None if it trained nothing."""
 
     def at_stages(self, look: Look) -> None:
-        """Let each attack guess at the look's stages. By default attacks read gradients."""
+        """Let each attack guess at the look's stages. By default attacks read gradients.
+
+        An attack guesses once for all stages at which the gradient is the same now.
+        """
         for plan in self.plans if look.wanted else ():
             if not (plan.exposed and plan.roles and look.steps_with(plan.optimizer)):
                 continue
@@ -320,7 +330,7 @@ class Channel(ABC):
 
 # ---- values in texts ------------------------------------------------------------------------
 
-_ENTITY = "/entity/"
+_ENTITY = "/entity/"  # between the name of an attack and a kind of values
 
 
 def entity_series(series: Sequence[Series], kinds: Sequence[str]) -> list[Series]:
@@ -363,7 +373,15 @@ def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
 
 
 def _result(channel: Channel, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
-    """Return this process's result of a series; ``empty``: its batches have nothing to leak."""
+    """Return this process's result of a series.
+
+    Args:
+        channel: The channel of the series.
+        look: The look.
+        plan: The plan of its attack.
+        series: The series.
+        empty: Whether the batches of the look have nothing to leak.
+    """
     if (failure := look.training_step.error) is not None:
         return Unknown(f"the batch could not be read: {failure}")
     if empty or not look.stepped or not plan.exposed:
@@ -383,7 +401,7 @@ def exclude(channel: Channel, names: Collection[str]) -> None:
 
 
 def gives_control(channel: Channel, attack: str) -> bool:
-    """Return whether an attack is given the control of a look, by its name."""
+    """Return whether an attack of this name also runs on the control of a look."""
     matches = (a for a in channel.attacks if a.name == attack)
     return channel.controlled and any(a.needs_control for a in matches)
 
@@ -395,7 +413,7 @@ def plan_of(channel: Channel, attack: Attack) -> Plan:
         ValueError: The attack cannot read this model.
     """
     if channel.reads_states and not attack.needs(channel.run.anatomy).gradients:
-        return Plan(attack, (), True, None)
+        return Plan(attack, (), True, None)  # no parameters: what it reads is always exposed
     return gradient_plan(attack, channel.run)
 
 
@@ -418,7 +436,7 @@ def never_read(channel: Channel, name: str, *, fresh: bool) -> Unknown | Nothing
     facts, steps = plan.facts(channel.run, channel.settings.local_steps, 0), None
     if (kind := facts.compression) and kind.method not in attack.reads_compressed:
         return Unknown(explain_compression(kind.method), applies=False)
-    with suppress(UnusableObservation):  # some attacks read updates of any optimizer
+    with suppress(UnusableObservation):  # an unknown optimizer: some attacks read its updates too
         steps = LocalSteps.from_facts(facts)
     try:
         attack.check_updates(facts)
@@ -484,8 +502,8 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         if (why := no_sum(plan)) is not None:
             return Unknown(why, applies=False)
         groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
-        carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
-        if carries and not view.fresh:  # momentum of earlier steps is in the update
+        momentum = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
+        if momentum and not view.fresh:  # the update has momentum of steps before the round
             return Unknown(explain_stale_optimizer("SGD"))
     if view.compression not in ("", *plan.attack.reads_compressed):
         return Unknown(explain_compression(view.compression), applies=False)
@@ -507,7 +525,10 @@ def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
 
 
 def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the highest value of each metric over clients; empty for one client."""
+    """Return the highest value of each metric over clients; empty for one client.
+
+    A metric that is NaN for every client is NaN.
+    """
     names = clients[0] if len(clients) > 1 else ()
     numbers = {n: [rates[n] for rates in clients if not math.isnan(rates[n])] for n in names}
     return {name: max(values, default=math.nan) for name, values in numbers.items()}

@@ -1,15 +1,16 @@
 """Positive controls: whether an attack that reports a low number works on this step at all.
 
-A low number may mean that little leaks, or that the attack does not work here. A control
+A low number may mean that little leaks, or that the attack does not work here. A *control*
 distinguishes the two: the same step on known text, which is the batch with its tokens shuffled
-(:mod:`lightning_fedleak.model.taps.control`). An attack that recovers nothing of it is not working.
+(:mod:`lightning_fedleak.model.taps.control`). An attack that recovers nothing of it is not working,
+and its low number is reported as unknown. The *number* of an attack is its main rate, such as F1.
 
-The order in a look, after the attacks have guessed:
+The order in a look (a measurement at one step), after the attacks have guessed:
 
 1. The attacks whose number needs a control are selected.
-2. The step is recomputed with its own tokens. What this does not explain of the optimizer's
-   gradient (weight decay in the loss, a hook of the user's) is the *remainder*. If it is most of
-   the gradient, the attacks may be scored by the text of another step: the control is unknown.
+2. The step is recomputed with its own tokens. The part of the optimizer's gradient that this does
+   not give (weight decay in the loss, a hook of the user's) is the *remainder*. If it is more than
+   half, the batch may be that of another step: the control is unknown.
 3. The gradient of the shuffled step is computed, the remainder is added, and the attacks run on it.
 4. An attack that recovers little runs on smaller and smaller parts of the control. If it works on
    one of them, the batch is too large for the attack.
@@ -125,7 +126,9 @@ class _Part(NamedTuple):
 def _explain(
     gradients: Mapping[str, Tensor], again: Mapping[str, Tensor], rounding: float = EXACT
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the share of the gradients that recomputing the step leaves, and each remainder.
+    """Return the share of the gradients that recomputing does not explain, and each remainder.
+
+    The remainders are in the scale of the recomputed step; roles without one are absent.
 
     One factor is fitted for all gradients, because clipping by norm and a loss scale multiply all
     of them. Rounding accounts for a part of the remainder. That part is taken out as the root of a
@@ -163,11 +166,12 @@ class Controls:
 
     Args:
         run: The run.
-        series: The channel of each series.
+        series: The channel of each series (the results of one attack at one stage).
 
     Attributes:
-        needs: The value that a control must exceed, by family: the highest threshold of its gates.
-            Families that are absent need :func:`default_limit`.
+        needs: The value that a control must exceed, by family of attacks (such as words): the
+            highest threshold of the family's gates, which stop a run. Families that are absent need
+            :func:`default_limit`.
     """
 
     def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
@@ -177,7 +181,7 @@ class Controls:
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _Part] = {}  # by name of the attack
         self._has_warned = False
         # Whether the device may compute different gradients for one step. Once it was found to be
         # deterministic, this is not measured again.
@@ -230,8 +234,8 @@ class Controls:
         """Return whether an attack's number at this look needs a control at this look.
 
         It does if it is the first of the run, lower than the one before, or lower than
-        :data:`FALL` times the last control. An attack that still waits needs no control. Under DP
-        every look but a retry needs one.
+        :data:`FALL` times the last control, or if that control is unknown. An attack that still
+        waits needs no control. Under DP every look but a retry needs one.
         """
         newest = self._newest.get(plan.attack.name)
         if self._ignores_data:
@@ -243,6 +247,7 @@ class Controls:
         return math.isnan(newest.control) or number < last or number < FALL * newest.control
 
     def _answers(self, look: Look, plan: Plan) -> list[object]:
+        """Return the answers of an attack at the stages of this look; None where it has none."""
         return [look.answers.get(s) for s in self._series if s.attack == plan.attack.name]
 
     def _number(self, look: Look, plan: Plan) -> float:
@@ -519,6 +524,7 @@ class Controls:
             self._parts[plan.attack.name] = _Part(MIN_LABELS, False, self._newest_control(plan))
 
     def _count_labels(self, whole: Step) -> int:
+        """Return the number of labels of a control; over joint processes, their mean number."""
         shapes = [call.shapes for call in whole.calls if call.shapes is not None]
         counts = torch.stack([(rows[0] != 0).sum() for rows in shapes]).sum()
         return int(self._run.summed(counts) / self._run.processes if self._are_joint else counts)
@@ -545,6 +551,7 @@ class Controls:
         answers, unread = self._rates(part, plans, remainder), []
         for plan in plans:
             name, channel = plan.attack.name, self._channels[plan.attack.name]
+            # A part must exceed the default limit even if a gate has a lower threshold.
             need = max(self._limit(channel), default_limit(channel.leak.chance))
             rates = answers[name]
             scored = rates if isinstance(rates, Mapping) else {}

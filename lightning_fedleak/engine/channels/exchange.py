@@ -1,4 +1,7 @@
-"""The exchange between processes after each look.
+"""The exchange of results between processes after each look (a measurement at a step).
+
+A *series* is the results of one attack at one stage, and a *channel* the object that scores the
+attacks of one family. Each process is a client, or all together are one.
 
 1. Each process packs its results into one row of numbers, of the same width everywhere.
 2. The rows are gathered on process 0, which pools those of each series into an outcome.
@@ -34,7 +37,9 @@ from lightning_fedleak.engine.outcomes import (
 )
 from lightning_fedleak.engine.run import Run, reason
 
-# The first number of a packed result says what kind of result it is.
+# The first number of a packed result says what kind of result it is: a score; a failed attack;
+# nothing was shared; no result yet; a method that is not made for these gradients; no result yet,
+# but maybe in the next step.
 SCORED, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 OTHER_WAITS = "another client waits"
 
@@ -83,6 +88,7 @@ class Exchange:
                 series: gathered[:, end - width : end]
                 for series, end, width in zip(results, ends, widths, strict=True)
             }
+            # If no client shared anything, this step has no outcome.
             empty = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
             if not any(empty):
                 pooled = {
@@ -120,7 +126,7 @@ class Exchange:
         channel, states = self._channels[series], rows[:, 0].tolist()
         failed = [i for i, state in enumerate(states) if state in (FAILED, INAPPLICABLE)]
         if self._one_client and not channel.parted and not failed:
-            rows = rows[:1]
+            rows = rows[:1]  # every process has the same result
         scored = {i: row for i, row in enumerate(rows.tolist()) if row[0] == SCORED}
         rows_of_clients = {i: row[1 : 1 + channel.width] for i, row in scored.items()}
         if failed:
@@ -142,7 +148,9 @@ class Exchange:
 
 
 def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
-    """Return tensors of n rows; each process computes a part of them, or all if it is sharded.
+    """Return tensors of n rows; each process computes some of them, or all if it is sharded.
+
+    A sharded model needs all processes for each forward.
 
     Args:
         run: The fit.
@@ -166,13 +174,13 @@ def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -
         raise UnusableObservation(f"the model cannot be asked: {why}") from failure
     if computes_all:
         return parts
-    whole = []
+    results = []
     for values in parts:  # each process fills its rows, so that the sum has all
         joint = torch.zeros(n, *values.shape[1:])
         joint[rows] = values.float()
         joint = run.summed(joint.to(run.device)).cpu()
-        whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
-    return whole
+        results.append(joint > 0.5 if values.dtype == torch.bool else joint)
+    return results
 
 
 def _without_clients(outcome: Outcome) -> Outcome:
@@ -225,17 +233,20 @@ def _row(result: Result, channel: Channel, series: Series) -> list[float]:
 def _control_of(
     channel: Channel, series: Series, rows: Sequence[Sequence[float]], why: str
 ) -> Control | None:
-    """Return the lowest control of the clients that have one, from what :func:`_row` added."""
+    """Return the lowest control of the clients that have one, from what :func:`_row` added.
+
+    A *control* is the same step on known words. Its rates show whether an attack works at all.
+    """
     added = [row[1 + channel.width :] for row in rows]
-    whole = [row[3:] for row in added if row[0]]
-    if not whole:
+    rates_of_clients = [row[3:] for row in added if row[0]]
+    if not rates_of_clients:
         return None
-    parted = any(row[1] for row in added if row[0])
+    has_part = any(row[1] for row in added if row[0])
     # NaN is lower than any number: that client's control could not be read.
-    lowest = torch.tensor(whole, dtype=torch.float64).amin(0).tolist()
+    lowest = torch.tensor(rates_of_clients, dtype=torch.float64).amin(0).tolist()
     metrics = channel.metrics_of(series)
     n = len(metrics)
     rates = dict(zip(metrics, lowest[:n], strict=True))
-    part = dict(zip(metrics, lowest[n:], strict=True)) if parted else {}
+    part = dict(zip(metrics, lowest[n:], strict=True)) if has_part else {}
     unexplained = [row[2] for row in added if row[0] and not math.isnan(row[2])]
     return Control(rates, part, why, max(unexplained, default=math.nan))

@@ -1,13 +1,16 @@
-"""Membership games: is this text in the batch? Attacks answer from the gradients of canaries.
+"""The channel of membership games: is this text in the batch?
 
-A dishonest server adds layers to the model. The channel does not put them into the model: it
-computes their gradient, the *canary*, from the hidden states of the step's own batch and the
-gradient of the user's own loss in them
+A *channel* plays the attacks of one family in a run, and turns their answers into rates. In a
+*game* a secret bit decides whether a text is one of the batch; the attack guesses the bit. A
+dishonest server adds layers to the model, whose gradient it reads. The channel does not put them
+into the model: it computes their gradient, here called the *canary*, from the hidden states of the
+step's batch and the gradient of the user's loss in them
 (:meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.gradient`). The hidden states
 come from another forward pass in eval mode without gradient, because a dishonest server sets
 dropout to 0. Training does not change.
 
-The order of a look:
+The order of a *look*, a measurement at one step. A *stage* is a point on the gradient's way:
+``local`` before the client's defences, ``shared`` after them.
 
 1. :meth:`~MembershipChannel.arm` lets the step's backward pass record gradients of hidden states.
 2. At stage local, the targets are drawn and each attack's canary is computed.
@@ -101,20 +104,22 @@ class MembershipChannel(Channel):
     client's to be trained.
     """
 
+    # The constants are explained in Channel.
     guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
-    reads_states: ClassVar[bool] = True
-    tests_looks: ClassVar[bool] = True
-    controlled: ClassVar[bool] = True
+    reads_states: ClassVar[bool] = True  # attacks read the server's layers, no client's parameter
+    tests_looks: ClassVar[bool] = True  # each look has a p-value
+    controlled: ClassVar[bool] = True  # attacks also run on the same step with known words
     leak = MEMBERSHIP
     metrics = RATES
+    # The smallest, the largest and the uninformed value of each rate.
     ranges: ClassVar[Any] = {
         **dict.fromkeys(("accuracy", "auc"), (0.0, 1.0, 0.5)),
         **dict.fromkeys(("f1", "tpr_at_fpr_"), (0.0, 1.0, 0.0)),
         "advantage": (-1.0, 1.0, 0.0),
     }
-    own_threshold = ("accuracy", "f1", "advantage")
+    own_threshold = ("accuracy", "f1", "advantage")  # they use the attack's decisions, not scores
     adversary = DISHONEST_SERVER
 
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
@@ -125,11 +130,11 @@ class MembershipChannel(Channel):
         self._windows: dict[str, played.Window] = {}
         self._tap: ActivationTap | None = None  # records gradients of hidden states
         self._calls: ModelCalls | None = None  # records token ids, if a defence changes them
-        self._layers: set[int] = set()
+        self._layers: set[int] = set()  # the layers at which the tap records
         # The targets of this look; None until they are drawn.
         self._targets: Targets | Waiting | Unknown | None = None
         self._games: dict[str, _Games | Unknown] = {}
-        self._canaries_in_transit = False
+        self._canaries_in_transit = False  # True between stage local and stage shared of a look
 
     def _check_settings(self) -> None:
         """Refuse held-out texts that an attack was calibrated on, because it would know them.
@@ -188,6 +193,7 @@ class MembershipChannel(Channel):
             ValueError: The attack does not fit the model, or the model does not run on token ids.
         """
         assert isinstance(attack, MembershipAttack)
+        # Two texts of two tokens with id 1, without padding, and an upstream gradient of zeros.
         no_padding = torch.ones(2, 2, dtype=torch.bool)
         rows = Rows(torch.full((2, 2), 1), no_padding, False, no_padding)
         try:
@@ -266,7 +272,7 @@ class MembershipChannel(Channel):
                 self._games[attack.name] = Unknown(reason(error))
 
     def _read_layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _LayerData:
-        """Return the client's hidden states and the gradient of its loss in them.
+        """Return the client's hidden states at a layer and the gradient of its loss in them.
 
         Raises:
             UnusableObservation: The input of a server's layers is not computed there, because of a
@@ -276,7 +282,7 @@ class MembershipChannel(Channel):
         if any(batch.preferences for batch in batches):
             raise UnusableObservation(
                 "the loss prefers chosen texts to rejected ones, which enter its gradient with "
-                "the other sign, and layers of a server's own have no control; "
+                "the other sign, and no control shows whether attacks by added layers work then; "
                 "SubspaceMembership reads such steps"
             )
         for rewritten, name in self._rewriters.items():
@@ -409,12 +415,15 @@ class MembershipChannel(Channel):
         return played.game_results(answer, games.targets.members)
 
     def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of the games of this look."""
+        """Return the rates of an attack's games: ``answer`` has its guesses and the truth."""
         assert isinstance(answer, played.GameResults)
         return played.rates_of(answer)
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates on a control's texts, with the non-members' tokens shuffled alike."""
+        """Return the rates on a control, the same step on its words in random order.
+
+        The tokens of the non-members are shuffled too.
+        """
         labelled = map(with_labels, control.batches)
         batches = [batch for batch in labelled if batch is not None]
         targets = self._sources.population(control.number, batches, shuffled=True)
@@ -446,7 +455,7 @@ class MembershipChannel(Channel):
     # ---- over clients and looks -------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome of the last looks' games, over all clients."""
+        """Return the outcome of the games of this look and the last ones, over all clients."""
         return self._window(series).add(rows)
 
     def _window(self, series: Series) -> played.Window:
@@ -469,7 +478,7 @@ class PassiveMembershipChannel(MembershipChannel):
     """Run the same games for a server that adds no layers: it reads the shared gradients."""
 
     reads = PassiveMembership
-    reads_updates: ClassVar[bool] = True
+    reads_updates: ClassVar[bool] = True  # also weight changes of several steps
     reads_states: ClassVar[bool] = False
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 

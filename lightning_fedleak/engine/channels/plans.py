@@ -1,4 +1,10 @@
-"""Plans: whether an attack fits a model and a run, and which gradients it reads there."""
+"""Plans: whether an attack fits a model and a run, and which gradients it reads there.
+
+Attacks name the parameters that they read by *roles*, such as ``"head.weight"`` for the matrix of
+the output head, or by the model's own parameter names. The plan of an attack has these roles, the
+optimizer that steps the parameters, and whether their gradients are shared (*exposed*). It is made
+before the first step and again if layers are frozen or unfrozen.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +26,15 @@ from lightning_fedleak.model.anatomy import (
 )
 from lightning_fedleak.model.model_runs import why_not_run
 
+# What an adversary sees through the gradient of a parameter, by its role.
 SURFACE_CAPABILITIES = {
     HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
     HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
     EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
 }
+# An adversary with one of these runs the model, or its first layers, on texts.
 _MODEL_CAPABILITIES = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
+# Attacks that need one of these read words off the output head.
 HEAD_CAPABILITIES = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
 
 
@@ -56,6 +65,7 @@ class Plan:
         """
         compression, defended = None, set[Literal["gradients", "batches", "activations"]]()
         for defense in run.defenses:
+            # A defence that defers releases parts of an update later: attacks read its input.
             compression = compression or (None if defense.defers else defense.compression)
             if defense.acts_on_gradients:
                 defended.add("gradients")
@@ -109,7 +119,8 @@ def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
 def no_sum(plan: Plan) -> str | None:
     """Return why an attack cannot read the updates of its optimizer; None if it can.
 
-    A weight change is a sum of gradients only under SGD.
+    A weight change is a sum of gradients only under SGD. Adaptive optimizers, such as Adam, scale
+    each entry; few attacks can read their updates.
     """
     optimizer = plan.optimizer
     adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
@@ -148,7 +159,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     if not roles or surfaces.layers:
         raise ValueError(
             f"attack '{attack.name}' asks for nothing, or for activations, which a monitor shows "
-            "to an InversionAttack alone"
+            "only to an InversionAttack"
         )
     owners: list[Optimizer] = []
     exposed = True

@@ -1,7 +1,10 @@
 """The results of membership games: of one look, pooled over looks, and on controls.
 
-In a game the attack scores a text, and decides whether it is in the batch. :class:`GameResults` are
-the games of one client at one look, :class:`Window` pools them over clients and the last looks.
+In a *game* a secret bit decides whether a text is one of the batch (a member) or not. The attack
+scores the text, and decides. A *look* is a measurement at one step, with one game for each drawn
+text. :class:`GameResults` are the games of one client at one look, :class:`Window` pools them over
+clients and the last looks. A *control* is the same step on known words: it shows whether the attack
+works at all, so that a low rate means little leakage and not a failed attack.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
 MIN_MEMBERS = 16
-"""The number of texts of a batch, and of non-members, that one look needs to judge an update.
+"""The number of members, and of non-members, that one look needs to judge an update.
 
 The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
 (Van Dantzig 1951), here 1/8. With a smaller value a leaking update may pass by chance; with a
@@ -127,7 +130,7 @@ class Window:
 
 
 def too_few(members: int) -> str | None:
-    """Return why this number of members is too small for a rate; None if it is large enough."""
+    """Return why one look has too few members to judge an update; None if it has enough."""
     if members >= MIN_MEMBERS:
         return None
     return (
@@ -149,7 +152,7 @@ def requirement_of(
         own_threshold: The names of the rates that use the attacks' own decisions.
     """
     rate = metric.removesuffix("_worst_client").removesuffix("_low").removesuffix("_high")
-    looks, why = 1, ""
+    looks, why = 1, ""  # only a TPR may need more than one look
     if rate.startswith("tpr_at_fpr_"):
         fpr, n = float(rate.removeprefix("tpr_at_fpr_")), targets * clients
         # The tolerance keeps rounding from adding a look, as in 10 / 0.01 / n.
@@ -182,6 +185,7 @@ def _values(rates: Mapping[str, Rate]) -> dict[str, float]:
 def _rates(games: Tensor) -> dict[str, Rate]:
     """Return the rates of games (n, 5), with intervals that take each game as a trial."""
     decisions = games[:, 4] == 1
+    # None: each game is a cluster of its own. 100 resamples, because this runs at every look.
     return membership_rates(games[:, 2], games[:, 3] == 1, None, decisions, resamples=100)
 
 
@@ -196,8 +200,8 @@ def rates_of(results: GameResults) -> dict[str, float]:
 def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting:
     """Return a guess together with the truth ``members``, (n,) bool.
 
-    The result is unknown, or waits, if the guess does. It is also unknown if the guess has another
-    shape than ``members``, or a score is NaN.
+    If there is no guess, or not yet, that is returned. The result is also unknown if the guess has
+    another shape than ``members``, or a score is NaN.
     """
     if isinstance(guess, Unknown | Waiting):
         return guess
@@ -214,8 +218,8 @@ def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting
 def control_rates_of(results: GameResults, *, is_part: bool) -> dict[str, float] | Unknown:
     """Return the rates of a control's games; unknown if random scores may do as well.
 
-    A batch has rates even if it has so few texts that not even perfect scores are significant. A
-    part of a batch has none then, since the full batch is the alternative.
+    If the texts are so few that not even perfect scores would be significant, a whole batch still
+    has rates, but a part of a batch has none: the whole batch is tested anyway.
 
     Args:
         results: The games of texts that are known to be in the batch or not.

@@ -1,8 +1,10 @@
 """The target texts of membership games: members from the batch, and non-members.
 
-:class:`Sources` draws them at each look. Members are texts of the step's batch. Non-members are the
-user's held-out texts or, without any, texts of the batches of earlier looks. Both sides are cut to
-one length, mixed in random order, and given to the attack as a query.
+In a *game* a secret bit decides whether a text is one of the batch, and the attack guesses the bit.
+A *look* is a measurement at one step. :class:`Sources` draws the texts at each look. Members are
+texts of the step's batch. Non-members are the user's held-out texts or, without any, texts of the
+batches of earlier looks. Both sides are cut to one length, mixed in random order, and given to the
+attack as a query.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_las
 from lightning_fedleak.model.model_runs import hidden_states
 
 SPARE = 4
-"""Held-out texts drawn for each member, since some may be too short or in the batch."""
+"""Held-out texts drawn for each member, since some may be too short or in the batch; not tuned."""
 EARLIER_LOOKS = 2  # looks at other batches whose texts serve as non-members; not tuned
 EARLIER_BATCHES = 2  # micro-batches that are kept of each of these looks; not tuned
 
@@ -126,7 +128,7 @@ class Rows:
         return self.ids.masked_fill(~self.real, -1).gather(1, order)
 
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
-        """Return which tokens may be targets, see :class:`_Deal`, (N, L) bool.
+        """Return which tokens an attack may be asked about, see :class:`_Deal`, (N, L) bool.
 
         Args:
             special: The ids that are no targets.
@@ -164,7 +166,10 @@ class Rows:
 
 @dataclass(frozen=True, repr=False)
 class Targets:
-    """Hold the targets of the games of one look.
+    """Hold the targets of the G games of one look.
+
+    An attack on single tokens is asked about the target token of each sentence, other attacks about
+    the whole sentence.
 
     Attributes:
         rows: The target sentences, (G, L).
@@ -184,10 +189,10 @@ class Targets:
         return self.rows.query(self.positions)
 
     def reached(self, marked: Tensor) -> Targets:
-        """Return the members that the loss reaches, and as many non-members.
+        """Return the members that the loss depends on, and as many non-members.
 
         Args:
-            marked: Whether to keep each member, in their order, (G / 2,) bool.
+            marked: Whether the loss depends on each member, in their order, (G / 2,) bool.
         """
         selected = torch.zeros_like(self.members)
         selected[self.members.nonzero()[:, 0][marked.cpu()]] = True
@@ -329,7 +334,8 @@ class Sources:
         Args:
             step: The optimizer step.
             batches: The micro-batches of the step.
-            shuffled: Whether to shuffle the tokens of non-members, as those of a control are.
+            shuffled: Whether to shuffle the tokens of non-members. Those of a *control*, the same
+                step on known words, are shuffled too.
         """
         try:
             return self._draw(step, batches, shuffled)
@@ -380,6 +386,15 @@ def with_gradient(
 
     Their gradient is always exactly zero. A server that chooses its layers would avoid such tokens,
     so that they must not count as kept secret.
+
+    Args:
+        attack: The attack, on single tokens or on whole sentences.
+        targets: The targets.
+        upstream: The gradient that reaches the server's layers from each micro-batch, (B, L) for
+            each token or (B, 1) for each sentence.
+
+    Raises:
+        UnusableObservation: The loss depends on no target.
     """
     rows = [row for batch in upstream for row in batch]
     targeted = zip(targets.places.tolist(), targets.positions.tolist(), strict=True)
@@ -390,7 +405,7 @@ def with_gradient(
     if not bool((gradients != 0).any()):
         raise attacks.UnusableObservation(
             f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
-            f"{len(gradients)} tokens asked for; a lower layer would be reached"
+            f"{len(gradients)} tokens asked for: choose a lower layer"
         )
     return targets.reached(gradients != 0)
 

@@ -1,12 +1,18 @@
 """The channel of text attacks: whole texts, from the activations at a split or from gradients.
 
+A *channel* plays the attacks of one family in a run, and turns their answers into rates; a *look*
+is one measurement at a step. In split learning a client runs the first layers, the *bottom model*,
+and sends the hidden states at the split. A *stage* is a point on this way: ``local`` before the
+client's defences, ``shared`` after them.
+
 For an attack on hidden states (:class:`~lightning_fedleak.attacks.InversionAttack`), a look is:
 
 1. :meth:`~TextsChannel.arm` lets a :class:`SplitTap` record the activations that *cross* the split,
    in the client's own forward pass with its dropout, mask and positions.
 2. :meth:`~TextsChannel.batch_ends` stores the activations of each micro-batch.
 3. :meth:`~TextsChannel.at_stages` draws some of the batch's texts, and the attack reconstructs them
-   once. It decides at which looks the server's copy of the bottom model is renewed.
+   once, with the server's copy of the bottom model. The *age* of this copy is the number of steps
+   since the attack renewed it.
 4. :meth:`~TextsChannel.score` compares the texts with their reconstructions.
 
 An attack on gradients guesses at each stage, and its texts are matched with those of the batch.
@@ -89,14 +95,17 @@ class TextsChannel(Channel):
     (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
     """
 
+    # The constants are explained in Channel.
     guesses = TextGuess
     reads = TextAttack
     leak = TEXTS
     metrics = ("token_accuracy", "exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
+    # The age of the bottom model's copy, and the shares of clients on which the attack finished
+    # within its time, and proved that its texts are right.
     extras = ("age", "finished", "certified")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
-    parted = True
-    reads_updates = True
+    parted = True  # each process reconstructs texts of its own batch
+    reads_updates = True  # but attacks on hidden states do not, see _reads_updates
     reads_states = True
     controlled: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
@@ -112,11 +121,11 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + len(SentenceScores._fields) * settings.texts
+        self.width = 4 + len(SentenceScores._fields) * settings.texts  # see Inverted.pack
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossings: list[Crossed] = []
         self._tap: SplitTap | None = None
-        self._has_run = False
+        self._has_run = False  # whether attacks on hidden states have run in this look
 
     def _reads_updates(self, attack: Attack) -> bool:
         return not isinstance(attack, InversionAttack)
@@ -164,7 +173,7 @@ class TextsChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Start a look."""
+        """Start a look: let the tap record the activations of the next forward passes."""
         self._has_run = False
         if self._tap is not None:
             self._tap.arm()
@@ -223,12 +232,13 @@ class TextsChannel(Channel):
 
     def _draw(self, n: int, step: int) -> list[int]:
         """Draw some of n texts by the step and the process only, so that a resumed run agrees."""
+        # Each step and process has another seed.
         generator = torch.Generator().manual_seed(1_000_003 * step + self.run.rank)
         return sorted(torch.randperm(n, generator=generator)[: self.settings.texts].tolist())
 
     def _draw_texts(self, step: int, crossed: Sequence[Crossed]) -> list[_Text]:
         """Draw as many texts of the micro-batches as the settings name."""
-        texts = _find_texts([part.batch for part in crossed])
+        texts = _find_texts([crossing.batch for crossing in crossed])
         return [texts[i] for i in self._draw(len(texts), step)]
 
     def _run_attack(
@@ -247,7 +257,7 @@ class TextsChannel(Channel):
                 guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
             if guess.tokens.shape != input_ids.shape:
-                raise UnusableObservation("the attack guessed texts, but others than were sent")
+                raise UnusableObservation("the guessed texts have another shape than the sent ones")
             inverted = Inverted(guess, input_ids, real, attack.age(step))
             if not bool(inverted.started.any()):
                 raise UnusableObservation(
@@ -329,7 +339,7 @@ class TextsChannel(Channel):
         return rates | {"recall": rates["token_accuracy"]}  # control of series on values in texts
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of an attack on the texts of a control."""
+        """Return the rates of an attack on the texts of a control, the same step on known words."""
         if not isinstance(plan.attack, InversionAttack):
             return super().control_rates(plan, control)
         answer = self._control_inversion(plan.attack, control)
@@ -364,7 +374,7 @@ class TextsChannel(Channel):
         if not texts:
             raise UnusableObservation(
                 "no text of this batch has a token that a label depends on: each is one token "
-                "long, or without a label behind its first"
+                "long, or has no label after its first token"
             )
         ids, real = _stack_tokens(texts)
         order = (~real).int().argsort(dim=1, stable=True)  # moves padding to the right

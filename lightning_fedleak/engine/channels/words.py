@@ -1,9 +1,13 @@
 """The channel of word attacks: the word types of a batch, recovered from the client's gradients.
 
-A *word type* is a token id. An attack recovers the types at one *surface* of the model: the labels
-of the loss (``output``), or the ids that the model reads (``input``). At a look the types in the
-batches are collected as the truth, over all processes if they are one client. Each guess is counted
-against them, and the counts of the clients are added.
+A *channel* plays the attacks of one family in a run, and turns their answers into rates; a *look*
+is one measurement at a step. A *word type* is a token id. An attack recovers the types at one
+*surface* of the model: the labels of the loss (``output``), or the ids that the model reads
+(``input``). At a look the types in the batches are collected as the truth, over all processes if
+they are one client. Each guess is counted against them, and the counts of the clients are added.
+
+If the settings name kinds of *values* (entities), such as phone numbers, each attack also has a
+series of the types in such values.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ SOFT_LABELS = (
 
 
 TWINS = 1e-4
-"""Largest relative distance of two embeddings whose tokens count as one word.
+"""Largest relative distance of two embeddings whose tokens (*twins*) count as one word.
 
 In stories15M 16,937 tokens that were never trained lie within 9.4e-5 of each other, and no further
 ones within 1e-3. With a larger value a word counts as found if another one was named; with a
@@ -56,7 +60,7 @@ two twins keep them apart."""
 
 NO_WORD = (
     "no batch has a word with a letter in a value of kind '{}': digits are in every batch and do "
-    "not count, so that only attacks on texts tell of numbers"
+    "not count, so that only attacks on texts measure numbers"
 )
 
 
@@ -144,11 +148,15 @@ class _WordTruth:
 class WordsChannel(Channel):
     """The channel of attacks that recover the word types of a batch."""
 
+    # The constants are explained in Channel.
     guesses = WordGuess
     reads = Attack
     leak = WORDS
     metrics = ("precision", "recall", "f1")
     width = len(fields(Counts))
+    # What some attacks state: the error of their number of types, the share of batches of which
+    # they prove that no type is missing, and how many types they can distinguish, as a multiple of
+    # the true number.
     extras = ("type_count_error", "certified", "capacity")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     reads_updates: ClassVar[bool] = True
@@ -194,7 +202,7 @@ class WordsChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def _holds_nothing(self, look: Look) -> bool:
-        """Read the words of the look, and return whether the loss was computed on no token."""
+        """Store the words of the look, and return whether the loss was computed on no token."""
         truth, step = None, look.training_step
         try:
             if step.error is None:
@@ -284,7 +292,10 @@ class WordsChannel(Channel):
     # ---- over clients -----------------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Add the counts of all clients, and compute the rates from the sums."""
+        """Add the counts of all clients, and compute the rates from the sums.
+
+        The p-value is that of a guess that names as many types at random; twins count as one type.
+        """
         clients = [Counts(*row) for row in rows.values()]
         pooled = sum(clients, Counts())
         rates, n = precision_recall_f1(pooled), int(pooled.tp + pooled.fn)

@@ -76,7 +76,7 @@ def test_the_recall_of_words_is_of_the_types_with_letters_in_values(tmp_path: Pa
     assert events
     # A number of digits has no word of its own: that is no 0.
     (number,) = lines_of(tmp_path, "bag_of_words/entity/phone")
-    assert "only attacks on texts tell of numbers" in number["unknown"]
+    assert "only attacks on texts measure numbers" in number["unknown"]
     assert "leakage/worst/words" in watch.latest
 
 

@@ -256,7 +256,7 @@ def test_without_its_file_a_resumed_fit_is_unknown(whole: Any, tmp_path: Path, d
         file.write_bytes(content)
         file.chmod(0o600)
     [line] = lines(tmp_path)
-    assert "resumed without its record" in line["unknown"]
+    assert "resumed without their file" in line["unknown"]
     assert math.isnan(watching.latest["leakage/combined/auc"])
 
 

@@ -32,4 +32,4 @@ def test_two_processes_know_the_same_of_canaries_and_of_an_account(tmp_path: Pat
     assert world["latest"]["leakage/combined/refuted"] == 0
     assert math.isnan(pair[0]["lost"]["latest"]["leakage/combined/auc"])
     [line] = lines(tmp_path / "lost" / "resumed", "combined")
-    assert "resumed without its record" in line["unknown"]
+    assert "resumed without their file" in line["unknown"]

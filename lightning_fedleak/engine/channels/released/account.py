@@ -1,7 +1,9 @@
 """Compare the privacy account of a DP run with the attacks on its trained weights.
 
-The account of a defence, its epsilon and delta, bounds the rates of every attack. The bounds are
-logged next to the rates. If an attack exceeds them significantly, the account is *refuted*.
+The *account* of a defence is the differential privacy that it states: a curve of epsilon and delta.
+The curve bounds how well any attack can tell whether one text was trained on, so also the AUC and
+the true-positive rate (TPR) of the attacks here. The bounds are logged next to the rates. If an
+attack exceeds them significantly, the account is *refuted*: the implementation has a fault.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ class AccountGame:
 
     An account bounds what one example changes that is added or removed. So a fair random bit, drawn
     before the run, must have decided for each text whether it is trained on. All included texts
-    count as members, even before a batch holds them. Looks and attacks share the probability of
-    error, so that an account that holds is refuted in at most that share of runs.
+    count as members, even before a batch holds them. The measurements (*looks*) and the attacks
+    share the probability of error, so that an account that holds is refuted in at most that share
+    of runs.
 
     Args:
         run: The run.
         no_game: Why the texts cannot be compared with an account; None if they can.
 
     Attributes:
-        why_not: Why nothing is compared; None if something is, empty if no defence has an account.
+        why_not: None if the account is compared. Otherwise the reason why it is not, or an empty
+            string if no defence has an account.
     """
 
     def __init__(self, run: Run, no_game: str | None) -> None:
@@ -43,11 +47,11 @@ class AccountGame:
         self._refuting: set[str] = set()  # names of the attacks that have refuted the account
         self.why_not: str | None = no_game if defenses else ""
         if len(defenses) > 1:
-            self.why_not = "several defences account, and what they allow together is not known"
+            self.why_not = "several defences have an account, and none covers them together"
         elif run.processes > 1 and run.client == "rank" and defenses:
-            self.why_not = "a row that is held out moves further ones from one client to the next"
+            self.why_not = "to hold out one row moves other rows to another client"
         elif self._defense is not None:
-            try:
+            try:  # some accounts have no curve
                 self._defense.curve()
             except DefenseError as error:
                 self.why_not = str(error)
@@ -56,10 +60,10 @@ class AccountGame:
         """Return in words what is compared, for the end of the message at the start of a run."""
         if self.why_not is None:
             return (
-                f". What the account allows is logged as leakage/{BOUND}auc beside them, and "
-                "'refuted' is 1 where they refute it; 0 confirms nothing"
+                f". The highest AUC that the account allows is logged as leakage/{BOUND}auc, and "
+                "'refuted' is 1 if an attack refutes the account; 0 does not confirm it"
             )
-        return f". No line of what the account allows: {self.why_not}" if self.why_not else ""
+        return f". Not compared with the account: {self.why_not}" if self.why_not else ""
 
     def limits(self) -> dict[str, float]:
         """Return the highest rates that the account of the releases so far allows any attack."""
@@ -81,7 +85,8 @@ class AccountGame:
             attack: The name of the attack.
             scores: (N,) its scores of all texts.
             members: (N,) bool, the inclusion bits.
-            error: The probability that an account that holds is refuted here.
+            error: The largest probability that this attack refutes at this look an account that
+                holds.
             alpha: The same over all looks and attacks together.
         """
         assert self._defense is not None
@@ -107,7 +112,9 @@ class AccountGame:
 def too_few_non_members(
     counts: list[int], alpha: float, metric: str, fpr: float, mend: str = ""
 ) -> str | None:
-    """Return at which look a TPR lacks the most non-members, in words; None if at none.
+    """Return why a TPR can have no lower bound above 0: too few non-members; None if it can.
+
+    The message names the look that lacks the most of them.
 
     Args:
         counts: The numbers of non-members at look 1, 2, and so on.

@@ -55,11 +55,13 @@ class CanaryChannel(MemorizationChannel):
             one of them has, or more.
     """
 
+    # The constants are explained in Channel, WeightChannel and MemorizationChannel.
     reads = Canaries
     leak = CANARIES
     plays_games = True
     # The metrics and extras are those of `canary_values` and `canary_tiers`.
     metrics = ("auc", "shown", "exposure", "extracted", "greedy")
+    # The smallest, the largest and the uninformed value, in bits.
     ranges: ClassVar[Any] = {"exposure": (0.0, math.inf, 0.0)}
     extras = (
         *("p_value", "shown_p_value", "auc_provable", "extracted_provable", "greedy_provable"),
@@ -180,11 +182,13 @@ class EntityChannel(WeightChannel):
         ValueError: No values are planted.
     """
 
+    # The constants are explained in Channel and WeightChannel.
     reads = Entities
     leak = ENTITIES
     plays_games = True
     # The metrics and extras are those of `entity_values`: ranked first, written by greedy decoding.
     metrics = ("first", "greedy")
+    # Both are shares of planted values minus shares of held-out ones.
     ranges: ClassVar[Any] = dict.fromkeys(("first", "greedy"), (-1.0, 1.0, 0.0))
     extras = (
         *("p_value", "median_rank", "candidates", "first_others", "greedy_others"),

@@ -1,16 +1,16 @@
-"""Memorization: what the trained weights leak about the training data.
+"""The channel of memorization: what the trained weights leak about the training data.
 
-The order in a fit:
+A channel plays the attacks of one family in a run, and turns their answers into rates. Here an
+attack scores texts for membership, or tries to extract them. The order in a fit:
 
-1. A pool of texts is drawn: rows that are trained on, and non-members
+1. A *pool* of texts is drawn: rows that are trained on (members), and non-members
    (:mod:`lightning_fedleak.engine.channels.released.pool`).
-2. Before the first step, the model is queried with the pool. It is then the *base*. A reference
-   model is queried, too, if the settings name one.
-3. At shares of the first epoch, and at the end of every epoch, the model is queried with the same
-   pool. Each attack scores the texts by the answers of the model, the base and the reference.
-4. The scores of members are compared with those of non-members.
-
-Nothing of a training step is read.
+2. Before the first step, the model is queried with the pool. It is then the *base*. A *reference*,
+   a model trained on other texts of the same kind, is queried too, if the settings name one.
+3. At each *look*, after shares of the first epoch and at the end of every epoch, the model is
+   queried with the same pool. Attacks score the texts by all models' log probabilities of tokens.
+4. The scores of members are compared with those of non-members. The logged rates of an attack are a
+   *series*.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ BLIND = "blind/auc"
 TPRS = tuple(map(rate_name, FPRS))
 """The names of the TPRs at low FPRs, by which a release is judged."""
 
+# The rates of extraction for texts in 1, 2 to 4, 5 to 16 and more training rows (*tiers*).
 TIER_NAMES = tuple(f"{name}_x{count}" for name in ("extracted", "greedy") for count in TIERS)
-"""Excesses by how often a text repeats; those of no text have no value."""
 
 
 class MemorizationChannel(WeightChannel):
@@ -110,15 +110,21 @@ class MemorizationChannel(WeightChannel):
 
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
+    # Of membership: the AUC, "shown" (a lower bound of the TPR) and TPRs (`membership_values`). Of
+    # extraction: the share of members that are extracted, by sampling or greedily, minus that of
+    # non-members (`extraction_values`). Of the list of rows: how many are revealed "at_least".
     metrics: ClassVar[tuple[str, ...]] = (
         *("auc", "shown", *TPRS, "extracted", "greedy", *TIER_NAMES, "at_least"),
     )
+    # The smallest, the largest and the uninformed value of each.
     ranges: ClassVar[Any] = {
         "auc": (0.0, 1.0, 0.5),
         **dict.fromkeys(("shown", *TPRS), (0.0, 1.0, 0.0)),
         **dict.fromkeys(("extracted", "greedy", *TIER_NAMES), (-1.0, 1.0, 0.0)),
         "at_least": (0.0, math.inf, 0.0),
     }
+    # "provable": the lower end that perfect scores would have; "joint": an interval that holds for
+    # all attacks together; "others": the number of non-members.
     extras: ClassVar[tuple[str, ...]] = (
         *("p_value", "shown_p_value", "extracted_others", "extracted_base"),
         *("auc_joint_low", "auc_joint_high", "auc_joint_provable"),
@@ -128,9 +134,9 @@ class MemorizationChannel(WeightChannel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND, WEAK, STRENGTH),
     )
-    width = 3 * len(metrics) + len(extras)
+    width = 3 * len(metrics) + len(extras)  # a metric has a value and the ends of its interval
     file = "memorization_base.safetensors"  # mode 0600
-    finds_entities: ClassVar[bool] = True
+    finds_entities: ClassVar[bool] = True  # it also compares values in texts, as phone numbers
     cost: ClassVar[float] = 1
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
@@ -139,13 +145,13 @@ class MemorizationChannel(WeightChannel):
         self._account: AccountGame | None = None  # None: no account fits how the texts were drawn
         self._account_words = ""
         self._reading_seconds = 0.0
-        self._base: TokenSnapshot | None = None
-        self._reference: TokenSnapshot | None = None
+        self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
+        self._reference: TokenSnapshot | None = None  # the answers of the reference
         self._facts: ReferenceFacts | None = None  # how the reference was trained
-        self._saved_state: Mapping[str, Any] = {}
+        self._saved_state: Mapping[str, Any] = {}  # of a checkpoint, until the base is restored
         self._looks_due, self._n_lists = 0, 0  # looks of this epoch that were due; lists written
         self._has_ended = False  # whether the planned end was reached
-        self._why_void = ""
+        self._why_void = ""  # why no comparison of this fit is valid; empty if they are
         self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
         # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
         self._rewards: Tensor | None = None
@@ -208,10 +214,8 @@ class MemorizationChannel(WeightChannel):
             cost += f". Reference of combined_reference: {self._facts.in_words(weak=weak)}"
         return f"{cost}{self._account_words}"
 
-    # ---- a step -----------------------------------------------------------------------------
-
     def _never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known: few non-members, or none after the first epoch."""
+        """Return why a rate cannot become known: too few non-members at a look. None if it can."""
         pool, settings = self._pool, self.settings.memorization
         if pool is None:
             return None
@@ -234,7 +238,7 @@ class MemorizationChannel(WeightChannel):
         """Return whether the weights are looked at after this share of an epoch.
 
         Args:
-            epoch: counted from 0.
+            epoch: The epoch, counted from 0.
             share: The share of the epoch's batches that are done, up to 1.
         """
         if share >= 1:
@@ -298,7 +302,8 @@ class MemorizationChannel(WeightChannel):
     def _compare_untrained(self, base: TokenSnapshot) -> None:
         """Check that only the training can distinguish members from non-members.
 
-        If the user's own non-members differ from the rows, no attack has a result.
+        If *blind* scores, without the trained weights, distinguish the user's own non-members from
+        the rows, no attack has a result.
 
         Raises:
             ValueError: The reference model distinguishes them: it has seen some of the texts.
@@ -330,7 +335,7 @@ class MemorizationChannel(WeightChannel):
         texts, run = self._queries, self.run if run is None else run
         reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
         reads_prompts |= self._entities is not None and self._entities.are_predicted
-        columns = max(1, max(len(text.labels) for text in texts) - 1)
+        columns = max(1, max(len(text.labels) for text in texts) - 1)  # the first has no prediction
 
         def ask(rows: list[int]) -> list[Tensor]:
             # One forward of the whole text answers for its prompt too.
@@ -350,11 +355,15 @@ class MemorizationChannel(WeightChannel):
     # ---- a look -----------------------------------------------------------------------------
 
     def query_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
-        """Query the model with the pool, and return the values of every attack by series."""
+        """Query the model with the pool, and return the values of every attack by series.
+
+        Attacks are grouped by the *part* of the pool that they compare: long texts, short ones,
+        prompts or pairs. Those on a part without enough texts have no values.
+        """
         pool, now = self.pool, None
         series = {a: self.series(a, (Stage.RELEASED,)) for a in self.attacks}
         if self._base is None:
-            why = "what the base said is not known: the run was resumed without its record"
+            why = "the base's answers are not known: the run was resumed without their file"
             why = f"{why} ({self.folder / self.file})"
             return dict.fromkeys(chain.from_iterable(series.values()), why)
         n_read, unread = self._count_seen()
@@ -430,7 +439,7 @@ class MemorizationChannel(WeightChannel):
         values: dict[str, dict[str, float] | str] = {}
         look, alpha = self._looks, self.settings.memorization.alpha
         single = (times == 1).nonzero()[:, 0]
-        game = released.rows(single)
+        game = released.rows(single)  # the texts of the membership game
         shared = {} if self._account is None else self._account.limits()
         if part in ("long", "pairs"):  # data has only one of them, so that the value is logged once
             compared = [texts[row] for row in rows[single].tolist()]
@@ -440,8 +449,8 @@ class MemorizationChannel(WeightChannel):
             try:
                 if isinstance(attack, Extraction):
                     guess: Any = attack.run(Observation(released=released))
-                    read = extraction_values(guess, attack, members, times, look=look, alpha=alpha)
-                    values[attack.name] = read | self._count_compared(members)
+                    rates = extraction_values(guess, attack, members, times, look=look, alpha=alpha)
+                    values[attack.name] = rates | self._count_compared(members)
                 else:
                     values[attack.name] = self._membership(attack, game, members[single], shared)
             except Exception as error:
@@ -480,7 +489,7 @@ class MemorizationChannel(WeightChannel):
         return {**values, **shared, **self._count_compared(members)}
 
     def _count_compared(self, members: Tensor) -> dict[str, float]:
-        """Return how many texts are compared, and the error that the look spends."""
+        """Return how many texts are compared, and the probability of error that the look spends."""
         return {
             "members": float(members.sum()),
             "others": float((~members).sum()),
@@ -488,17 +497,22 @@ class MemorizationChannel(WeightChannel):
         }
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome without the values that the attack of the series does not compute."""
+        """Return the outcome without the values that the attack of the series does not compute.
+
+        All series share one layout. Which values are NaN shows what a series is of: a list of rows,
+        extraction, membership, or values in texts. Rates of the other kinds are left out.
+        """
         outcome = super().pooled(series, rows)
         rates, extra = {**outcome.rates}, outcome.extra
+        # "shown" is itself the lower end of its interval.
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
         optional = {name: rates[name].value for name in (*TIER_NAMES, "at_least") if name in rates}
         absent = {name for name, value in optional.items() if math.isnan(value)}
         if "at_least" in optional.keys() - absent:  # a list of rows has no other rates
             absent |= {"auc", "shown", *TPRS, "extracted", "greedy"}
-        elif math.isnan(extra["p_value"]):
+        elif math.isnan(extra["p_value"]):  # extraction
             absent |= {"auc", "shown", *TPRS}
-        elif math.isnan(extra["extracted_base"]):
+        elif math.isnan(extra["extracted_base"]):  # membership
             absent |= {"extracted", "greedy"}
         if math.isnan(extra["shown_p_value"]):  # series of values in texts have only an AUC
             absent |= {"shown", *TPRS}
@@ -570,8 +584,8 @@ class MemorizationChannel(WeightChannel):
             pool.unread = int(saved.get("unread", 0))
             if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
                 self._why_void = (
-                    "a checkpoint of several processes holds what the first of them has seen: add "
-                    "leave_out"
+                    "a checkpoint of several processes has only the texts that the first of them "
+                    "has seen: add leave_out"
                 )
 
 

@@ -1,14 +1,17 @@
-"""The pool: members, which are rows of the training data, and non-members to compare with.
+"""The pool: the texts with which attacks query the trained weights during a run.
 
-A membership score means nothing without non-members from the members' distribution. There are
-three sources of them (``Pool.way``):
+It holds members, which are rows of the training data, and non-members to compare their scores with.
+The non-members must be from the members' distribution, or an attack would measure the difference.
+There are three sources of them (``Pool.way``):
 
 - ``"not yet seen"``: Rows that a shuffled first epoch has not come to yet. Needs no setting.
 - ``"left out"``: Rows that :func:`~lightning_fedleak.evaluation.canaries.leave_out` held out.
-- ``"given"``: The user's own texts, if only the training distinguishes them from the rows.
+- ``"given"``: The user's own texts. They are refused if scores that do not use the trained weights
+  distinguish them from the rows.
 
 :func:`collect` draws the pool before the first step. During training :meth:`Pool.remember` records
-which of its texts are in each batch, and at a look :meth:`Pool.compared` returns both sides.
+which of its texts are in each batch. At a *look*, a measurement, :meth:`Pool.compared` returns the
+texts that were trained on so far and the non-members.
 """
 
 from __future__ import annotations
@@ -56,35 +59,45 @@ FORWARD_SHARE = 0.4
 """Cost of querying the model with a text, divided by that of training on it. On two models .28 and
 .38 were measured, with reading the data and statistics. Larger: fewer texts are queried."""
 
-MIN_TEXTS = 10  # members, and non-members, that a look needs; two for each fold of words
+MIN_TEXTS = 10  # members that a look needs, and non-members; 2 for each of 5 folds of blind scores
 MIN_POOL = 200  # texts that a pool needs; 100 members show a TPR of .1
-MISSED = 5.0  # standard deviations below the expected number of recognised rows; not tuned
+MISSED = 5.0  # standard deviations that recognised rows may lie below their expected number;
+# beyond that rows are read differently in batches. Not tuned
+# Why packed texts cannot be compared with a DP account.
+_PACKED = "several texts are packed into a row, and share its inclusion bit"
+# Why rows "not yet seen" are no non-members once the first epoch has come to all rows.
 NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
 MAX_ROWS = 10_000  # rows searched for repeats: 4 to 8 s on a core; more rows take longer
 
 
 class NoRows(ValueError):
-    """The data has no rows of the :data:`Part` that an attack compares."""
+    """The data has no rows of the :data:`Part` (such as short texts) that an attack compares."""
 
 
 @dataclass
 class Pool:
     """Hold the texts that the model is queried with.
 
+    They are of several *parts*, each compared by separate attacks: long texts (8 label tokens or
+    more), short texts, and prompts of the texts; or pairs of answers only (:data:`Part`).
+
     Attributes:
         way: The source of the non-members.
-        texts: N different texts. Of copies it has the first in the training data, at the end.
+        texts: N different texts. Texts with copies, one for each group, are at the end of the long
+            ones; after them come the short ones.
         trains: (N,) bool, whether each is in the training data.
         seen: (N,) bool, whether each has been trained on so far.
         length: The number of texts in the training data; estimated if rows hold several.
-        once: Whether an epoch takes each row exactly once.
+        once: Whether an epoch is known to take each row exactly once. If not, rows are expected as
+            if drawn with replacement, so that fewer different ones are.
         times: (N,) int64, the number of rows of the training data that hold each text. Only texts
             in one row are used in membership games, since each row has its own inclusion bit.
-        no_game: Why the texts cannot be compared with a DP account; None if each was held out by a
-            draw of its own.
+        no_game: Why the texts cannot be compared with a DP account; None if an independent fair
+            random bit decided for each whether it is in the data.
         passed: The number of texts in the batches so far, on this process.
         unread: The number of batches that could not be read so far, on this process.
-        rows: Which rows of the user's data the texts are, for the list of members; or None.
+        rows: Which rows of the user's data the texts are, for the list of members; None for
+            canaries.
         references: The rows that references are trained on; None if none is trained.
         is_short: (N,) bool, whether a text has 1 to 7 label tokens. Short ones are compared with
             each other only.
@@ -123,7 +136,7 @@ class Pool:
 
     @property
     def alone(self) -> Tensor:
-        """Return (N,) bool, the long texts in a single row; no other long text is compared."""
+        """Return (N,) bool, the long texts in a single row: those that membership attacks score."""
         return (self.times == 1) & ~self.is_short
 
     @property
@@ -132,7 +145,10 @@ class Pool:
         return any(text.split is not None for text in self.texts)
 
     def _part_masks(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Return (N,) bool masks of the texts of a part that are compared, and of all its texts."""
+        """Return (N,) bool masks of a part: its texts for membership attacks, and all its texts.
+
+        The others are texts in several rows, which only extraction attacks query.
+        """
         if self.has_pairs != (part == "pairs"):
             return (torch.zeros_like(self.trains),) * 2
         part = "long" if part == "pairs" else part
@@ -142,6 +158,8 @@ class Pool:
 
     def check_rows(self, part: Part) -> str:
         """Return why no look at a part can give a number; empty if one can, or for long rows.
+
+        Whether there are enough long rows is checked at each look, by :meth:`compared`.
 
         Raises:
             NoRows: The data has no texts of the part.
@@ -169,7 +187,7 @@ class Pool:
 
     @property
     def seen_in_checkpoints(self) -> Tensor:
-        """Return (N,) bool, the trained texts, as a checkpoint stores them."""
+        """Return (N,) bool, the texts trained on so far, as a checkpoint stores them."""
         return self.seen
 
     def digest(self, rows: Tensor, members: Tensor) -> str:
@@ -190,26 +208,31 @@ class Pool:
     ) -> tuple[Tensor, Tensor]:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
+        The members include texts in several rows, which only extraction attacks query; the numbers
+        of texts are checked without these.
+
         Args:
             epoch: The epoch, counted from 0.
             passed: The number of texts in the batches so far, on all processes.
-            everyone: Whether all training rows are members, even before a batch holds them.
+            everyone: Whether all training rows are members, even before a batch holds them, as a
+                DP account needs it.
             part: Which part of the texts to compare.
 
         Raises:
             UnplayableGame: There are too few members or non-members, or too few of the rows that
                 were trained on were recognised in the batches.
         """
-        alone, inside = self._part_masks(part)
-        members = self.trains & self.seen & inside
+        comparable, in_part = self._part_masks(part)
+        members = self.trains & self.seen & in_part
         non_members = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
-        non_members = non_members & alone
+        non_members = non_members & comparable
         if self.way == "not yet seen" and (epoch > 0 or not bool(non_members.any())):
             raise UnplayableGame(NO_CONTROLS)
-        n = int((members & alone).sum())
+        n = int((members & comparable).sum())
         if not n:
             raise UnplayableGame("no row of the training data was recognised in its batches")
-        rows, share = int((self.trains & alone).sum()), passed / self.length
+        rows, share = int((self.trains & comparable).sum()), passed / self.length
+        # The expected share of the rows in the batches so far; draws with replacement repeat some.
         drawn = min(1.0, share) if self.once else -math.expm1(-share)
         if n < rows * drawn - MISSED * math.sqrt(rows * drawn * (1 - drawn)) - 1:
             raise UnplayableGame(
@@ -218,8 +241,8 @@ class Pool:
                 "(padded with an attention_mask, or cut to a fixed length), and a round of a "
                 "federation must not begin with the same rows as the one before"
             )
-        members = self.trains & inside if everyone else members
-        n, n_non_members = int((members & alone).sum()), int(non_members.sum())
+        members = self.trains & in_part if everyone else members
+        n, n_non_members = int((members & comparable).sum()), int(non_members.sum())
         if min(n, n_non_members) < MIN_TEXTS:
             raise UnplayableGame(
                 f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
@@ -253,7 +276,7 @@ class Pool:
             "given": f"{n_non_members} of others= are the non-members",
         }[self.way]
         part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
-        copied = f"; {n_copied} texts that stand in several rows are asked about alone"
+        copied = f"; {n_copied} texts that are in several rows are only tested for extraction"
         return (
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
             f"repeat{part} and {self.short} short ones were excluded"
@@ -279,9 +302,11 @@ class CanaryPool(Pool):
         length = len(loader.dataset)
         if settings is not None:
             affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
+        # The loss is computed on all tokens of a canary, so that its ids are also its labels.
         texts, included = [Text(row, row) for row in canaries.token_ids], canaries.included
         times, none = torch.ones(len(included), dtype=torch.long), torch.zeros_like(included)
         no_game = "canaries are compared with it by audit_canaries"
+        # No canary counts as short, and the prompt of none is compared.
         return cls("left out", texts, included, length, times, none, none, no_game)
 
     def _key(self, text: Text) -> bytes:
@@ -295,15 +320,20 @@ class CanaryPool(Pool):
     def compared(
         self, epoch: int, passed: int, *, everyone: bool = False, part: Part = "long"
     ) -> tuple[Tensor, Tensor]:
-        """Return all canaries, (n,) indices, and whether each was trained on so far, (n,) bool."""
+        """Return all canaries, (n,) indices, and whether each was trained on so far, (n,) bool.
+
+        The arguments are not used: the number of canaries was chosen by the user.
+        """
         return torch.arange(len(self.texts)), self.trains & self.seen
 
     def line(self, base: str | None) -> None:
-        """Return None: each line of results has the numbers of canaries."""
+        """Return None, no record: each line of results has the numbers of canaries."""
 
 
 def forwards_of(settings: Memorization, *, last_step: bool) -> int:
-    """Return how often the model, or its base, is queried with each text in the first epoch.
+    """Return how often the model is queried with each text until the end of the first epoch.
+
+    That is once before the first step, when it is the base, and then once at each look.
 
     Args:
         settings: The user's settings.
@@ -357,6 +387,7 @@ def collect(
             )
     no_game = _no_game(dataset, way)
     length = len(dataset)
+    # If an account is compared, the size must not depend on which rows were held out.
     size = affordable(
         length if no_game else dataset.public_length,
         settings,
@@ -364,9 +395,10 @@ def collect(
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     n_reference = (settings.reference_rows or length) * settings.trains_reference
-    is_auto = settings.trains_reference and way == "left out"
-    if is_auto and (n_others := length + len(others) - n_reference) >= MIN_POOL:
-        size = min(size, n_others)
+    trains_reference = settings.trains_reference and way == "left out"
+    # A reference is trained on rows that are not queried.
+    if trains_reference and (n_left := length + len(others) - n_reference) >= MIN_POOL:
+        size = min(size, n_left)
     generator = torch.Generator().manual_seed(settings.seed)
     sample, extra = _sample(dataset, others, size, generator, by_coins=no_game is None)
     n_extra = len(extra)
@@ -392,20 +424,20 @@ def collect(
             )
         sides = [source is dataset for source, _ in sample]
         in_data = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
-        searched: Iterable[tuple[Text, bool]] = (
+        other_texts: Iterable[tuple[Text, bool]] = (
             (text, source[0] is dataset)
             for source in (extra if entities is None else track(extra, "searching rows for values"))
             for text in read_row(loader, *source, read)
         )
         if entities is not None:
             deque(entities.counting(zip(texts, in_data, strict=True)), 0)  # runs the generator
-            searched = entities.counting(searched)
+            other_texts = entities.counting(other_texts)
             if len(extra) > MAX_ROWS:
                 seconds = (time.perf_counter() - start) / len(sample) * len(extra)
                 rank_zero_info(f"entities: {len(extra):,} more rows are searched, ~{seconds:.0f} s")
-        scored = scored_texts(texts, in_data, searched)
-    places = scored.rows + (scored.short_rows if short else [])
-    if not places:
+        scored = scored_texts(texts, in_data, other_texts)
+    indices = scored.rows + (scored.short_rows if short else [])
+    if not indices:
         n_short = 0 if short else len(scored.short_rows)
         mend = f": ShortAnswers() compares the {n_short} with 1 to 7" * (n_short > 0)
         raise UnplayableGame(
@@ -414,12 +446,12 @@ def collect(
             f"{mend}"
         )
     if entities is not None:
-        entities.locate([texts[row] for row in places])
-    trains = torch.tensor([in_data[row] for row in places], dtype=torch.bool)
+        entities.locate([texts[row] for row in indices])
+    trains = torch.tensor([in_data[row] for row in indices], dtype=torch.bool)
     prompt_rows = {*scored.prompt_rows}
-    has_prompt = torch.tensor([row in prompt_rows for row in places], dtype=torch.bool)
-    has_prompt[: len(scored.rows)] &= scored.times == 1
-    is_short = torch.arange(len(places)) >= len(scored.rows)
+    has_prompt = torch.tensor([row in prompt_rows for row in indices], dtype=torch.bool)
+    has_prompt[: len(scored.rows)] &= scored.times == 1  # the texts after these are short ones
+    is_short = torch.arange(len(indices)) >= len(scored.rows)
     number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
     numbers = [
         number_of(row) if source is dataset else -1  # of the user's data; -1: held out
@@ -427,33 +459,33 @@ def collect(
         for _ in row_texts
     ]
     references = None
-    if is_auto:
+    if trains_reference:
         row_of = torch.tensor([n for n, row_texts in enumerate(read_rows) for _ in row_texts])
-        inside = draw_references(len(sample), len(extra), n_reference, settings.seed)
-        references = ReferenceRows(sample + extra, inside, row_of[places])
+        drawn = draw_references(len(sample), len(extra), n_reference, settings.seed)
+        references = ReferenceRows(sample + extra, drawn, row_of[indices])
     return Pool(
-        way,
-        [texts[row] for row in places],
-        trains,
-        round(length * len(texts) / max(1, len(read_rows))),
-        torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
-        is_short,
-        has_prompt,
-        "several texts are packed into a row, and share its inclusion bit" if packed else no_game,
-        way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
-        scored.repeated,
-        scored.short - int(is_short.sum()),
-        len(extra) / n_extra if n_extra else 1.0,
-        PoolRows.of(texts, scored, numbers, short=short),
-        references,
+        way=way,
+        texts=[texts[row] for row in indices],
+        trains=trains,
+        length=round(length * len(texts) / max(1, len(read_rows))),
+        times=torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
+        is_short=is_short,
+        has_prompt=has_prompt,
+        no_game=_PACKED if packed else no_game,
+        once=way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
+        repeated=scored.repeated,
+        short=scored.short - int(is_short.sum()),
+        searched=len(extra) / n_extra if n_extra else 1.0,
+        rows=PoolRows.of(texts, scored, numbers, short=short),
+        references=references,
     )
 
 
 def _no_game(dataset: Any, way: _Way) -> str | None:
     """Return why the texts cannot be compared with a DP account; None if they can.
 
-    An account bounds what one example changes that is added or removed. So each text must have been
-    included by a random bit of its own, drawn before the run.
+    An account bounds what one example changes that is added or removed. So an independent random
+    bit, drawn before the run, must have decided for each text whether it is included.
     """
     mend = "leave_out(..., coins=True)"
     if way == "not yet seen":
@@ -463,7 +495,7 @@ def _no_game(dataset: Any, way: _Way) -> str | None:
     if not isinstance(dataset, TrainingRows):
         return "another data set wraps the rows of leave_out: leave rows out of that one"
     if not dataset.record.coins:
-        return f"the number of rows held out was fixed, so that inclusion bits depend: {mend}"
+        return f"a fixed number of rows was held out, so their draws are not independent: {mend}"
     return None
 
 
@@ -484,12 +516,13 @@ def _sample(
             order of the rows to query do not depend on these bits.
     """
     if by_coins:
-        everyone = dataset.sources()
-        sample, _ = _drawn([everyone[row] for row in dataset.record.candidates], size, generator)
-        absent = {*everyone} - {*sample}
-        return sample, [source for source in everyone if source in absent]
+        sources = dataset.sources()  # of all rows of the user's data, held out or not
+        sample, _ = _drawn([sources[row] for row in dataset.record.candidates], size, generator)
+        remaining = {*sources} - {*sample}
+        return sample, [source for source in sources if source in remaining]
     sources = [(dataset, row) for row in range(len(dataset))]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]
+    # Half of each side, or more of one if the other side has too few rows.
     n_non_members = min(max(size // 2, size - len(sources)), len(held_out))
     inside, other_rows = _drawn(sources, size - n_non_members, generator)
     outside, other_held_out = _drawn(held_out, n_non_members, generator)
@@ -507,6 +540,9 @@ def _drawn(
 def affordable(length: int, settings: Memorization, min_texts: int, forwards: float) -> int:
     """Return the number of texts that can be queried within ``max_overhead``.
 
+    ``max_overhead`` is a share of the time of an epoch, in which each row is trained on once. A
+    forward pass costs :data:`FORWARD_SHARE` of that.
+
     Args:
         length: The number of rows of the training data.
         settings: The user's settings.
@@ -514,7 +550,8 @@ def affordable(length: int, settings: Memorization, min_texts: int, forwards: fl
         forwards: The number of forward passes for each text in an epoch.
 
     Raises:
-        UnplayableGame: The budget or ``most_texts`` is too small; the message names enough.
+        UnplayableGame: ``max_overhead`` or ``most_texts`` is too small; the message says which
+            value is enough.
     """
     count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)

@@ -1,7 +1,12 @@
 """The channel of prompts: which of them reinforcement learning trained on.
 
-Before the first step, the base writes completions of each prompt. A look queries the model's
-likelihoods of them by one forward each. For rewards the model writes completions itself.
+A channel plays the attacks of one family in a run, and turns their answers into rates. This one
+takes prompts that TRL's GRPO or RLOO trains on and prompts that it does not, the *pool*. Before the
+first step, the *base* (the model as it is then) completes each prompt. At a *look*, a measurement
+during training, the model is queried with these completions, by one forward for each. How far
+their likelihood moved (``PolicyDrift``) scores the prompt: training moves it most on its own
+prompts. ``RewardGain`` scores by rewards instead: for it the model completes each prompt again at
+every look, and the user's reward functions rate the completions.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from lightning_fedleak.engine.channels.released.training_rows import UnplayableG
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.taps import Text
 
+# The end of messages about rewards that cannot be compared.
 _ADVICE = "leave RewardGain out of attacks=; PolicyDrift() needs no rewards"
 
 
@@ -30,10 +36,12 @@ class PromptChannel(MemorizationChannel):
     runs are refused too, because no file has the completions of the base.
     """
 
+    # The constants are explained in Channel, WeightChannel and MemorizationChannel.
     reads = PromptAttack
-    kinds = ("causal",)
-    finds_entities = False
-    cost = 1 / FORWARD_SHARE  # as much as training on a prompt, which has as many completions
+    kinds = ("causal",)  # of models
+    finds_entities = False  # no values in texts, such as phone numbers, are searched
+    # In forward passes. A query costs as much as training on a prompt: both take all completions.
+    cost = 1 / FORWARD_SHARE
 
     def _series_names(self, attack: Attack) -> list[str]:
         return [attack.name]
@@ -48,7 +56,8 @@ class PromptChannel(MemorizationChannel):
         ):
             raise UnplayableGame(f"prompts are queried only if one process writes by itself: {why}")
         pool = super()._draw_pool()
-        rollouts.keep(pool.texts)
+        rollouts.keep(pool.texts)  # the examples of these prompts, which reward functions get
+        # An epoch passes each prompt to this many steps, and each time the pool counts it.
         return replace(pool, length=pool.length * rollouts.repeats)
 
     def _read(self, batch: Any) -> Any:
@@ -60,12 +69,14 @@ class PromptChannel(MemorizationChannel):
         rollouts = self.run.rollouts
         words = f"{super().describe()}. Each with {rollouts.count} completions of the base"
         if self._rewards is not None:
-            return f"{words}, and with as many of its own at each look"
+            return f"{words}, and with as many of the present model at each look"
         why = rollouts.why_no_rewards() or "RewardGain() does that"
         return f"{words}. Their rewards are not compared: {why}"
 
     def query_base(self) -> None:
-        """Let the base complete all prompts, before the first step.
+        """Let the base complete all prompts, before the first step, and query it with them.
+
+        If an attack needs rewards, they are computed twice, and must be equal.
 
         Raises:
             UnusableObservation: The base cannot be queried, or rewards cannot be recomputed.
@@ -77,7 +88,7 @@ class PromptChannel(MemorizationChannel):
                 if not (why := rollouts.why_no_rewards()):
                     rewards = [rollouts.reward(self.pool.texts, completions) for _ in range(2)]
                     if not torch.equal(*rewards):
-                        why = "the same completions have others the second time, or no numbers"
+                        why = "the same completions have others the second time, or NaN"
                 if why:
                     raise UnusableObservation(f"no rewards to compare: {why}: {_ADVICE}")
                 self._rewards = torch.stack(rewards)

@@ -1,4 +1,12 @@
-"""The list of training rows that the trained weights reveal, in a private file of the run."""
+"""Write the list of training rows that the trained weights reveal to a private file of the run.
+
+At a *look* (a measurement during training) the weights are queried with the *pool*: texts that were
+trained on, the members, and texts that a random draw held out, the non-members. At the end of each
+epoch the list is written again. It has each member's membership score and p-value, and which
+members pass a false-discovery rate; its counts, among them a lower bound on the number of revealed
+rows, are logged (:mod:`lightning_fedleak.evaluation.metrics.record_list`). All lists of a run share
+the rate and the probability of error.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +41,12 @@ def write_list(
     share: float,
     alpha: float,
 ) -> dict[str, float] | str:
-    """Write the list of rows that count as revealed; return its counts, or why there is none.
+    """Write the list of a look, and return its counts by logged name, or why there is none.
 
     Args:
         run: The run, whose first process writes.
         path: The path of the file.
-        pool: The pool of the run.
+        pool: The pool of the run, which knows the row numbers of its texts.
         released: The answers of the model and its base to n texts.
         rows: (n,) the indices of these texts in the pool.
         members: (n,) bool, whether each was trained on.
@@ -48,11 +56,11 @@ def write_list(
     """
     assert pool.rows is not None
     copies = [pool.rows.copies[row] for row in rows.tolist()]
-    inside = {*rows.tolist()}
-    excluded = {  # rows of the training data that are not compared, and why
+    compared = {*rows.tolist()}
+    excluded = {  # by row number, why a row of the training data is not compared
         number: "short" if bool(pool.is_short[row]) else "unknown"
         for row in pool.trains.nonzero()[:, 0].tolist()
-        if row not in inside
+        if row not in compared
         for number in pool.rows.copies[row]
     }
     excluded = {**pool.rows.apart, **excluded}
@@ -73,5 +81,5 @@ def write_list(
     except Exception as error:
         return reason(error)
     if not records.head["provable"]:
-        return "too few texts are compared to say of any row that it is given away: leave out more"
+        return "too few texts are compared for any row to count as revealed: leave out more rows"
     return records.counts

@@ -1,7 +1,10 @@
 """Read single rows of the training data, and check that a DataLoader allows it.
 
-The pool of a run (:mod:`lightning_fedleak.engine.channels.released.pool`) is drawn from the rows of
-the training data. They are read outside of training, and must be recognised in its batches later.
+Attacks on the trained weights compare texts that were trained on with texts that were not. These
+texts, the *pool* (:mod:`lightning_fedleak.engine.channels.released.pool`), are drawn from the rows
+of the training data before the first step. To *read* a row means to pass it alone through the
+loader's collate function. Its texts must be recognised later in the batches of training, so each
+row is read twice, and must give the same tokens both times.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def check_loader(loader: Any) -> None:
 
 
 def check_shuffle(loader: DataLoader[Any]) -> None:
-    """Check that the first epoch takes every row once, in random order.
+    """Check that the rows that the first epoch has not reached are a random choice of all rows.
+
+    That holds if it takes every row once in random order, or draws batches by Poisson sampling.
 
     Raises:
         UnplayableGame: The sampler does not do so.
@@ -62,7 +67,7 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
         batches = batches.batch_sampler  # type: ignore[union-attr]
     # Accelerate makes loaders from a batch sampler: loader.sampler is then a default.
     sampler = getattr(batches, "sampler", loader.sampler)
-    plain = type(batches) is torch.utils.data.BatchSampler
+    is_plain = type(batches) is torch.utils.data.BatchSampler  # others may choose rows by content
     length = len(loader.dataset)  # type: ignore[arg-type]
     shuffled = (
         isinstance(sampler, RandomSampler)
@@ -70,11 +75,11 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
         and not sampler.replacement
         and sampler.num_samples == length
     ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-    if not (plain and shuffled):
-        name = type(sampler if plain else batches).__name__
+    if not (is_plain and shuffled):
+        name = type(sampler if is_plain else batches).__name__
         raise UnplayableGame(
-            f"a {name} does not take the rows in an order that chance alone chose, so that rows "
-            "not yet seen may differ from the rest: use DataLoader(shuffle=True), or add leave_out"
+            f"a {name} does not take the rows in an order known to be random, so that rows not "
+            "yet seen may differ from the rest: use DataLoader(shuffle=True), or add leave_out"
         )
 
 
@@ -84,11 +89,11 @@ def _is_accelerate(thing: object, name: str) -> bool:
 
 
 def find_left_out(dataset: Any) -> Any:
-    """Return the rows that were held out of a data set, or of one that it wraps; None for none.
+    """Return the rows that ``leave_out`` held out of a data set, or of one that it wraps, or None.
 
     Raises:
-        UnplayableGame: Values were planted after the rows were held out, so that only rows that
-            are trained on may have them.
+        UnplayableGame: ``with_entities`` planted values after rows were held out, so that only rows
+            that are trained on may have them.
     """
     while dataset is not None:
         if isinstance(dataset, TrainingRows):
@@ -127,7 +132,7 @@ def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[in
 
 
 def read_tokens(batch: Any, kind: Kind) -> TokenBatch:
-    """Return the tokens of a batch, which are a :class:`PairBatch` if it holds pairs.
+    """Return the tokens of a batch; a :class:`PairBatch` if it has pairs of answers (as for DPO).
 
     Raises:
         BatchError: The form of the batch is unknown.
@@ -158,7 +163,7 @@ def read_row(
     """Return the texts of a batch that holds only this row.
 
     Raises:
-        UnplayableGame: The row cannot be read, or has a form whose likelihoods show no membership.
+        UnplayableGame: The row cannot be read, or its likelihood does not show membership.
     """
     item = _copy_item(dataset[row])  # collate functions may change their arguments
     try:

@@ -1,12 +1,15 @@
 """Looks at the trained weights: when they take place, and the base class of their channels.
 
-A channel queries the model with a *pool* of texts. The order in a fit:
+A *channel* plays the attacks of one family in a run, and turns their answers into rates. A *look*
+is one measurement. The channels here query the model with a *pool* of texts, of which some are
+trained on (members). The order in a fit:
 
 1. Before the first step, :meth:`WeightLooks.begin` lets each channel draw its pool and query the
    *base*, the model before the fine-tuning. Attacks that cannot run are excluded or refused.
 2. Before each batch, every channel records which texts of its pool are in it.
 3. After a batch, the channels for which a look is due query the present weights
-   (:meth:`WeightLooks.look_where_due`), and their results are pooled over processes.
+   (:meth:`WeightLooks.look_where_due`). Each attack gives the values of one or more *series*, which
+   are logged under its name.
 4. When training ends, all channels look again, if the weights changed since the last look.
 """
 
@@ -75,12 +78,16 @@ class WeightChannel(Channel):
         owes_list: Whether the user wants a list of members that the newest look did not write.
     """
 
+    # Constants that are not listed above are explained in Channel.
     kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
     planted: ClassVar[str] = ""
     prefix: ClassVar[str] = PREFIX[Stage.RELEASED]
+    # The attacks read no gradient and nothing of a step: they also fit runs that share weight
+    # changes of several steps, and need no trained parameter in particular.
     reads_updates = True
     reads_states = True
     at_weights = True
+    # By default the adversary gets the trained weights, has the base, and holds candidate texts.
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
     missing: ClassVar[str] = ""
@@ -90,10 +97,11 @@ class WeightChannel(Channel):
         self._pool: Pool | None = None  # None until it is drawn, or if it cannot be
         self._refusal: str | None = None  # why there is no pool; None until it is known
         self.folder = Path()
-        self._looks = 0
+        self._looks = 0  # the number of looks so far
         self.owes_list = False
+        # Of a masked model, the mask token's id and the ids that are never masked.
         self._mask: tuple[int, frozenset[int]] | None = None
-        self._compared: dict[Series, str] = {}
+        self._compared: dict[Series, str] = {}  # the hash of the texts that a series compared
 
     def _check_settings(self) -> None:
         """Check that the texts that the attacks test were planted.
@@ -168,8 +176,8 @@ class WeightChannel(Channel):
         digest = hash_tensors({str(n): t.ids for n, t in enumerate(pool.texts)})
         if run.on_any_process(run.broadcast(digest) != digest):
             return (
-                "the processes read different data, so that the texts of one are not known to the "
-                "others: give every process the same data set and a DistributedSampler"
+                "the processes read different data, so that they do not query the same texts: give "
+                "every process the same data set and a DistributedSampler"
             )
         self._pool = pool
         return ""
@@ -190,7 +198,11 @@ class WeightChannel(Channel):
 
     @abstractmethod
     def query_base(self) -> None:
-        """Query the base, which is the model before the first step."""
+        """Query the base, which is the model before the first step.
+
+        Raises:
+            UnusableObservation: The model cannot be queried.
+        """
 
     reference_seconds: float = 0.0
     """Seconds that reference models took to train; they do not count as overhead of looks."""
@@ -206,7 +218,7 @@ class WeightChannel(Channel):
 
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
         """Return why a rate cannot become known, and why it cannot judge one client's update."""
-        never_alone = "it is of the model that was sent, and of no client's update"
+        never_alone = "it is a rate of the trained model, and not of one client's update"
         return Requirement(never=self._never_known(metric), never_alone=never_alone)
 
     def _never_known(self, metric: str) -> str | None:
@@ -287,6 +299,9 @@ class WeightChannel(Channel):
 class WeightLooks:
     """Look at the weights of a run, with the channels that query them.
 
+    If the user listed the attacks, one that cannot run is an error. If the engine chooses them, it
+    is excluded, and ``refused`` has the reason.
+
     Args:
         run: The run.
         channels: The channels; those that read weights are used.
@@ -308,7 +323,7 @@ class WeightLooks:
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None
-        self._weight_sums = torch.zeros(0)  # those of the weights at the newest look
+        self._weight_sums = torch.zeros(0)  # at the newest look, see _sums_of_weights
         self._chosen_loss = -1, -math.inf  # the step of the newest choice, and its loss
         self.refused: dict[str, str] = {}
         self._has_begun = False
@@ -341,13 +356,13 @@ class WeightLooks:
         self._check_private()
         for channel in self._channels:
             self._begin(channel, choosing)
-        silent = [
+        refusals = [
             f"the trained weights are not tested{f' by {names}' * bool(self.attacks)}: "
             + why.removeprefix(_NO_TEXTS)
             for why, names in by_reason(self.refused).items()
         ]
         described = [channel.describe() for channel in self._channels if channel.attacks]
-        return silent + [f"the trained weights are queried with {words}" for words in described]
+        return refusals + [f"the trained weights are queried with {words}" for words in described]
 
     def _begin(self, channel: WeightChannel, choosing: bool) -> None:
         """Let a channel draw its texts and query the base; exclude attacks that cannot run."""
@@ -411,8 +426,8 @@ class WeightLooks:
         for name in self._run.watched:
             if not roots.isdisjoint((name, name.rpartition("/")[0])):
                 raise ValueError(
-                    f"a callback stops or chooses by '{name}', which is read off private texts, "
-                    "outside the run's epsilon: watch another value, or accept it by "
+                    f"a callback stops or chooses by '{name}', which depends on private texts and "
+                    "is not covered by the run's epsilon: watch another value, or accept it by "
                     "Memorization(outside_epsilon=True)"
                 )
 
@@ -425,10 +440,10 @@ class WeightLooks:
         running = {attack.name for attack in self.attacks}
         if running if names is None else running.issuperset(names):
             return None
-        silent = sorted(self.refused if names is None else names)
-        whys = {self.refused.get(name, "it was left out") for name in silent}
-        verb = "is" if len(silent) == 1 else "are"
-        return f"{' and '.join(silent)} {verb} not played in this run: {'; '.join(sorted(whys))}"
+        absent = sorted(self.refused if names is None else names)
+        reasons = {self.refused.get(name, "it was left out") for name in absent}
+        verb = "is" if len(absent) == 1 else "are"
+        return f"{' and '.join(absent)} {verb} not played in this run: {'; '.join(sorted(reasons))}"
 
     @property
     def reference_seconds(self) -> float:
@@ -437,6 +452,7 @@ class WeightLooks:
 
     def refusals(self) -> list[Row]:
         """Return the attacks that do not run, and why, as rows of the table of attacks."""
+        # They read no gradients, weights are always exposed, and their duration is not known.
         return [Row(name, (), why, True, None) for name, why in self.refused.items()]
 
     def batch_begins(self, batch: Any) -> None:
@@ -446,13 +462,15 @@ class WeightLooks:
                 channel.batch_begins(batch)
 
     def record_pools(self, record: RunRecord) -> None:
-        """Write which texts the weights are queried with."""
+        """Write the numbers of texts in each pool, and a hash of the base's answers."""
         for channel in self._channels:
             if (line := channel.pool_line()) is not None:
                 record.append(line)
 
     def choose(self, loss: float) -> float:
         """Return the loss to choose a checkpoint of this step by: the highest of all gates.
+
+        A *gate* is a callback with a limit for a logged value. Each calls this once in a step.
 
         Args:
             loss: The loss from one gate; infinite if it does not allow the weights.
@@ -462,7 +480,7 @@ class WeightLooks:
         return self._chosen_loss[1]
 
     def look_where_due(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Return a look after a batch by the channels for which one is due; None if none is."""
+        """Look with the channels for which a look is due after this batch; None without any."""
         progress = self._run.progress
         if progress is None:
             return None
@@ -470,10 +488,10 @@ class WeightLooks:
         return self.look(channels) if channels else None
 
     def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Return a look by all channels when training ends; None if these weights had their look.
+        """Look with all channels when training ends; None if these weights had their look.
 
-        They have not if a callback has replaced the weights since, for example by averages, or if
-        a channel still has to write its list of members.
+        They did not have it if a callback has replaced the weights since, for example by averages,
+        or if a channel still has to write its list of members.
         """
         channels = [channel for channel in self._channels if channel.attacks]
         if not channels or not self._has_begun:  # a run without steps has no answers of the base
@@ -487,7 +505,7 @@ class WeightLooks:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Move the model to its training device: Lightning's last hook finds it on the CPU.
+        """Move the model to its training device for a block: Lightning's last hook has it on CPU.
 
         The CPU rounds the sums of weights differently, so that the weights would seem changed.
         """
@@ -506,7 +524,7 @@ class WeightLooks:
     def skip_present_weights(self) -> None:
         """Let :meth:`look_at_end` skip the present weights, a restored checkpoint of this run.
 
-        Rows that were trained on after the checkpoint would count as members.
+        A look at them would count rows as members that were trained on after the checkpoint.
         """
         self._weight_sums = self._sums_of_weights()
 

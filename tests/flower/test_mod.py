@@ -407,7 +407,7 @@ def test_a_client_that_is_gone_keeps_its_place(tmp_path):
     nodes.ids = [100, 102, 103, 201]
     assert asked(5) == [100, 201, 102, 103]
     late = PrivateMean(FedAvg(), private(tmp_path), minutes=0.001)
-    with pytest.raises(DefenseError, match="and 5 are there"):
+    with pytest.raises(DefenseError, match="but 5 are there"):
         late.configure_train(1, sent, ConfigRecord(), Nodes(5))
 
 

@@ -108,8 +108,8 @@ class GradientMembership(PassiveMembership):
         self.controls = check_integer("controls", controls, at_least=2)
         self._names: list[str] = []
         self._whitenings: dict[str, token_parts.SideWhitening] = {}
-        self._common: _CommonPart | None = None
-        self._round_weights: dict[str, Tensor] = {}
+        self._common: _CommonPart | None = None  # None if linear maps are used
+        self._round_weights: dict[str, Tensor] = {}  # at the start of a round, by name
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return trained linear maps of blocks over the depth, or else other trained parameters.
@@ -304,7 +304,7 @@ class GradientMembership(PassiveMembership):
         controls = token_parts.join_fits(self._fits(maps, whitened, public))
         weights = {name: 1 / token_parts.noise_variance(fit) for name, fit in controls.items()}
         control_fit = token_parts.sum_fits(controls, weights)
-        if not bool(control_fit.squared_norms.any()):
+        if not bool(control_fit.squares.any()):
             raise UnusableObservation("public texts leave nothing in the maps that are read")
         noise = token_parts.noise_variance(control_fit).sqrt()
 
@@ -318,7 +318,7 @@ class GradientMembership(PassiveMembership):
         """Return the fits of a few texts at a time to whitened gradients, by the map's name.
 
         The parts of texts are the same for all gradients of a step and its controls. If they fit
-        into memory, they are computed once and stored.
+        into memory (``MAX_NUMBERS`` values in all), they are computed once and stored.
         """
         anatomy, whitenings = self._anatomy, self._whitenings
 
@@ -345,8 +345,9 @@ class GradientMembership(PassiveMembership):
 
 def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
     """Return the linear maps whose input depends on the text, without PEFT's prompt encoder."""
+    # A factor that is a parameter of its layer has no module, so no output of it is recorded.
     linears = find_linear_maps(anatomy)
-    linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]  # by itself
+    linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
 
 

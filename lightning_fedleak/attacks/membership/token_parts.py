@@ -225,7 +225,7 @@ class PartFit:
     gram: Tensor
 
     @property
-    def squared_norms(self) -> Tensor:
+    def squares(self) -> Tensor:
         """Return the squared norm (B, L) of each part; 0 for a token without a part."""
         return self.gram.diagonal(dim1=1, dim2=2)
 
@@ -288,8 +288,8 @@ def sum_fits(fits: Mapping[str, PartFit], weights: Mapping[str, Tensor]) -> Part
 
 def noise_variance(fit: PartFit) -> Tensor:
     """Return the variance () of the products of unit parts, from texts outside the batch."""
-    has_part = fit.squared_norms > 0
-    variance = (fit.products[has_part].square() / fit.squared_norms[has_part]).mean()
+    has_part = fit.squares > 0
+    variance = (fit.products[has_part].square() / fit.squares[has_part]).mean()
     # The mean over no parts is NaN. An infinite variance gives such a map no weight.
     return variance.nan_to_num(nan=torch.inf).clamp_min(torch.finfo(variance.dtype).tiny)
 
@@ -310,8 +310,7 @@ def min_coefficient(fit: PartFit, noise: Tensor) -> Tensor:
     tiny = torch.finfo(fit.gram.dtype).tiny
     coefficient = fit.products.sum(1) / fit.gram.sum((1, 2)).clamp_min(tiny)
     residual = fit.products - coefficient[:, None] * fit.gram.sum(2)
-    norms = fit.squared_norms
-    size = norms[:, 1:] + norms[:, :-1] + 2 * fit.gram.diagonal(1, dim1=1, dim2=2)
+    size = fit.squares[:, 1:] + fit.squares[:, :-1] + 2 * fit.gram.diagonal(1, dim1=1, dim2=2)
     has_part = size > 0
     size = size.where(has_part, torch.ones_like(size))
     differences = (residual[:, 1:] + residual[:, :-1]) / size + ALLOWANCE * noise / size.sqrt()

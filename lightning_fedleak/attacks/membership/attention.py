@@ -50,7 +50,9 @@ DEFENDED_WIDTH = attention_calibration.WIDE_ENOUGH
 """The half-width against defended gradients: the band holds members in any precision."""
 
 REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
-"""Half-widths against a defence that replaces batches, which shrinks a member's response."""
+"""Half-widths against a defence that replaces batches, which shrinks a member's response.
+
+Such a defence, for example token-level LDP, trains on other words than the client's."""
 
 BETA = 0.3
 """Default factor of the products of whitened hidden states; not tuned."""

@@ -77,6 +77,7 @@ def typical_states(
 @torch.no_grad()
 def states_after(bottom: BottomModel, context: Tensor, tokens: Tensor) -> Tensor:
     """Return the state of each of ``tokens`` (n,) after ``context`` (L,): (n, d)."""
+    # The context becomes a cached prefix; each attempt runs tokens after it, apart from each other.
     layout = Layout.from_masks((1, len(context) + 1), None, None)
     with bottom.session():
         prefix = Prefixes(bottom, layout)

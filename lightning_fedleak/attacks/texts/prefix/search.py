@@ -84,7 +84,8 @@ class PrefixSearch:
         precision: The share of a state's norm by which two computations of it may differ.
         noised: Whether no token's state equals the observed one. None to find out, which verifies
             the full vocabulary at the first such position and takes up to half of the remaining
-            time. With False every position takes the nearest token of the full vocabulary.
+            time. With False noise is never assumed: where no candidate matches, the nearest token
+            of the full vocabulary is taken.
         deadline: The deadline, which is checked before each forward.
     """
 

@@ -3,7 +3,8 @@
 Head 1 computes attention without the direction of the target token v, head 2 with all directions.
 At a token that equals v, head 1's query is zero, so that it returns the mean of the sentence, while
 head 2 returns about v. At other tokens both return about the same. A ReLU with bias -gamma follows:
-only a difference above gamma has a gradient.
+only a difference above gamma has a gradient. A *ladder* is one bias for each of several gammas, and
+each of these trainable numbers is a *rung*.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ DEFENDED_WIDTH = attention_calibration.WIDE_ENOUGH
 """The half-width against defended gradients: the band holds members in any precision."""
 
 REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
-"""Half-widths against a defence that replaces batches, which shrinks a member's response."""
+"""Half-widths against a defence that replaces batches, which shrinks a member's response.
+
+Such a defence, for example token-level LDP, trains on other words than the client's."""
 
 BETA = 0.3
 """Default factor of the products of whitened hidden states; not tuned."""
@@ -117,7 +120,7 @@ class AttentionMembership(MembershipAttack):
         *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
         *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
-    needs_float64 = True
+    needs_float64 = True  # for the whitening
     # The share of batches without the target that are guessed to have it, in the calibration and,
     # with noise, in the decision.
     false_positive_rate = FALSE_POSITIVE_RATE
@@ -153,7 +156,7 @@ class AttentionMembership(MembershipAttack):
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self._prepared_at = 0
-        self._d: int | None = None
+        self._d: int | None = None  # the width of hidden states
         self._calibration: Calibration | None = None
 
     def meet(self, facts: RunFacts) -> None:
@@ -344,6 +347,7 @@ class AttentionMembership(MembershipAttack):
         return torch.tensor(list(digest), dtype=torch.uint8)
 
     def _require_calibration(self) -> Calibration:
+        """Return the calibration; raise an error before :meth:`prepare`."""
         return self.require_calibration(self._calibration)
 
     def _whiten(self, hidden: Tensor) -> Tensor:

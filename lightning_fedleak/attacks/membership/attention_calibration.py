@@ -1,5 +1,10 @@
 """Calibration of the attention adversary on public text: whitening, false positives, gamma.
 
+This adversary (Vu et al. 2024) adds an attention layer whose output differs by ``Z1 - Z2`` where a
+token equals the target. A row of the output matrix W_O projects this *response* to a number. A
+gradient shows whether it exceeds a threshold gamma (score ``"coordinates"``), or lies in a band
+around a member's response, which is scaled to 1 (score ``"band"``).
+
 :func:`calibrate` fits the whitening, scores public sentences for public tokens as targets that they
 do not contain, and chooses the easiest threshold whose false positive rate is low enough.
 """

@@ -100,12 +100,12 @@ class PassiveMembership(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
         Capability.KNOWS_TARGET_TEXT,
     )
-    reads_compressed = COMPRESSIONS
-    restores_fully = False
+    reads_compressed = COMPRESSIONS  # gradients under any compression are scored
+    restores_fully = False  # only public text is saved; prepare computes the rest again
     config_names: ClassVar[tuple[str, ...]] = (
         *("public_text", "public_rows", "tokens", "refresh_every", "seed"),
     )
-    _prepared_at = 0
+    _prepared_at = 0  # the optimizer step at which public text was last run
     refresh_every = 50  # steps after which refresh runs the model on public text again; not tuned
     controls = 8  # public texts after the first ``public_rows`` that are scored as controls
 

@@ -5,7 +5,7 @@ Vu et al. 2024, Sect. 4.1 and Appx. A (Algorithms 2 and 3, Eqs. 2 and 6). The la
 the batch lies within ``tau`` of the target. Conversely, such an input gives a gradient that is not
 zero, unless its upstream gradient is zero or the contributions of several inputs cancel. A server
 inserts the layers into the model as real modules; :meth:`FCMembership.gradient` computes the same
-result without them.
+result without them. Each entry of the second bias is a *rung*, the gradient that the server reads.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class FCMembership(MembershipAttack):
     """
 
     default_name = "fc_membership"
-    restores_fully = False
+    restores_fully = False  # prepare notes the parameters' precision again
 
     @explain_arguments("FCMembership(layer=1)")
     def __init__(
@@ -267,6 +267,7 @@ class FCMembership(MembershipAttack):
         return taus[:, None] * self._multiples(safe_tau).to(taus), zones
 
     def _multiples(self, safe_tau: float) -> Tensor:
+        """Return the ladder (K,) in units of tau, of which ``safe_tau`` is the automatic value."""
         if self._ladder_steps != "auto":
             return torch.tensor(self._ladder_steps, dtype=torch.float64)
         top = MAX_RELATIVE_TAU / safe_tau if self.tau == "auto" else 32.0
@@ -275,6 +276,7 @@ class FCMembership(MembershipAttack):
         return torch.tensor([*lower, 1.0, *higher], dtype=torch.float64)
 
     def _resolve_precision(self, dtype: torch.dtype) -> Precision:
+        """Return the coarsest precision of the trainer, the parameters and targets of ``dtype``."""
         order = list(SAFE_DISTANCES)
         precisions = [*self._precisions.values(), _dtype_precision(dtype, torch.device("cpu"))]
         return max(precisions, key=order.index)

@@ -52,7 +52,7 @@ from lightning_fedleak.validate import check_integer
 Parts = Mapping[str, tuple[Tensor, Tensor]]
 """Inputs (B, L, d) and slopes (B, L, o) of texts, by the map's name."""
 
-MAX_NUMBERS = 64_000_000  # values of the maps and whitenings, or of stored parts: 256 MB
+MAX_NUMBERS = 64_000_000  # values of gradients and whitenings, or of stored parts: 256 MB
 MAX_OTHER_NUMBERS = 1 << 20  # values of other parameters: 4 MB for each public text
 FAR_DEVIATIONS = 3.0  # standard deviations of a member above the controls' mean; not tuned
 DECAY_ROUNDINGS = 4.0  # an update within so many rounding errors is no gradient; not tuned
@@ -98,8 +98,8 @@ class GradientMembership(PassiveMembership):
 
     default_name = "gradient_membership"
     config_names = (*PassiveMembership.config_names, "controls")
-    needs_float64 = True
-    reads_adaptive_updates = True
+    needs_float64 = True  # for the whitening
+    reads_adaptive_updates = True  # they are scaled back by sizes on public text
 
     def __init__(
         self, public_text: TextSource = "sampled", *, controls: int = 8, **shared: Any
@@ -108,8 +108,8 @@ class GradientMembership(PassiveMembership):
         self.controls = check_integer("controls", controls, at_least=2)
         self._names: list[str] = []
         self._whitenings: dict[str, token_parts.SideWhitening] = {}
-        self._common: _CommonPart | None = None
-        self._round_weights: dict[str, Tensor] = {}
+        self._common: _CommonPart | None = None  # None if linear maps are used
+        self._round_weights: dict[str, Tensor] = {}  # at the start of a round, by name
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return trained linear maps of blocks over the depth, or else other trained parameters.
@@ -184,6 +184,7 @@ class GradientMembership(PassiveMembership):
             self._calibrate(anatomy)
 
     def _calibrate(self, anatomy: Anatomy) -> None:
+        """Fit the whitening of the maps, or else the other parameters' common part."""
         public = self._texts(anatomy, self.public_rows)
         maps = self._select_maps(anatomy)
         self._whitenings, self._common = {}, None
@@ -303,7 +304,7 @@ class GradientMembership(PassiveMembership):
         controls = token_parts.join_fits(self._fits(maps, whitened, public))
         weights = {name: 1 / token_parts.noise_variance(fit) for name, fit in controls.items()}
         control_fit = token_parts.sum_fits(controls, weights)
-        if not bool(control_fit.sizes.any()):
+        if not bool(control_fit.squares.any()):
             raise UnusableObservation("public texts leave nothing in the maps that are read")
         noise = token_parts.noise_variance(control_fit).sqrt()
 
@@ -317,7 +318,7 @@ class GradientMembership(PassiveMembership):
         """Return the fits of a few texts at a time to whitened gradients, by the map's name.
 
         The parts of texts are the same for all gradients of a step and its controls. If they fit
-        into memory, they are computed once and stored.
+        into memory (``MAX_NUMBERS`` values in all), they are computed once and stored.
         """
         anatomy, whitenings = self._anatomy, self._whitenings
 
@@ -344,8 +345,9 @@ class GradientMembership(PassiveMembership):
 
 def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
     """Return the linear maps whose input depends on the text, without PEFT's prompt encoder."""
+    # A factor that is a parameter of its layer has no module, so no output of it is recorded.
     linears = find_linear_maps(anatomy)
-    linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]  # by itself
+    linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
 
 

@@ -61,17 +61,18 @@ class SubspaceMembership(PassiveMembership):
     """
 
     default_name = "subspace_membership"
-    needs_float64 = True
-    refresh_every = 500
+    needs_float64 = True  # for spans of rows
+    refresh_every = 500  # steps after which public text is run again; not tuned
 
     def __init__(self, public_text: TextSource = "sampled", **shared: Any) -> None:
         super().__init__(public_text, **shared)
         self._words = SubspaceWords(capacity_seconds=0)
         self._wide_inputs = row_space.PerMaps(_find_wide_inputs)
         self._public_inputs: tuple[row_space.SharedInput, ...] = ()
-        self._whitenings: list[Tensor] = []
+        self._whitenings: list[Tensor] = []  # (d, d) of each input
+        # Token ids (n, L), the mask of real tokens (n, L), and the states (n, L, d) of each input.
         self._public_states: tuple[Tensor, Tensor, list[Tensor]] | None = None
-        self._factors: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}  # AdaLoRA's A, by name
 
     def meet(self, facts: RunFacts) -> None:
         """Store the run's precision and optimizer, also for the attack on words."""
@@ -140,6 +141,7 @@ class SubspaceMembership(PassiveMembership):
         self._anatomy = anatomy
 
     def _prepare_public(self, anatomy: Anatomy) -> None:
+        """Run the model on public text; store its states and their whitening."""
         public = self._texts(anatomy, self.public_rows)
         ids, mask = public.input_ids, public.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
@@ -175,6 +177,7 @@ class SubspaceMembership(PassiveMembership):
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
             row_space.refuse_zeros(m for i in inputs for m in i.trained_readers(anatomy))
+        # Without an answer of the attack on words, no token counts as absent.
         words: WordGuess | None = None
         with suppress(UnusableObservation):
             if view.gradients[-1].compression in ("", *self._words.reads_compressed):
@@ -252,6 +255,7 @@ def _find_wide_inputs(
 
 
 def _first_input_per_block(inputs: Sequence[row_space.SharedInput]) -> list[row_space.SharedInput]:
+    """Return the first input of each block: that of its attention."""
     blocks: dict[str, row_space.SharedInput] = {}
     for shared_input in inputs:
         blocks.setdefault(row_space.block_name(shared_input.maps[0].name), shared_input)
@@ -271,7 +275,22 @@ def _evidence(
     ids: Tensor,
     words: WordGuess | None,
 ) -> Tensor:
-    """Return the evidence (G, 4): first blocks' gain, deeper gain, nearness, absent tokens."""
+    """Return the evidence (G, 4): first blocks' gain, deeper gain, nearness, absent tokens.
+
+    A *gain* is the mean logarithm of what a state explains of the rows beyond earlier states.
+    *Nearness* is minus the logarithm of a state's distance from the rows' span. It is used only for
+    blocks whose rows leave enough dimensions free. The last column is the share of tokens that are
+    not in the batch by ``words``, weighted more if the words are certified (``silent`` is then a
+    tensor: the tokens that would leave no trace).
+
+    Args:
+        shared: The rows of each input; None for an input without a gradient.
+        whitenings: (d, d) for each input.
+        states: (G, L, d) the texts' states at each input.
+        counted: (G, L) bool, the tokens on which a gradient depends.
+        ids: (G, L) token ids.
+        words: The tokens of the batch; None if they were not recovered.
+    """
     device = states[0].device
     counted = counted.to(device)
     first, deep, nearness = (torch.zeros(len(ids), device=device) for _ in range(3))
@@ -324,6 +343,7 @@ def _mean_log_gain(rows: row_space.SharedRows, white: Tensor, x: Tensor, counted
     x = (x @ white).masked_fill(~counted[..., None], 0.0)
     gram = x @ x.mT
     size = gram.diagonal(dim1=-2, dim2=-1)
+    # Keeps the factor finite for equal states; 1 where no token counts.
     jitter = 1e-4 * size.mean(-1, keepdim=True) + (~counted).float()
     lower = torch.linalg.cholesky(gram + torch.diag_embed(jitter))
     part = torch.linalg.solve_triangular(lower, x @ g.T, upper=False)

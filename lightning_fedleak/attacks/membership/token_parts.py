@@ -3,7 +3,11 @@
 The gradient of a linear map is a sum of outer products over tokens, ``sum_t e_t x_t^T``. Here x is
 the map's input, and the *slope* e is the gradient of the loss with respect to the map's output. One
 such product is a token's *part*. Both sides are whitened by public text (the Kronecker factors of
-Martens and Grosse 2015).
+Martens and Grosse 2015), because directions that all texts share show no membership.
+
+:func:`map_token_parts` runs texts and returns x and e, :class:`Moments` fits the whitening, and a
+:class:`PartFit` holds the inner products of a text's whitened parts with the gradient that the
+client shared. :func:`min_coefficient` turns them into a score of membership.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ def map_token_parts(
     """
     results = []
     parameter_ids = {id(anatomy.parameter(m.name)) for m in maps}
+    # Detached parameters in the same memory: a backward pass writes no gradients into the model.
     views = {
         name: p.detach().requires_grad_(id(p) in parameter_ids)
         for name, p in anatomy.model.named_parameters()
@@ -87,7 +92,8 @@ def _inputs_and_slopes(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the inputs and slopes by map, as :func:`map_token_parts` passes them on.
 
-    Float32 logits are overwritten by the gradient of the summed cross-entropy, softmax - one-hot.
+    ``logits`` are (T, V) and ``labels`` (T,), for the T tokens with a label. Float32 logits are
+    overwritten by the gradient of the summed cross-entropy (``errors``), softmax - one-hot.
     """
     length = texts.input_ids.shape[1]
     single_calls = {}
@@ -139,7 +145,9 @@ class SideWhitening:
             each coordinate.
         slopes: (o, o) or (o,) the same for slopes.
         axis: The parameter's axis along the input.
-        sizes: The root mean square of each entry of a token's part, in the parameter's shape.
+        sizes: The root mean square of each entry of a token's part, if inputs and slopes are
+            independent, in the parameter's shape. It is multiplied by the number of public tokens,
+            which is the same for all maps of one calibration.
     """
 
     inputs: Tensor
@@ -149,7 +157,7 @@ class SideWhitening:
 
     @classmethod
     def from_moments(cls, inputs: Tensor, slopes: Tensor, axis: int) -> SideWhitening:
-        """Return the whitening for the second moments of inputs, (d, d) or (d,), and slopes."""
+        """Return the whitening for the :class:`Moments` of inputs, (d, d) or (d,), and slopes."""
         squares = [m.diagonal() if m.dim() == 2 else m for m in (slopes, inputs)]
         sizes = torch.outer(*(square.sqrt() for square in squares)).float()
         if axis != 1:
@@ -163,7 +171,10 @@ class SideWhitening:
 
 
 class Moments:
-    """The second moments of inputs and slopes over public tokens, by map."""
+    """The second moments of inputs and slopes, summed over public tokens, by map.
+
+    A side wider than ``MAX_FULL_WIDTH`` keeps the diagonal only.
+    """
 
     def __init__(self) -> None:
         self._inputs: dict[str, Tensor] = {}
@@ -196,7 +207,7 @@ def _multiply(values: Tensor, factor: Tensor) -> Tensor:
     """Return the rows of ``values`` times an upper triangular matrix (n, n), or a diagonal (n,)."""
     if factor.dim() == 1:
         return values * factor
-    middle = len(factor) // 2  # the block below the diagonal is zero: a quarter of the product
+    middle = len(factor) // 2  # below the diagonal: zeros, skipped to save a quarter
     left = values[..., :middle] @ factor[:middle, :middle]
     return torch.cat([left, values @ factor[:, middle:]], -1)
 
@@ -214,7 +225,7 @@ class PartFit:
     gram: Tensor
 
     @property
-    def sizes(self) -> Tensor:
+    def squares(self) -> Tensor:
         """Return the squared norm (B, L) of each part; 0 for a token without a part."""
         return self.gram.diagonal(dim1=1, dim2=2)
 
@@ -277,8 +288,8 @@ def sum_fits(fits: Mapping[str, PartFit], weights: Mapping[str, Tensor]) -> Part
 
 def noise_variance(fit: PartFit) -> Tensor:
     """Return the variance () of the products of unit parts, from texts outside the batch."""
-    has_part = fit.sizes > 0
-    variance = (fit.products[has_part].square() / fit.sizes[has_part]).mean()
+    has_part = fit.squares > 0
+    variance = (fit.products[has_part].square() / fit.squares[has_part]).mean()
     # The mean over no parts is NaN. An infinite variance gives such a map no weight.
     return variance.nan_to_num(nan=torch.inf).clamp_min(torch.finfo(variance.dtype).tiny)
 
@@ -288,7 +299,9 @@ def min_coefficient(fit: PartFit, noise: Tensor) -> Tensor:
 
     The coefficient is the least-squares multiple of the text's gradient in the shared gradient. The
     shortfall lowers it for a text that differs from a member in a few tokens: their parts do not
-    fit. It is the least-squares coefficient of two tokens' part in the residual.
+    fit. It is the least-squares coefficient of two tokens' part in the residual, of which
+    ``ALLOWANCE`` standard errors are forgiven. It takes off ``MAX_SHORTFALL`` of the coefficient at
+    most.
 
     Args:
         fit: The fit of the texts, with at least two tokens each.
@@ -297,7 +310,7 @@ def min_coefficient(fit: PartFit, noise: Tensor) -> Tensor:
     tiny = torch.finfo(fit.gram.dtype).tiny
     coefficient = fit.products.sum(1) / fit.gram.sum((1, 2)).clamp_min(tiny)
     residual = fit.products - coefficient[:, None] * fit.gram.sum(2)
-    size = fit.sizes[:, 1:] + fit.sizes[:, :-1] + 2 * fit.gram.diagonal(1, dim1=1, dim2=2)
+    size = fit.squares[:, 1:] + fit.squares[:, :-1] + 2 * fit.gram.diagonal(1, dim1=1, dim2=2)
     has_part = size > 0
     size = size.where(has_part, torch.ones_like(size))
     differences = (residual[:, 1:] + residual[:, :-1]) / size + ALLOWANCE * noise / size.sqrt()
@@ -306,7 +319,10 @@ def min_coefficient(fit: PartFit, noise: Tensor) -> Tensor:
 
 
 def count_numbers(linear: LinearMap, anatomy: Anatomy) -> int:
-    """Return the number of values in a map's gradient and in the whitening of its two sides."""
+    """Return the number of values in a map's gradient and in the two factors of its whitening.
+
+    ``SideWhitening.sizes``, as many values as the gradient again, are not counted.
+    """
     slopes, inputs = sides(linear, anatomy)
     return slopes * inputs + sum(n if n > MAX_FULL_WIDTH else n * n for n in (slopes, inputs))
 

@@ -17,7 +17,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
 FOLDS = 5  # folds of the cross-fitted word counts, the usual number; more are slower
-MIN_BLIND_AUC, MAX_BLIND_AUC = 0.45, 0.55  # limits for the confidence interval of a blind AUC
+MIN_BLIND_AUC, MAX_BLIND_AUC = 0.45, 0.55  # limits of a blind AUC's interval, to be near chance
 
 
 def blind_scores(
@@ -56,18 +56,18 @@ def word_scores(texts: Sequence[Text], members: Tensor, seed: int = 0) -> Tensor
         members: (N,) bool, with at least one member and one non-member in each of five folds.
         seed: The seed of the folds.
     """
-    member = members.bool()
+    labels = members.bool()
     ids, lengths = torch.cat([text.ids for text in texts]), [len(text.ids) for text in texts]
     owners = torch.arange(len(texts)).repeat_interleave(torch.tensor(lengths))
     folds = torch.empty(len(texts), dtype=torch.long)
     generator = torch.Generator().manual_seed(seed)
-    for group in (member, ~member):
+    for group in (labels, ~labels):
         order = torch.randperm(int(group.sum()), generator=generator)
         folds[group] = order % FOLDS
     scores = torch.empty(len(texts), dtype=torch.float64)
     for fold in range(FOLDS):
         inside, size = folds == fold, 1 + int(ids.max())
-        rates = (_log_rates(ids[(~inside & side)[owners]], size) for side in (member, ~member))
+        rates = (_log_rates(ids[(~inside & side)[owners]], size) for side in (labels, ~labels))
         odds = next(rates) - next(rates)
         sums = torch.zeros_like(scores).index_add_(0, owners, odds[ids])
         scores[inside] = (sums / torch.tensor(lengths))[inside]

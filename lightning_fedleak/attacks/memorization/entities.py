@@ -1,4 +1,9 @@
-"""Ranks of planted values among candidates of the same set, in the same context."""
+"""Ranks of planted values among candidates of the same set, in the same context.
+
+The user plants random values, such as phone numbers, in some training texts before the run. If the
+trained model finds a planted value likelier than other values that could have been drawn instead,
+it has memorized it.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +70,7 @@ class Entities(MemorizationAttack):
             UnusableObservation: No model is released, or its outputs are not finite.
         """
         snapshot = released_part(view.candidates, "value")
+        # Column 0 holds the value itself, columns 1 to ``sizes`` its candidates.
         columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
         check_finite(snapshot.log_probs[columns], "the model's log probabilities")
         value = snapshot.log_probs[:, :1]

@@ -69,12 +69,13 @@ class Extraction(MemorizationAttack):
         self.tokens = check_integer("tokens", tokens)
 
     def run(self, view: Observation, query: Query | None = None) -> Guess:
-        """Return which texts are extracted.
+        """Return for each text how likely its likeliest run of k tokens is, and if it is greedy.
 
         Raises:
             UnusableObservation: No model is released, or its outputs are not finite.
         """
         released = _finite(view.released)
+        # Finite for windows of k labels only; :meth:`extracted` decides on the log probabilities.
         counts = _window_sums(torch.ones_like(released.now.log_probs), released.now, self.tokens)
         hits = _window_sums(released.now.greedy.double(), released.now, self.tokens)
         return ExtractionGuess(
@@ -89,6 +90,7 @@ class Extraction(MemorizationAttack):
         return self._highest(released.now)
 
     def _highest(self, tokens: TokenSnapshot) -> Tensor:
+        """Return (N,) the highest log probability of a run of k tokens; NaN without a run."""
         highest = _window_sums(tokens.log_probs.double(), tokens, self.tokens).amax(1)
         return highest.masked_fill(highest.isneginf(), math.nan)
 
@@ -140,6 +142,7 @@ class Canaries(Extraction):
             UnusableObservation: No model is released, or its outputs are not finite.
         """
         released = _finite(view.released)
+        # Labels are counted from the end, and the last ``n_scored`` are scored.
         scored = labels = released.now.labels
         if self.n_scored is not None:
             scored = labels & (labels.long().flip(1).cumsum(1).flip(1) <= self.n_scored)

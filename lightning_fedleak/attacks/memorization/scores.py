@@ -1,9 +1,10 @@
 """Membership from a released model and its public base: one score for each text.
 
-An adversary who gets a fine-tuned model and has its base can query both with a text. Fine-tuning
-raises the log probability of its texts more than that of non-members. All scores here are computed
-from the numbers of :class:`~lightning_fedleak.model.snapshots.TokenSnapshot`. So a measurement step
-costs one forward for each text, whatever the number of attacks.
+An adversary who gets a fine-tuned model and has its *base*, the public model from which training
+started, can query both with a text. Fine-tuning raises the log probability of its texts more than
+that of non-members. All scores here are computed from the numbers of
+:class:`~lightning_fedleak.model.snapshots.TokenSnapshot`. So a measurement step costs one forward
+for each text, whatever the number of attacks.
 
 ``lp`` and ``lp0`` denote the log probability of a label token under the model and its base, and
 ``loss``, ``loss0`` minus their means over a text.
@@ -46,7 +47,8 @@ class MemorizationGuess(Guess):
     """The scores of N texts for membership in the training data.
 
     Attributes:
-        scores: (N,) float64; higher is more likely a member. Comparable only within one pool.
+        scores: (N,) float64; higher is more likely a member. Comparable only within one pool, the
+            candidate texts that are scored together.
     """
 
     scores: Tensor
@@ -191,7 +193,7 @@ class ShortAnswers(MemorizationAttack):
         answers, mean = released.answers, released.now.mean_log_probs()
         if answers is None:
             raise UnusableObservation("which texts share an answer is not known")
-        sizes = torch.bincount(answers).double()[answers]
+        sizes = torch.bincount(answers).double()[answers]  # of the group with the same answer
         if (sizes > 1).double().mean() <= 0.5:
             return LossRatio().score(released)
         sums = torch.zeros(int(answers.max()) + 1, dtype=torch.float64)
@@ -205,9 +207,9 @@ class PromptRatio(MemorizationAttack):
     """Score texts by their prompts: tokens that the model reads, and that have no loss.
 
     A model may memorize what users wrote although no loss is computed on it. Only prompts with 8
-    tokens or more are scored, and only if no other row has the same one. They are a separate series
-    from all scores of labels. With LoRA the score was never better than chance; with full
-    fine-tuning it was, slightly.
+    tokens or more are scored, and only if no other row has the same one. Their results are a series
+    of their own, apart from all scores of labels. With LoRA the score was never better than chance;
+    with full fine-tuning it was, slightly.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -455,7 +457,7 @@ class CombinedReference(MemorizationAttack):
 
 
 def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:
-    """Return (N,) residual gains of texts, in nats per token.
+    """Return (N,) the gains of texts beyond what the base's outputs predict, in nats per token.
 
     The gain ``loss0 - loss`` is regressed on the base's outputs for a text: its loss, the standard
     deviation of its log probabilities and its share of greedy tokens. Membership is not used, so

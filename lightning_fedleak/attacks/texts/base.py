@@ -31,7 +31,7 @@ from lightning_fedleak.validate import check_integer, check_number
 NOTHING = -1
 """The token id at positions without a guess."""
 
-TINY = 1e-12  # keeps norms from being divided by zero; below any norm that occurs
+TINY = 1e-12  # the least norm to divide by; below any norm that occurs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ class TextGuess(base.Guess):
 
 
 def join_guesses(parts: Sequence[TextGuess], device: torch.device) -> TextGuess:
-    """Return the guesses about groups of texts as one guess about all texts."""
+    """Return the guesses about groups of texts, of one length L, as one guess about all texts.
+
+    The joint guess has no certificate: ``certified`` is None.
+    """
     return TextGuess(
         torch.cat([part.tokens for part in parts]).to(device),
         all(part.finished for part in parts),
@@ -67,25 +70,27 @@ def join_guesses(parts: Sequence[TextGuess], device: torch.device) -> TextGuess:
 class TextAttack(base.Attack):
     """An adversary that reconstructs whole texts: its guess is a :class:`TextGuess`.
 
-    Attacks on gradients receive them as attacks on words do, and return the texts in any order.
+    Attacks on gradients use the newest gradient that was shared, summed over a batch, or the update
+    of a round. They return the texts in any order.
 
     Attributes:
-        last_token_open: Whether the guess omits the last token of a text and all tokens after its
-            last label, because a causal model's gradients depend on them only as labels.
+        last_token_open: Whether the guess omits the token of a text's last label and all tokens
+            after it. A causal model's gradients depend on the first only as a label, and on the
+            later ones not at all.
         prefers_likely_texts: Whether the attack prefers texts that the model finds likely, so that
             texts of shuffled words are no control for it.
     """
 
     last_token_open: ClassVar[bool] = False
     prefers_likely_texts: bool = False
-    _copy: BottomModel | None = None
+    _copy: BottomModel | None = None  # the adversary's copy of the model's bottom, if it needs one
 
     def __init__(self, name: str | None = None, budget_seconds: float | None = None) -> None:
         super().__init__(name)
         self.budget_seconds = check_number("budget_seconds", budget_seconds, above=0, optional=True)
 
     def age(self, step: int) -> float:
-        """Return the age of the adversary's copy in optimizer steps; NaN without a copy."""
+        """Return the age of the adversary's copy of the weights in steps; NaN without a copy."""
         return math.nan if self._copy is None else float(self._copy.age(step))
 
 
@@ -121,7 +126,8 @@ class InversionAttack(TextAttack):
     def meet(self, facts: base.RunFacts) -> None:
         """Store the client's precision and the step at which the fit begins.
 
-        A copy of the bottom model that exists already counts as a copy of that step.
+        A copy of the bottom model that exists already counts as a copy of that step, or keeps its
+        step if that is later. :meth:`refresh` then copies the weights again.
         """
         super().meet(facts)
         if self._copy is not None:
@@ -129,12 +135,12 @@ class InversionAttack(TextAttack):
 
     @property
     def bottom(self) -> BottomModel:
-        """Return the copy of the bottom model that :meth:`prepare` made."""
+        """Return the copy of the bottom model that a subclass's :meth:`prepare` made."""
         assert self._copy is not None
         return self._copy
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Store the layer's name. Subclasses also copy the bottom model here.
+        """Store the layer's name. A subclass must also call ``_copy_bottom`` here.
 
         Raises:
             ValueError: the model has no such layer.
@@ -148,6 +154,7 @@ class InversionAttack(TextAttack):
                 self._copy.refresh(anatomy, step)
 
     def _copy_bottom(self, anatomy: Anatomy) -> None:
+        """Copy the bottom model's weights, in the client's precision."""
         # Weights copied in inference mode could never take part in autograd.
         with torch.inference_mode(False):
             self._copy = BottomModel(anatomy, self.layer, autocast=self._facts.autocast)
@@ -176,10 +183,13 @@ class InversionAttack(TextAttack):
     def run(self, view: Observation, query: base.Query | None = None) -> TextGuess:
         """Reconstruct the texts of the newest activations of ``view`` at this attack's layer.
 
+        ``query`` is not used: the attack gets no candidate texts.
+
         Raises:
             UnusableObservation: they are not finite.
         """
         snapshot = view.activations[-1]
+        # A split protocol names its activations by the layer's number, a hook by the module.
         by_number = snapshot.tensors.get(f"layer {self.layer}")
         hidden = snapshot.tensors[self._layer_name] if by_number is None else by_number
         check_finite(hidden, "the activations")
@@ -245,7 +255,8 @@ class Sent:
         return difference.square().sum(-1).masked_fill(~self.real, 0.0)
 
     def relative_errors(self, hidden: Tensor) -> Tensor:
-        """Return the distance (B, L) from what was sent over the norm of what was sent."""
+        """Return the distance (B, L) from what was sent over its norm, 0 where padded."""
+        # The root of zero would have an infinite gradient.
         return self.squared_errors(hidden).clamp(min=TINY**2).sqrt() * self.real / self.norms
 
     def cosines(self, hidden: Tensor) -> Tensor:

@@ -88,8 +88,9 @@ class BottomModel:
         self, anatomy: Anatomy, layer: int, *, autocast: torch.dtype | None = None
     ) -> None:
         self.autocast, self.layer = autocast, layer
-        self._inside = False
+        self._inside = False  # whether a session is open
         self._weights: list[ParameterPlace] = []
+        # Whether a key-value cache gives the same states; None before ``prefix.cache`` tries it.
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step=0)
         shape = matrix_shape(anatomy.embedding)
@@ -130,6 +131,7 @@ class BottomModel:
                 self._inside = False
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
+        """Use the live model of ``anatomy`` from now on, and copy its weights."""
         place = place_of(anatomy, self.layer)
         self.anatomy = anatomy
         self.step = step
@@ -142,6 +144,7 @@ class BottomModel:
 
     @torch.no_grad()
     def _take_weights(self) -> None:
+        """Clone the bottom's trained weights, and share its frozen ones."""
         skipped_modules = [block for _, block in text_blocks(self.anatomy)[self.layer :]]
         if self.anatomy.head is not None:
             skipped_modules.append(self.anatomy.head)
@@ -256,6 +259,8 @@ class BottomModel:
 
     @contextmanager
     def _embeddings_replaced(self, embeddings: Tensor) -> Iterator[None]:
+        """Let the embedding layer return ``embeddings`` within the block."""
+
         def replaced(_: nn.Module, __: Any, output: Tensor) -> Tensor:
             return embeddings.to(output.dtype)
 
@@ -281,6 +286,7 @@ class BottomModel:
         return next(i for i in range(3) if i not in special)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Return the hidden states (B, L, d) of token ids, in an open session."""
         model_runs.check_text(self.anatomy, ids, mask, positions)
         padding = getattr(self._embedding, "padding_idx", None)
         if padding is not None and mask is not None:
@@ -293,6 +299,7 @@ class BottomModel:
     def _inputs(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> dict[str, Tensor]:
+        """Return the arguments of the model's forward, without those that are None."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return {k: v.to(self.device) for k, v in inputs.items() if v is not None}
 

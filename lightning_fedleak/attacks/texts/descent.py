@@ -145,7 +145,15 @@ def high_errors(errors: Tensor, real: Tensor) -> Tensor:
 
 
 class _Text:
-    """One text during a sweep: its ``tokens``, and the distances ``errors`` of its states."""
+    """One text during a sweep.
+
+    Attributes:
+        tokens: (L,) the current tokens.
+        errors: (L,) the distances of their hidden states from those sent.
+        norms: (L,) the norms of the states sent.
+        options: (L, K) the candidates at each position.
+        candidates: The number of candidates that were verified so far.
+    """
 
     def __init__(self, bottom: BottomModel, sent: Sent, tokens: Tensor, options: Tensor) -> None:
         self.bottom = bottom
@@ -157,6 +165,7 @@ class _Text:
         self.candidates = 0
         self.tokens = tokens.clone()
         self.errors = self._errors(tokens[None])[0]
+        # (L, K) the error with each candidate, tried jointly, over the current error there.
         self._ratios: Tensor | None = None
 
     def _errors(self, texts: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from lightning_fedleak.validate import check_choice, check_integer, check_number
 TEXTS, LENGTH = 64, 64  # random texts to fit a readout, and tokens of each; more cost time
 RIDGE = 1e-2  # share of the mean variance of a hidden unit; more shrinks the predictions
 SIMILAR = 6  # candidates of a sweep at each position, from each of three rankings
-TOKENS_AT_ONCE = 1 << 11  # with gradient in one run (at least one text), which bounds the memory
+# The number of tokens that run at once with gradients (at least one text); bounds the memory.
+TOKENS_AT_ONCE = 1 << 11
 CHECK_EVERY = 25  # steps between checks whether the tokens of a text still change
 PATIENCE = 8  # checks without a changed token after which a text stops; more cost steps
 PAPER_COSINE = 0.98  # cosine with the hidden states sent, at which the paper's attack stops
@@ -120,9 +121,12 @@ class DescentSettings:
         refresh_every: The optimizer steps after which the bottom model is copied again.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: an unknown ``stop`` or ``weighting``. :class:`EmbeddingDescent` checks
+            ``refresh_every``.
 
     Examples:
+        The paper's settings, except that the paper starts from the embedding of 'hello':
+
         >>> from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent
         >>> paper = DescentSettings(stop="cosine", weighting="paper")
         >>> attack = EmbeddingDescent(layer=3, likeness="cosine", initial="mean", descent=paper)
@@ -236,7 +240,7 @@ class EmbeddingDescent(base.InversionAttack):
     """
 
     default_name = "embedding_descent"
-    needs_float64 = True
+    needs_float64 = True  # for the whitening and the readout
     config_names = (
         *("layer", "steps", "lr", "descent.stop", "descent.weighting", "budget_seconds"),
         *("initial", "likeness", "sweeps"),
@@ -303,14 +307,18 @@ class EmbeddingDescent(base.InversionAttack):
                 self._readout = StateReadout.fit(self.bottom, self.table.embeddings)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights again if the copy is too old, or from an earlier fit."""
+        """Copy the weights again if the copy is too old, or from an earlier fit.
+
+        The table is computed again if the word embeddings changed. The readout stays as
+        :meth:`prepare` learned it: the descent only starts from its predictions.
+        """
         super().refresh(anatomy, step)
         with torch.inference_mode(False), torch.no_grad():
             words = self.bottom.word_embeddings()
             if not torch.equal(words.to(self.table.embeddings.dtype), self.table.embeddings):
                 self._table = _TokenTable.from_embeddings(words)
 
-    # ---- the variables of the descent -----------------------------------------------------
+    # ---- the variables of the descent: a subclass that moves others overrides these methods ----
 
     @property
     def step_size(self) -> float:
@@ -388,6 +396,7 @@ class EmbeddingDescent(base.InversionAttack):
         rows = (~run.stopped).nonzero().flatten()
         sent, variables = run.sent[rows], run.variables[rows]
         similar = [self.table.nearest(variables, SIMILAR, likeness) for likeness in LIKENESSES]
+        # The third ranking: the tokens most similar to the current one, without itself.
         words = self.table.embeddings[run.tokens[rows]]
         similar.append(self.table.nearest(words, SIMILAR + 1, "cosine")[..., 1:])
         extra = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
@@ -398,6 +407,7 @@ class EmbeddingDescent(base.InversionAttack):
         run.record(rows, swept.tokens, swept.errors)
         run.stopped[rows] = swept.exact
         if not is_final:
+            # Times the norms: high_errors takes distances, and sweeps return relative errors.
             correct = sent.real & ~high_errors(swept.errors * sent.norms, sent.real)
             words = self.table.embeddings[swept.tokens]
             run.variables[rows] = torch.where(correct[..., None], words, variables)
@@ -413,7 +423,7 @@ class _Descent:
             ``Sent.relative_errors``; NaN before the first guess.
         steps: (B,) the number of gradient steps of each text.
         stopped: (B,) whether a sweep has found the text exact, which ends its descent.
-        finished: False once the deadline has passed.
+        finished: False if the deadline ended a descent or a sweep.
         verified: The number of tokens and candidates that were verified so far.
     """
 
@@ -431,7 +441,7 @@ class _Descent:
         self.verified = 0
 
     def descend(self, steps: int) -> None:
-        """Take up to ``steps`` gradient steps for each text that is not stopped, and decode it."""
+        """Take up to ``steps`` steps for each text that no sweep found exact, and decode it."""
         rows = (~self.stopped).nonzero().flatten()
         if len(rows) == 0:
             return
@@ -442,7 +452,7 @@ class _Descent:
             if self.deadline.passed:
                 self.finished = False
                 break
-            gradient, stopped = self._gradient(adam.values, sent)
+            gradient, has_ended = self._gradient(adam.values, sent)
             adam.step(gradient)
             self.steps[active] += 1
             if self.attack.descent.stop == "settled" and step % CHECK_EVERY == 0:
@@ -450,11 +460,11 @@ class _Descent:
                 unchanged = ((tokens == previous) | ~sent.real).all(1)
                 n_same = torch.where(unchanged, n_same + 1, 0)
                 exact = self._errors(tokens, sent) <= self.attack.bottom.rounding
-                stopped = (n_same >= PATIENCE) | exact.all(1)
+                has_ended = (n_same >= PATIENCE) | exact.all(1)
                 previous = tokens
-            if bool(stopped.any()):
+            if bool(has_ended.any()):
                 self.variables[active] = adam.values
-                idx = (~stopped).nonzero().flatten()
+                idx = (~has_ended).nonzero().flatten()
                 if len(idx) == 0:
                     break
                 active, sent, previous, n_same = active[idx], sent[idx], previous[idx], n_same[idx]
@@ -480,6 +490,7 @@ class _Descent:
         return gradient, torch.zeros(len(sent), dtype=torch.bool, device=gradient.device)
 
     def _errors(self, tokens: Tensor, sent: base.Sent) -> Tensor:
+        """Return the relative errors (B, L) of the tokens' hidden states."""
         hidden = self.attack.bottom.hidden(tokens, sent.attention_mask, sent.position_ids)
         self.verified += int(sent.real.sum())
         return sent.relative_errors(hidden)

@@ -1,5 +1,9 @@
 """Whole texts from the row spaces of gradients of LoRA or full matrices, with a certificate.
 
+The gradient of a linear map is a sum of outer products over tokens, so its rows (*shared rows*) are
+combinations of the hidden states that enter the map. The *certificate* is the adversary's own check
+that its texts are right, which needs no more than what was shared.
+
 The input of the second block's projections at a position depends on all tokens up to it. So a
 prefix is correct if the state of its last token lies in the span of the shared rows (DAGER, Petrov
 et al. 2024, section 4.2), and texts are recovered from left to right. This search adds to DAGER:
@@ -85,11 +89,11 @@ class SubspaceTexts(TextAttack):
     )
     default_name = "subspace_texts"
     config_names = ("beam", "budget_seconds", "seed")
-    needs_float64 = True
-    reads_adaptive_updates = True
-    restores_fully = False
-    last_token_open = True
-    reads_compressed = frozenset(("topk", "int8", "low_rank"))
+    needs_float64 = True  # for projections on the rows' span
+    reads_adaptive_updates = True  # to refuse them with a reason, see run
+    restores_fully = False  # nothing is saved: prepare copies the model again
+    last_token_open = True  # of causal texts
+    reads_compressed = frozenset(("topk", "int8", "low_rank"))  # their rows still have a span
     beam = 3  # prefixes that are continued in parallel while none is exact; more are slower
     _copy: subspace_rows.BlockInputs | None = None
 
@@ -100,8 +104,9 @@ class SubspaceTexts(TextAttack):
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
         self._readable = row_space.PerMaps(self._find_blocks)
+        # Maps of the first block that is used whose gradient depends on every token.
         self._complete_maps: frozenset[str] = frozenset()
-        self._whitenings: list[Tensor] = []
+        self._whitenings: list[Tensor] = []  # (d, d) of each block's states
 
     def meet(self, facts: RunFacts) -> None:
         """Store the run's precision and optimizer, also for the attack on words."""
@@ -235,14 +240,16 @@ class SubspaceTexts(TextAttack):
             shared = [
                 subspace_rows.shared_rows(b, bottom.anatomy, view, autocast) for b in bottom.inputs
             ]
+        # The bag: the distinct tokens of the batch, in no order.
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
-        distinguished = True
+        # Tokens whose inputs are nearly equal to a recovered one's, and could be meant instead.
+        includes_alike = True
         if words.silent is not None:
             alike = self._words.similar_tokens(bag, ALIKE, words.silent)
-            distinguished = len(alike) <= MAX_ALIKE
-            bag = torch.cat([bag, alike]).sort().values if distinguished else bag
+            includes_alike = len(alike) <= MAX_ALIKE
+            bag = torch.cat([bag, alike]).sort().values if includes_alike else bag
         search: SubspaceSearch | EncoderSearch
         if first is None:
             search = SubspaceSearch(bottom, whitenings, shared, bag, self.beam, self.seed)
@@ -250,7 +257,9 @@ class SubspaceTexts(TextAttack):
             search = EncoderSearch(bottom, first, whitenings, shared, bag, self.seed)
         with bottom.session():
             texts, finished, certain = search.run(deadline)
-        certain = certain and bool(words.certified) and distinguished and self._shows_all(view)
+        # Certified only if the texts are certain given the bag, no token is missing from the bag,
+        # and every token would leave a trace in the rows.
+        certain = certain and bool(words.certified) and includes_alike and self._shows_all(view)
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)

@@ -54,7 +54,7 @@ class Measure:
     """How states are compared with the remainder of the rows.
 
     Attributes:
-        whitening: (d, d) for each block.
+        whitening: (d, d) for each block, by which states and rows are multiplied from the right.
         means: (n, d) for each block, an orthonormal basis of the tokens' whitened mean states,
             which count as explained; n is 0 for a measure of whole states.
         contexts: Random prefixes that show what a candidate explains after any text.

@@ -92,6 +92,7 @@ class EncoderSearch:
         self.generator = torch.Generator().manual_seed(seed)
         self.n_tried = 0
         self._words = bottom.word_embeddings(bag)
+        # For each block from the second on: the states of recovered texts, and the rows' span.
         self._explained = [white[:0] for white in whitening[1:]]
         self._directions = [
             torch.linalg.qr((rows.principal @ white).T).Q.T
@@ -106,9 +107,10 @@ class EncoderSearch:
             certain.
         """
         pairs = self._pairs(deadline).trimmed()
-        likely = self._single(pairs)
+        likely = self._single(pairs)  # the likeliest token at each position, as one text
         if not likely:
             return [], True, False
+        # Several texts are sought only if precise rows allow several tokens at a position.
         several = pairs.allowed.sum(1) > 1
         lengths = self._lengths(pairs)
         if not (self.precise and pairs.complete and bool(several.any()) and lengths):
@@ -181,7 +183,7 @@ class EncoderSearch:
     def _next(
         self, pairs: _Pairs, lengths: Sequence[int], earlier: Sequence[Tensor], deadline: Deadline
     ) -> tuple[float, Tensor]:
-        """Return the first exact text, or else the nearest, after its distance."""
+        """Return the distance and the tokens of the first exact text, or else of the nearest."""
         best: tuple[float, Tensor] | None = None
         for length in lengths:
             allowed = pairs.allowed[:length]
@@ -319,6 +321,7 @@ class EncoderSearch:
             self._explained[i] = _basis(explained, SEARCH.spanned)
             directions = self._directions[i]
             directions = directions - (directions @ self._explained[i].T) @ self._explained[i]
+            # Singular values are near 1 for directions that remain, and near 0 for explained ones.
             self._directions[i] = _basis(directions, 0.5)
 
     def _states(self, text: Tensor) -> list[Tensor]:
@@ -399,7 +402,8 @@ class _Pairs:
         allowed: (P, n) bool, the pairs that texts may hold.
         scores: (P, n) higher for more certain pairs.
         residual: The residual of the rows after the allowed pairs, in units of the noise.
-        complete: Whether the residual is no more than rounding.
+        complete: Whether the pairs explain the rows up to rounding, by the residual or by the
+            certificate of the sparse selection.
     """
 
     states: Tensor
@@ -422,7 +426,7 @@ def _texts_at_once(length: int) -> int:
 
 
 def _basis(rows: Tensor, min_singular: float) -> Tensor:
-    """Return the right singular vectors (k, d) of rows with values above ``min_singular``."""
+    """Return the right singular vectors (k, d) of rows whose values exceed ``min_singular``."""
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
     directions: Tensor = basis[s > min_singular]
     return directions

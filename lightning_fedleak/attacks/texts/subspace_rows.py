@@ -2,9 +2,11 @@
 
 The rows of a gradient of a block's projections are combinations of the hidden states that the
 block reads. :class:`BlockInputs` computes these states for any text, and :func:`shared_rows` takes
-the rows from an observation. During a search, a :class:`Remainder` is the part of the rows that the
-chosen tokens do not explain. After the search, :class:`Explained` regresses the rows on the states
-of all texts together, which a certificate tests.
+the rows from an observation, in units of their rounding and noise. During a search, a
+:class:`Remainder` is the part of the rows that the chosen tokens do not explain: the new part of
+the right next token's state lies in its span. After the search, :class:`Explained` regresses the
+rows on the states of all texts together. A *certificate* tests this fit: it is the adversary's own
+check that the texts are right.
 """
 
 from __future__ import annotations
@@ -99,6 +101,7 @@ class BlockInputs(BottomModel):
         return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
+        """Copy the weights, and stop the copy's forward behind the last of the inputs."""
         super()._bind(anatomy, step)
         places = [Place("", block.reader, "input") for block in self.inputs]
         run = stop_behind(anatomy.model, places)
@@ -107,11 +110,15 @@ class BlockInputs(BottomModel):
     def next_tokens(self, texts: Sequence[Sequence[int]], tokens: Tensor) -> Tensor:
         """Return the log probabilities (B, n) of ``tokens`` as the next token of each text.
 
-        Scales and caps that the model applies to its head's logits are not applied.
+        Scales and caps that the model applies to its head's logits are not applied. They are
+        normalised over the whole vocabulary.
 
         Args:
             texts: B texts, as token ids.
             tokens: (n,) token ids.
+
+        Raises:
+            ValueError: the model has no head that predicts the next token.
         """
         head = unwrap(self.anatomy.head) if self.anatomy.head is not None else None
         if head is None:
@@ -259,7 +266,7 @@ class Remainder:
         rows = self.rows - torch.outer(self.rows @ new, new)
         components = self.directions @ new
         size = float(components.norm())
-        if size < 1e-6:
+        if size < 1e-6:  # the new part has nothing along the directions
             return Remainder(rows, self.directions, explained, self.whitening)
         nearest = components / size
         mirror = nearest.clone()

@@ -6,6 +6,11 @@ searches (:class:`_TextWalk`), and :class:`_Certificate` checks their texts. A s
 text after the other. It starts from first tokens, or branches off from a text that was recovered
 before. It appends the tokens whose states lie nearest to the rows, and projects each chosen state
 out of them. What remains of the rows is a ``Remainder``.
+
+The *bag* holds the distinct tokens of the batch, from an earlier attack on words. The *evidence*
+for a token is minus the logarithm of the share of its state outside of the rows. A token is *exact*
+if this share is only rounding. The *prior* is the model's log probability of the next token. A
+*branch* is a prefix of a recovered text with another next token, where a later text may begin.
 """
 
 from __future__ import annotations
@@ -81,7 +86,7 @@ class _PartialText:
 
     @property
     def exact(self) -> bool:
-        """Return whether at least half of the tokens in ``states`` fit exactly."""
+        """Return whether at least half of the tokens in ``states`` fit up to rounding."""
         fits = self.fits[-len(self.states) :]
         return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
 
@@ -157,6 +162,7 @@ class SubspaceSearch:
             )
             measures = measures if contextual is None else [contextual, *measures]
         result: list[_PartialText] = []
+        # The texts of the second search replace those of the first only if they are certain.
         for number, measure in enumerate(measures if precise else measures[:1]):
             walk = _TextWalk(self.candidates, self.shared, measure, self.beam)
             texts, finished = walk.find(deadline)
@@ -188,7 +194,7 @@ class _TextWalk:
         self.candidates, self.bag = candidates, candidates.bag
         self.shared, self.measure, self.beam = shared, measure, beam
         self.precise = all(rows.exact for rows in shared)
-        self.few_rows = len(shared[0].principal) < len(self.bag)
+        self.few_rows = len(shared[0].principal) < len(self.bag)  # then no state fits exactly
         self.has_prior = predicts_next(candidates.bottom)
         self._context_states: list[Tensor] | None = None
 
@@ -212,7 +218,8 @@ class _TextWalk:
             text, finished = self._next(branches, remainders, deadline)
             if text is None:
                 return texts or failures[:1], finished
-            if self.precise and not (text.exact or self.few_rows):  # after a wrong token
+            # With precise rows that can show it, a text that does not fit holds a wrong token.
+            if self.precise and not (text.exact or self.few_rows):
                 failures.append(text)
                 prefix = text.tokens[: text.n_inherited + 1]
                 branches = [branch for branch in branches if branch.text != prefix]

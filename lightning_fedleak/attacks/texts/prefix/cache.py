@@ -186,7 +186,7 @@ class Prefixes:
         self.computed = 0
         self._slots = _Slots()
         self._slots.capacity = self.layout.columns.shape[1]
-        self._pending: Tensor | None = None
+        self._pending: Tensor | None = None  # tokens and candidates of the last follow
 
     def follow(
         self, tokens: Tensor, candidates: Tensor | None = None, depths: Tensor | None = None

@@ -1,5 +1,9 @@
 """PrefixInversion: the exact text of hidden states at the split, for causal models.
 
+In split learning the client runs the *bottom* of the model and sends the hidden states at the
+*split*. A causal state depends only on the token and those before it. So the server, which owns the
+bottom too, finds one token after the other: the right one has exactly the state that was sent.
+
 The attack ranks candidates by a table of every token's state at the split in a typical context
 (:func:`typical_states`). Such a state is nearly linear in the token's word embedding, in that
 embedding at unit length (as a norm layer outputs it) and in its state after the first block. The
@@ -73,6 +77,7 @@ def typical_states(
 @torch.no_grad()
 def states_after(bottom: BottomModel, context: Tensor, tokens: Tensor) -> Tensor:
     """Return the state of each of ``tokens`` (n,) after ``context`` (L,): (n, d)."""
+    # The context becomes a cached prefix; each attempt runs tokens after it, apart from each other.
     layout = Layout.from_masks((1, len(context) + 1), None, None)
     with bottom.session():
         prefix = Prefixes(bottom, layout)
@@ -109,17 +114,19 @@ class PrefixInversion(base.InversionAttack):
         public_text: A text that the adversary owns, for the table of typical states: a
             :class:`~lightning_fedleak.attacks.public_text.PublicText`, texts or token ids.
             ``"sampled"`` lets the model write it; None uses random tokens.
-        budget_seconds: The wall time for one observation, without a new table. A text that it ends
-            gets the tokens that the table ranks first; texts not begun get none.
+        budget_seconds: The wall time for one observation; computing the table again is not counted.
+            A text whose search the budget ends gets the tokens that the table ranks first; texts
+            not begun get none.
         tokenizer: The tokenizer of ``public_text``, if that holds strings.
         types: The number of tokens that run through the whole bottom in ``prepare``; the states of
             the others are predicted from theirs. None for all, which helps where many tokens are
             untrained.
         language_model: Whether the server's top model ranks the next token.
-        noised: Whether the client adds noise, so that no token's state equals the one sent. None
-            tests it on the whole vocabulary at one position; if that takes over half of the time
-            left, noise is assumed and the guess is unfinished. False takes the nearest token of
-            the whole vocabulary at every position.
+        noised: Whether the client adds noise, so that no token's state equals the one sent. True
+            seeks no equal state, but ranks whole texts by their distances. None tests it on the
+            whole vocabulary at one position; if that takes over half of the time left, noise is
+            assumed and the guess is unfinished. False never assumes noise: where no candidate
+            matches, the nearest token of the whole vocabulary is taken.
         seed: The seed of the attack's random draws.
         name: The name in the logs.
 
@@ -137,7 +144,7 @@ class PrefixInversion(base.InversionAttack):
         *("layer", "budget_seconds", "public_text", "types", "language_model", "noised"),
         *("refresh_every", "seed"),
     )
-    needs_float64 = True
+    needs_float64 = True  # for the table and its regression
 
     @explain_arguments("PrefixInversion(layer=2)")
     def __init__(
@@ -161,8 +168,8 @@ class PrefixInversion(base.InversionAttack):
         self.seed = seed
         self._table: StateTable | None = None
         self._table_step: int | None = None
-        self._precision = 0.0
-        self._variance: Tensor | None = None
+        self._precision = 0.0  # relative difference of equal states that rounding may cause
+        self._variance: Tensor | None = None  # (d,) of states in public text, without noise
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copy the bottom model and compute the table of typical states.
@@ -192,6 +199,7 @@ class PrefixInversion(base.InversionAttack):
             self._compute_table()
 
     def _compute_table(self) -> None:
+        """Run public text; store the table, the states' variance and the rounding of a cache."""
         bottom = self.bottom
         with torch.no_grad():
             ids, mask = self._public_batch()
@@ -250,15 +258,20 @@ class PrefixInversion(base.InversionAttack):
                 batches = -(-(len(hidden) - start) // size)
                 search = self._search(part, layout, deadline.share(batches), noised)
                 guess = search.run(deviation)
+                # Noise found in one group of texts is assumed in all later ones.
                 noised = True if search.decision.noised else noised
                 tokens = guess.tokens if guess.candidates else guess.tokens.fill_(base.NOTHING)
                 guesses.append(replace(guess, tokens=layout.spread(tokens, base.NOTHING)))
         return base.join_guesses(guesses, hidden.device)
 
     def _noise_deviation(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the noise's standard deviations (d,), from the excess over public variance."""
+        """Return the noise's standard deviations (d,), from the excess over public variance.
+
+        With fewer than two states, it is the standard deviation of states in public text.
+        """
         assert self._variance is not None
         real = torch.ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.cpu() != 0
+        # First positions are skipped, unless hardly any state is left.
         later = real & (real.cumsum(1) > SKIPPED)
         states = hidden[(later if int(later.sum()) > SKIPPED else real).to(hidden.device)].float()
         variance = self._variance.clamp(min=1e-12 * float(self._variance.max().clamp(min=1e-30)))
@@ -266,11 +279,13 @@ class PrefixInversion(base.InversionAttack):
             return variance.sqrt()
         excess = states.to(variance.device).var(0) - variance
         share = float((excess / variance).median().clamp(min=MIN_NOISE))
+        # The excess of one coordinate is a noisy estimate: half of the median share is its minimum.
         return torch.maximum(excess, 0.5 * share * variance).sqrt()
 
     def _search(
         self, hidden: Tensor, layout: Layout, deadline: base.Deadline, noised: bool | None
     ) -> PrefixSearch:
+        """Return the search of a group's texts, with the top's predictions if it can predict."""
         assert self._table is not None
         top = None
         if self.language_model and predicts_next(self.bottom):
@@ -300,6 +315,7 @@ def _cache_rounding(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tens
             if start == ids.shape[1]:
                 break
             part = ids[:, start : start + n]
+            # The second argument: any tokens as candidates, which lengthen the run as in a search.
             cached_states = prefixes.follow(part, ids[:, : start // 2])[:, : part.shape[1]].float()
             prefixes.keep((layout.counts - prefixes.lengths).clamp(max=part.shape[1]))
             positions = slice(start, start + part.shape[1])

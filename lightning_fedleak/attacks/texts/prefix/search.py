@@ -69,6 +69,7 @@ class _Pass:
 
     @property
     def width(self) -> int:
+        """Return w, the length of the chain."""
         return self.chain.shape[1]
 
 
@@ -83,7 +84,8 @@ class PrefixSearch:
         precision: The share of a state's norm by which two computations of it may differ.
         noised: Whether no token's state equals the observed one. None to find out, which verifies
             the full vocabulary at the first such position and takes up to half of the remaining
-            time. With False every position takes the nearest token of the full vocabulary.
+            time. With False noise is never assumed: where no candidate matches, the nearest token
+            of the full vocabulary is taken.
         deadline: The deadline, which is checked before each forward.
     """
 
@@ -104,9 +106,11 @@ class PrefixSearch:
         self.exact_runs = self.decision.exact_runs
         b = len(task.observed)
         self.rows = torch.arange(b, device=task.observed.device)
+        # For each text: the positions that were opened again, and its first open position.
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
         self.positions = [verification.OpenPosition() for _ in range(b)]
-        self.run_length = float(AHEAD[1])
+        self.run_length = float(AHEAD[1])  # the mean number of right guesses in a row
+        # (B, N, k) the first candidates at each position, and (B, N) the current guesses.
         self.first = verification.ranked_first(task)
         self.guess = self.first[:, :, 0].clone()
 
@@ -267,12 +271,13 @@ class PrefixSearch:
         settled = torch.tensor([p.settled is not None for p in self.positions], device=device)
         accepted[:, 0] |= settled & forward.inside[:, 0]
         correct = accepted.int().cumprod(1).sum(1)
+        # An uncached run decides where rounding alone may have refused the next token of a chain.
         wrong = correct.clamp(max=forward.width - 1)[:, None]
         near = forward.distances.gather(1, wrong) <= 2.0 * forward.noise.gather(1, wrong)
-        stopped = (correct < forward.width) & (forward.inside.gather(1, wrong) & near).squeeze(1)
+        is_near = (correct < forward.width) & (forward.inside.gather(1, wrong) & near).squeeze(1)
         heads = zip(correct.tolist(), forward.chain[:, 0].tolist(), self.positions, strict=True)
         new = [k > 0 or token not in position.rerun for k, token, position in heads]
-        rows = (stopped & torch.tensor(new, device=device)).nonzero().squeeze(1)
+        rows = (is_near & torch.tensor(new, device=device)).nonzero().squeeze(1)
         if not len(rows) or not self.exact_runs.may_match(int(rows[0])):
             return correct
         equal = self.exact_runs.equal_ahead(rows, forward.chain[rows])
@@ -310,6 +315,7 @@ class PrefixSearch:
                     position.add(int(forward.chain[i, m]), forward.states[i, m], distance)
         ahead = torch.arange(forward.width, device=correct.device)
         stale = forward.inside & (ahead > correct[:, None].clamp(min=1))
+        # More than half way to another entry: another token is nearer.
         stale &= forward.distances > 0.5 * self.task.table.isolation(forward.chain)
         rows, columns = stale.nonzero(as_tuple=True)
         differences = (forward.target - forward.states[:, : forward.width])[rows, columns]
@@ -358,10 +364,11 @@ class _BeamSearch:
         self.table, self.observed, self.first = table, observed, first
         self.prior, self.width = prior, width
         self.position = self.start = int(prefixes.lengths[0])
+        # (W, d) each prefix's sum over positions of squared differences from the observed states.
         self.squares = observed.new_zeros(1, observed.shape[1])
         self.newest: Tensor | None = None
         self.computed = 0
-        self.assumed = spread
+        self.assumed = spread  # before residuals correct it
         self._set_spread(spread)
 
     def _set_spread(self, spread: Tensor) -> None:

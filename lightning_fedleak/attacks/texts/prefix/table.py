@@ -54,6 +54,7 @@ class StateTable:
         self.origin = states[crowded].clone()
         self.words = words.float() - words[crowded].float()
         self.entries = states - self.origin
+        # Differences of states in public text from the entries, and their mean over contexts.
         self._spread = (public_states - self.origin - self.entries[tokens]).double()
         self._shift = self._spread.mean(0)
         self._spread -= self._shift
@@ -61,15 +62,17 @@ class StateTable:
         commonest = (-counts).argsort(stable=True)
         self.rank = commonest.argsort()
         self.representative = _representatives(words, commonest)
+        # Tokens with the word embedding of a commoner token, which is tried instead.
         self._is_copy = self.representative != torch.arange(len(words), device=words.device)
         self.axes = self._discriminants(tokens).float()
         self.points = (self.entries + self._shift.float()) @ self.axes
         self._lengths = self.entries.square().sum(1)
         self._squares = self.points.square().sum(1).masked_fill_(self._is_copy, float("inf"))
-        self._isolation = self._squares.new_full((len(states),), -1.0)
+        self._isolation = self._squares.new_full((len(states),), -1.0)  # -1: not yet computed
         del self._spread
 
     def _discriminants(self, tokens: Tensor) -> Tensor:
+        """Return the directions (d, k) with the largest variance between tokens over contexts'."""
         covariance = self._spread.T @ self._spread / max(1, len(self._spread))
         covariance.diagonal().add_(SHRINKAGE * float(covariance.diagonal().mean().clamp(min=1e-30)))
         whitening = torch.linalg.inv(torch.linalg.cholesky(covariance)).T
@@ -102,6 +105,7 @@ class StateTable:
 
     @property
     def _kappa(self) -> float:
+        """The exponent of the likelihood, see :meth:`likeliest`."""
         return 10.0 + self.axes.shape[1] / 3.0
 
     @property
@@ -175,11 +179,11 @@ class StateTable:
         shares -= shares[best].clone()
         expected = torch.addmm(self.entries, shares, weights).sub_(self.entries[best])
         target = observed - states[0]
-        lengths = expected.square().sum(1)
+        norms = expected.square().sum(1)  # squared
         products = expected @ target
-        far = (lengths - 2.0 * products).masked_fill_(self._is_copy, float("inf"))
-        nearest = far.topk(k, largest=False).indices
-        cosine = products * lengths.clamp(min=1e-30).rsqrt()
+        squared = (norms - 2.0 * products).masked_fill_(self._is_copy, float("inf"))
+        nearest = squared.topk(k, largest=False).indices
+        cosine = products * norms.clamp(min=1e-30).rsqrt()
         aligned = cosine.masked_fill_(self._is_copy, -float("inf")).topk(k).indices
         return nearest, aligned
 
@@ -241,10 +245,13 @@ def _representatives(words: Tensor, commonest: Tensor) -> Tensor:
 
 
 def _crowded(states: Tensor, seed: int) -> int:
-    """Return the token, of 256 random ones, whose third nearest neighbour is nearest."""
+    """Return the token, of 256 random ones, whose third nearest neighbour is nearest.
+
+    Tokens absent from training lie close together, so it is probably among them.
+    """
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randperm(len(states), generator=generator)[:256].to(states.device)
     points = states[draw].double()
     distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
-    k = min(4, len(points))
+    k = min(4, len(points))  # the point itself is the first
     return int(draw[int(distances.kthvalue(k, dim=1).values.argmin())])

@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.texts.prefix.table import StateTable
 # None of the values was tuned.
 FIRST = 64  # candidates of the first ranking at each position
 RERANKED = 256  # likeliest tokens of the table that the prior ranks again
-# Candidates in the first, second, ... round, besides the head of the chain.
+# Candidates in the first, second, ... round, besides the one that the chain of guesses takes.
 ROUNDS = 8, 16, 32, 64, 128, 256
 MIN_LEARN, MAX_LEARN = 25, 65  # verified candidates of a position's regression
 SAME_AT_ONCE = 8  # candidates that are run without cache at one position
@@ -58,7 +58,7 @@ class Task:
         table: The table that ranks candidates.
         observed: (B, N, d) the float32 states of the real tokens.
         top: The top model, which predicts all tokens of a text but the first; None without one.
-        noise: (B, N) the distance by which two computations of a state may differ.
+        noise: (B, N) the distance by which two computations of a state may differ by rounding.
         deadline: The deadline, which is checked before each forward.
         computed: The number of tokens that the bottom model computed outside of ``prefixes``.
     """
@@ -390,6 +390,7 @@ class Decision:
         position.rivals = self._rivals(token, radius).tolist()
         unverified = any(r not in position.verified for r in position.rivals)
         within_rounding = distance <= 2.0 * noise and self.exact_runs.repeatable is True
+        # More rounds first, then a sweep, which also seeks twins; else noise or the nearest token.
         if unverified and position.round < len(ROUNDS):
             return None
         if unverified or within_rounding:
@@ -406,6 +407,7 @@ class Decision:
         return radius
 
     def _radius_of(self, distance: float, noise: float) -> float:
+        """Return :meth:`_radius` of one candidate."""
         return float(self._radius(torch.tensor(distance), torch.tensor(noise)))
 
     def _rivals(self, token: int, radius: float) -> Tensor:

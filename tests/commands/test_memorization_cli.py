@@ -120,12 +120,16 @@ def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> Non
     AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).save_pretrained(
         folder_of_base
     )
-    assert run(folder, str(folder_of_base), drawn=True, at_most=0.6, out=output)[0] == 0
+    base = str(folder_of_base)
+    assert run(folder, base, drawn=True, at_most=0.7, out=output)[0] == 0
+    status, text = run(folder, base, drawn=True, at_most=0.55)  # equal scores of so few texts
+    assert status == BREACH
+    assert "Give more texts" in text
     values = json.loads(output.read_text())["attacks"]
     assert values["combined"]["auc"] == 0.5
     assert values["loss_ratio"]["auc"] == 0.5
     assert values["extraction"]["extracted_base"] == values["extraction"]["extracted_others"] == 0
-    assert run(folder, str(folder_of_base), drawn=True, metric="greedy", at_most=0.2)[0] == 0
+    assert run(folder, base, drawn=True, metric="greedy", at_most=0.2)[0] == 0
 
 
 def take_first(n: int, source: Path, target: Path) -> None:

@@ -161,7 +161,11 @@ def auc(
     The variance comes from a bootstrap over clusters. If each game is its own cluster, nothing is
     drawn: the variance is DeLong's (1988), and the interval is cut to Hoeffding's. A variance that
     depends on very few games, such as a single member with a low score, makes the interval on the
-    logit scale too wide. If the variance is 0, as for equal scores, that interval is [0, 1].
+    logit scale too wide.
+
+    Equal scores have no variance. Then each of two populations has at most a share ``1 - cap`` of
+    games with another score, at the level alpha / 2 (Clopper-Pearson), and an AUC is at most half
+    of both shares away from 0.5.
     """
     order = np.argsort(score, kind="stable")
     score, member, code = score[order], member[order], code[order]
@@ -170,6 +174,11 @@ def auc(
 
     clusters = int(code.max()) + 1
     by_game = np.unique(code).size == member.size
+    # The trials of the cap: disjoint pairs of a cluster with a member and one with a non-member.
+    pairs = min(np.unique(code[member]).size, np.unique(code[~member]).size, clusters // 2)
+    cap = (alpha / 2) ** (1 / pairs) if pairs else 0.0
+    if starts.size == 1:
+        return Rate(value, max(0.0, cap - 0.5), min(1.0, 1.5 - cap))
     low, high = value, value
     if 0 < value < 1:
         influence = _influence(member, starts, value)
@@ -185,9 +194,6 @@ def auc(
         half_width = quantile * error / (value * (1 - value))  # on the logit scale (delta method)
         logit = np.log(value) - np.log1p(-value)
         low, high = (float(1 / (1 + np.exp(-(logit + sign * half_width)))) for sign in (-1, 1))
-    # The trials of the cap: disjoint pairs of a cluster with a member and one with a non-member.
-    pairs = min(np.unique(code[member]).size, np.unique(code[~member]).size, clusters // 2)
-    cap = (alpha / 2) ** (1 / pairs) if pairs else 0.0
     wrong, right = (_decisive_clusters(sign * score, member, code) for sign in (1, -1))
     rate = _capped_rate(value, low, high, cap, wrong, right)
     if not by_game:
@@ -214,15 +220,14 @@ def least_error(score: Floats, member: Bools, mean: float = 0.5) -> float:
     if value <= mean:
         return 1.0
     n = min(int(member.sum()), int((~member).sum()))
+    if starts.size == 1:
+        return min(1.0, 2 * (mean + 0.5) ** n)
     tail = 0.0
     if value < 1:
         influence = _influence(member, starts, value)
         error = math.sqrt(_delong_variance(influence, member)) / (value * (1 - value))
         log_odds_ratio = math.log(value * (1 - mean) / (mean * (1 - value)))
-        # Equal scores have no error: then only Hoeffding's bound counts.
-        tail = (
-            float(stdtr(_degrees_of_freedom(influence), -log_odds_ratio / error)) if error else 1.0
-        )
+        tail = float(stdtr(_degrees_of_freedom(influence), -log_odds_ratio / error))
     if _decisive_clusters(score, member, np.arange(member.size)).size < MIN_CLUSTERS:
         tail = max(tail, mean**n)
     hoeffding = math.exp(-n * float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)))

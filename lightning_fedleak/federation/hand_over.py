@@ -120,15 +120,18 @@ class HandOver:
         """Return the batches that were reported since the last call, and delete their files.
 
         Raises:
-            ValueError: other users may access a file, or it does not hold a batch.
+            ValueError: other users may access a file.
+            Exception: a file, which is deleted, does not hold what a report holds.
         """
         recorded, self.recorded = self.recorded, Recorded()
         for path in sorted(self.folder.glob("*.safetensors")):
             check_private(path)
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            path.unlink()
+            try:
+                with safe_open(path, "pt") as file:
+                    metadata = file.metadata()
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            finally:
+                path.unlink()
             if "rate" not in metadata:
                 leaves = {**tensors, **json.loads(metadata["values"])}
                 ordered = [leaves[str(n)] for n in range(len(leaves))]

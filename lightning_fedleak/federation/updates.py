@@ -9,6 +9,7 @@ learning is needed here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -230,7 +231,8 @@ def parameter_names(model: nn.Module) -> dict[str, str]:
             inner_name = name.removeprefix(prefix)
             for adapter in adapters:
                 short = inner_name.replace(f".modules_to_save.{adapter}.", ".")
-                names.setdefault(short.replace(f".{adapter}", ""), first_names[id(parameter)])
+                short = re.sub(rf"\.{re.escape(adapter)}(?=\.|$)", "", short)
+                names.setdefault(short, first_names[id(parameter)])
     return names
 
 
@@ -390,11 +392,7 @@ class UpdateSum(Generic[C]):
             UpdateError: the client was not sampled, or has sent an update before: two updates of a
                 client would change the sum by twice the accounted sensitivity.
         """
-        if client not in self._awaited:
-            raise UpdateError(
-                f"an update came from client {client!r}, which was not sampled or sent one already"
-            )
-        self._awaited.remove(client)
+        self._take_turn(client)
         try:
             clipped_update = clipped(update, self.clip, self.like)
         except UpdateError as error:
@@ -413,9 +411,17 @@ class UpdateSum(Generic[C]):
         try:
             update = difference(sent, returned, trained=self.like)
         except UpdateError as error:
+            self._take_turn(client)
             self.zeros[client] = str(error)
         else:
             self.add(client, update)
+
+    def _take_turn(self, client: C) -> None:
+        if client not in self._awaited:
+            raise UpdateError(
+                f"an update came from client {client!r}, which was not sampled or sent one already"
+            )
+        self._awaited.remove(client)
 
     def end(self) -> Release:
         """Return the noised mean, which counts as one release.

@@ -143,7 +143,13 @@ def test_a_second_update_of_a_client_and_one_that_was_not_drawn_are_refused():
     for client in (0, 2):
         with pytest.raises(UpdateError, match=f"client {client}, which was not sampled or sent"):
             sums.add(client, update(1))
+        with pytest.raises(UpdateError, match=f"client {client}, which was not sampled or sent"):
+            sums.add_returned(client, LIKE, {})
     assert all(torch.equal(sums.total[n], t) for n, t in total.items())
+    assert sums.zeros.keys() == {1}
+    sums.add_returned(1, LIKE, {})  # cannot be read, and takes the turn of its client
+    with pytest.raises(UpdateError, match="client 1, which was not sampled or sent"):
+        sums.add(1, update(1))
 
 
 # ---- noise --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from lightning_fedleak.federation import (
     SUM,
@@ -152,6 +153,13 @@ def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeyp
         assert tuple(listed[1]) == (1, None)
     assert result.rates == [0.5]  # one optimizer step of two processes
     assert not list(folder.iterdir())
+
+
+def test_a_broken_report_fails_once(hand_over):
+    (hand_over.folder / "0.safetensors").touch(mode=0o600)
+    with pytest.raises(SafetensorError):
+        hand_over.take()
+    assert not hand_over.take()
 
 
 def test_two_clients_in_one_process_are_refused(hand_over, tmp_path):

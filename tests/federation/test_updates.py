@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from lightning_fedleak.federation import (
     UpdateError,
@@ -117,3 +118,12 @@ def test_the_joint_norm_is_that_of_one_long_vector():
 def test_tied_parameters_are_known_by_both_names():
     names = parameter_names(tiny_gpt2())
     assert names["lm_head.weight"] == names["transformer.wte.weight"]
+
+
+def test_the_name_of_an_adapter_leaves_no_other_name_shorter():
+    model = get_peft_model(tiny_gpt2(), LoraConfig(target_modules=["c_attn"]), adapter_name="c")
+    names = parameter_names(model)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    inner = "transformer.h.0.attn.c_attn.lora_A.weight"
+    assert names[inner] == f"base_model.model.{inner.removesuffix('weight')}c.weight"
+    assert names[inner] in trained

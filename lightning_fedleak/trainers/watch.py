@@ -10,8 +10,8 @@ order of a run:
    one is due. Right before an optimizer steps in this block, :meth:`Watch.optimizer_steps` lets the
    attacks read its gradients.
 3. At the end of the block the results of the look are logged, and gates may stop the loop.
-4. At the end of ``with Watch(...)`` the trained weights are attacked, unless an error has ended the
-   loop. Then the report is written, and every hook is removed.
+4. At the end of ``with Watch(...)`` the trained weights are attacked, if there is a ``loader`` and
+   no error has ended the loop. Then the report is written, and every hook is removed.
 """
 
 from __future__ import annotations

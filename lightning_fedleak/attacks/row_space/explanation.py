@@ -1,4 +1,4 @@
-"""Recover the word types of a batch from the gradients of weight matrices with one input.
+"""Recover the word types of a batch from the gradients of weight matrices that read one input.
 
 A linear map is a weight matrix W (or a LoRA's factor) that multiplies an input X. The rows of its
 gradient are combinations of the batch's input vectors. An input is known if it depends only on the
@@ -17,12 +17,13 @@ largest entries are uncertain. :func:`explain_uneven` alternates two steps, as i
 atoms stay the same. The atoms that explain the accurate entries predict the uncertain ones, and
 with the predictions filled in, the next pursuit finds better atoms.
 
-A result is certified if only rounding remains of the rows, and if every other token would have left
-more than rounding. Tokens that would not are silent: they may be in the batch unseen.
+The rows are fully explained if only rounding remains of them. Then the *silent* tokens are known:
+those which would have left no more than rounding, so that they may be in the batch unseen. A result
+without silent tokens is *certified*: no type is missing.
 
 The capacity is the number of types that the rows can distinguish. :func:`predict_capacity` computes
-it by a formula. :func:`measure_capacity` measures it on planted sets: gradients that are simulated
-from random sets of types.
+it by a formula. :func:`measure_capacity` measures it on planted sets: random sets of types, whose
+gradients are simulated.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def predict_capacity(width: int, tokens: int, rank: int) -> float:
     Args:
         width: dimensions of the input, without those that belong to no word.
         tokens: size of the vocabulary.
-        rank: number of shared rows, at most ``width``.
+        rank: number of shared rows.
     """
     return width / (1 + math.log(max(2, tokens)) / (2.5 * max(1, rank)))
 
@@ -94,10 +95,11 @@ def pursuit_seconds(
 ) -> float:
     """Return an estimate of the seconds of a pursuit that chooses ``types`` types.
 
-    The pursuit scores all tokens of the vocabulary, then chooses types among the best before it
-    scores them again. The estimate counts the operations of the scorings, of the choices between
-    them, and of the exact products in float64, and divides them by :data:`EFFICIENCY` times the
-    device's operations per second.
+    The pursuit (:mod:`~lightning_fedleak.attacks.row_space.pursuit`) goes in cycles. It scores all
+    tokens of the vocabulary, of which the :data:`~.pursuit.POOL` best form a pool. The pool is
+    scored ``POOL_SCORINGS`` times in a cycle. After each scoring ``CHOSEN_AT_ONCE`` types are
+    chosen, each after a comparison of the ``SCREENED`` best. The estimate counts the operations of
+    these products, and divides them by :data:`EFFICIENCY` times the device's operations per second.
 
     Args:
         device: the device of the arithmetic.
@@ -116,7 +118,8 @@ def pursuit_seconds(
         n_scored = tokens + (n_scorings - 1) * pool_size  # in one cycle of the pool
         n_compared = n_scored / n_scorings / pursuit.CHOSEN_AT_ONCE + min(tokens, pursuit.SCREENED)
         operations = 2 * types * width * columns * n_compared
-        # For each choice: the best atoms again in float64, and the span of the types so far.
+        # For each choice the best atoms are compared again in float64, with the rows and with the
+        # types so far, and the basis of the types grows. The 4 and the 40 are rough counts.
         operations += 4 * types * pursuit.RESCORED * width * (width + types)
         operations += 40 * width * types**2
     return operations / (EFFICIENCY * operations_per_second(device))
@@ -215,7 +218,9 @@ class ReadableInput:
         known_input: the input.
         maps: the trained maps that read it, at least one.
         dictionary: the atom of every token at this input. If the input depends on positions, it
-            also holds their directions, which are projected out of gradients and atoms.
+            also holds their directions. Those of the first positions, as many as seem to occur, are
+            projected out of gradients and atoms. Some further ones are atoms themselves, after
+            those of the tokens: the pursuit may choose them, and the result leaves them out.
         log_odds: (V,) prior log odds that each token is in the batch.
     """
 
@@ -272,7 +277,7 @@ class ReadableInput:
     def prepare_atoms(self) -> None:
         """Prepare the atoms, unless the input depends on positions.
 
-        Then the gradients decide how many positions are projected out of the atoms.
+        If it does, the gradients decide how many positions are projected out of the atoms.
         """
         if self.dictionary.positions is None:
             self._project_atoms(0, self._factors)
@@ -441,7 +446,7 @@ class ReadableInput:
         return result
 
     def _words(self, result: PursuitResult) -> PursuitResult:
-        """Return a result without its positions, which have the atoms after those of the tokens."""
+        """Return a result without the positions that the pursuit chose as atoms."""
         tokens = len(self.dictionary.rows)
         is_word = result.types < tokens
         return replace(

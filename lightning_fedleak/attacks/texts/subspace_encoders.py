@@ -49,7 +49,7 @@ class _SearchLimits:
     rounds: int = 8  # passes over all lengths
     sweeps: int = 8  # passes of corrections over a whole text
     max_exchanges: int = 8  # positions at which two tokens change at once; the cost is quadratic
-    tokens_at_once: int = 1 << 12  # in one run of the model; bounds the memory
+    tokens_at_once: int = 1 << 12  # in a run on whole texts; bounds the memory
 
 
 SEARCH = _SearchLimits()
@@ -217,7 +217,7 @@ class EncoderSearch:
     def _distances(self, states: Tensor) -> Tensor:
         """Return the distance (...) of states from the rows, as the mean over the blocks.
 
-        It is the share of a state's new part that lies outside of the rows' span. The new part is
+        It is the squared share of a state's new part that lies outside of the rows' span. The new part is
         the part outside of the states of earlier texts.
         """
         total = torch.zeros((), device=states.device)

@@ -140,9 +140,10 @@ def _introduction(federation: Federation) -> str:
         "server sees with secure aggregation. The attacks are calibrated first.",
     ]
     if federation.gate is not None:
+        withheld = "In brackets: values of" if federation.clients <= _MAX_COLUMNS else "Shown are also"
         lines.append(
             f"The gate watches {' and '.join(federation.watched)}, at most {federation.gate:g}; "
-            "an unknown value does not pass. In brackets: values of updates that were withheld."
+            f"an unknown value does not pass. {withheld} updates that were withheld."
         )
         if federation.watch is None and federation.words_hidden:
             lines.append(

@@ -9,8 +9,8 @@ step's batch and the gradient of the user's loss in them
 come from another forward pass in eval mode without gradient, because a dishonest server sets
 dropout to 0. Training does not change.
 
-The order of a *look*, a measurement at one step. A *stage* is a point on the gradient's way:
-``local`` before the client's defences, ``shared`` after them.
+A *look* is a measurement at one step. A *stage* is a point on the gradient's way: ``local`` before
+the client's defences, ``shared`` after them. The order of a look:
 
 1. :meth:`~MembershipChannel.arm` lets the step's backward pass record gradients of hidden states.
 2. At stage local, the targets are drawn and each attack's canary is computed.
@@ -99,21 +99,21 @@ the loss in them, (B, L, d).
 class MembershipChannel(Channel):
     """Run membership games: at each look the secret bits are drawn, and the attacks guess them.
 
-    The server's copy of the model is the model at the look: its age is 0. The gradients that an
-    attack reads are always exposed, because the server adds its own layers and needs none of the
-    client's to be trained.
+    The server adds its own layers, so that none of the client's need be trained. Its copy of the
+    model is the model at the look.
     """
 
     # The constants are explained in Channel.
     guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
-    reads_states: ClassVar[bool] = True  # attacks read the server's layers, no client's parameter
+    reads_states: ClassVar[bool] = True  # canaries are computed from hidden states
     tests_looks: ClassVar[bool] = True  # each look has a p-value
     controlled: ClassVar[bool] = True  # attacks also run on the same step with known words
     leak = MEMBERSHIP
     metrics = RATES
-    # The smallest, the largest and the uninformed value of each rate.
+    # The smallest and the largest value of each rate, and that of an attack without information
+    # (of F1 and TPR: one that names no member).
     ranges: ClassVar[Any] = {
         **dict.fromkeys(("accuracy", "auc"), (0.0, 1.0, 0.5)),
         **dict.fromkeys(("f1", "tpr_at_fpr_"), (0.0, 1.0, 0.0)),
@@ -194,8 +194,8 @@ class MembershipChannel(Channel):
         """
         assert isinstance(attack, MembershipAttack)
         # Two texts of two tokens with id 1, without padding, and an upstream gradient of zeros.
-        no_padding = torch.ones(2, 2, dtype=torch.bool)
-        rows = Rows(torch.full((2, 2), 1), no_padding, False, no_padding)
+        is_real = torch.ones(2, 2, dtype=torch.bool)
+        rows = Rows(torch.full((2, 2), 1), is_real, False, is_real)
         try:
             with self.run.forward_context():
                 hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
@@ -220,7 +220,7 @@ class MembershipChannel(Channel):
         if layers and self._tap is None:
             anatomy = self.run.anatomy
             # A server that adds trainable layers gets a gradient there even if all layers below are
-            # frozen. In a reentrant checkpoint such a gradient would need other trained parameters.
+            # frozen. A reentrant checkpoint has no graph unless its input needs a gradient.
             modules = anatomy.model.modules()
             checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
             self._tap = ActivationTap(anatomy, sorted(layers), states=False, reach=not checkpointed)
@@ -324,7 +324,12 @@ class MembershipChannel(Channel):
         return [*zip(documents, client, parts, strict=True)]
 
     def _make_games(self, attack: MembershipAttack, layer: _LayerData, targets: Targets) -> _Games:
-        """Return an attack's games: the targets that the loss reaches, and its canary for them."""
+        """Return an attack's games: the targets that the loss reaches, and its canary for them.
+
+        The added layers write their output into the hidden states, along a fixed direction and
+        times ``games.scale``. So the gradient of the loss that arrives at this output, the
+        *upstream* gradient, is that of the hidden states along the direction.
+        """
         upstream = [
             upstream_of(
                 gradient.to(hidden.device),
@@ -348,8 +353,8 @@ class MembershipChannel(Channel):
 
         embedded = torch.cat([*map(embed, parts)])
         samples = [
-            attack.gradient(embedded, hidden, batch.attention_mask, arrived)
-            for (batch, hidden, _), arrived in zip(layer, upstream, strict=True)
+            attack.gradient(embedded, hidden, batch.attention_mask, gradient)
+            for (batch, hidden, _), gradient in zip(layer, upstream, strict=True)
         ]
         return _Games(targets, CanaryGradient(torch.cat(samples)))
 
@@ -374,7 +379,10 @@ class MembershipChannel(Channel):
                 in_transit[name] = Unknown(reason(error))
 
     def at_stages(self, look: Look) -> None:
-        """Let every attack guess from its canary at the look's stages."""
+        """Let every attack guess from its canary, once for all stages that are reached here.
+
+        No defence acts between these stages, so that they have the same canary.
+        """
         if not self.attacks or look.training_step.error is not None:
             return
         if Stage.LOCAL in look.stages:

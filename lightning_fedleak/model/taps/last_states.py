@@ -27,7 +27,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps.row_labels import RowLabels, claims_of
 
-# Logits that are computed at once: 64 MiB in float32, in memory three times.
+# Logits that are computed at once: 64 MiB in float32. Up to seven such arrays are in memory.
 ENTRIES_AT_ONCE = 1 << 24
 # Largest share of g's norm that a label may leave unexplained.
 #
@@ -50,7 +50,8 @@ TWINS = 1e-3
 CERTAIN_P = 0.99
 # Share of the rows with a gradient that may lack a label before a temperature is fitted.
 MAX_SOFT = 0.2
-# The rows that a temperature is fitted to, its range, its first grid's size, its relative error.
+# Rows that a temperature is fitted to, at least (at most 15); its range, its first grid's size, its
+# relative error.
 #
 # The grid is log-spaced in steps of 22%. A temperature that is 20% off leaves .05 of g unexplained,
 # one that is .1% off leaves .0003.

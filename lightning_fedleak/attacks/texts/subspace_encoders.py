@@ -217,8 +217,8 @@ class EncoderSearch:
     def _distances(self, states: Tensor) -> Tensor:
         """Return the distance (...) of states from the rows, as the mean over the blocks.
 
-        It is the squared share of a state's new part that lies outside of the rows' span. The new part is
-        the part outside of the states of earlier texts.
+        It is the squared share of a state's new part that lies outside of the rows' span. The new
+        part is the part outside of the states of earlier texts.
         """
         total = torch.zeros((), device=states.device)
         for explained, white, directions, x in zip(

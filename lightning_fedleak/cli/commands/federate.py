@@ -140,7 +140,8 @@ def _introduction(federation: Federation) -> str:
         "server sees with secure aggregation. The attacks are calibrated first.",
     ]
     if federation.gate is not None:
-        withheld = "In brackets: values of" if federation.clients <= _MAX_COLUMNS else "Shown are also"
+        is_wide = federation.clients > _MAX_COLUMNS
+        withheld = "Shown are also values of" if is_wide else "In brackets: values of"
         lines.append(
             f"The gate watches {' and '.join(federation.watched)}, at most {federation.gate:g}; "
             f"an unknown value does not pass. {withheld} updates that were withheld."

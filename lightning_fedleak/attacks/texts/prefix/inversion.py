@@ -8,8 +8,8 @@ The attack ranks candidates by a table of every token's state at the split in a 
 (:func:`typical_states`). Such a state is nearly linear in the token's word embedding, in that
 embedding at unit length (as a norm layer outputs it) and in its state after the first block. The
 linear map is fitted on some tokens, which run through the whole bottom, and predicts the states of
-all others. For SmolLM2-135M at split 10 this costs about a fifth of running all 49,152 tokens. It also
-ranks better, because the fit averages over the effects of one context on single tokens.
+all others. For SmolLM2-135M at split 10 this costs about a fifth of running all 49,152 tokens. It
+also ranks better, because the fit averages over the effects of one context on single tokens.
 :mod:`~lightning_fedleak.attacks.texts.prefix.search` then recovers the texts with this table.
 """
 

@@ -205,7 +205,8 @@ def test_the_weights_are_asked_about_preferences_of_other_losses(name: str, tmp_
     if name == "KTO":
         rows = rows.rename_column("chosen", "completion").remove_columns("rejected")
         rows = rows.add_column("label", [n % 2 == 0 for n in range(len(rows))])
-    trainer = trainer_of(name, tmp_path, rows=rows, learning_rate=5e-3, **more)
+    rate = 2e-3 if name == "KTO" else 5e-3  # at which KTO's loss ends in its flat part on some CPUs
+    trainer = trainer_of(name, tmp_path, rows=rows, learning_rate=rate, **more)
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, 140, seed=1)
     settings = WatchSettings(memorization=Memorization(max_overhead=10, looks=()))
     trainer.add_callback(LeakageCallback(trainer, [PreferenceMargin()], settings=settings))

@@ -226,7 +226,7 @@ def test_a_fit_by_users(workers: int) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             whose = [tuple(row) for row in batch["whose"].tolist()]
             counts = [*Counter(whose).values()]
-            users = self.defense._step._users
+            users = self.defense._step._user_sizes
             assert [*users] == counts
             return super().training_step(
                 {k: v for k, v in batch.items() if k != "whose"}, batch_idx

@@ -229,7 +229,7 @@ class DefendedLoop(Host):
         load_defenses(self._release, Path(folder))
 
     def count_steps(self, per_epoch: int) -> int | None:
-        """For the defences, return the number of optimizer steps: ``steps``, or that of ``epochs``.
+        """Return the number of optimizer steps, for the defences: ``steps``, or that of ``epochs``.
 
         Args:
             per_epoch: the number of steps in an epoch.

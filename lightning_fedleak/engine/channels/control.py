@@ -155,7 +155,8 @@ def _explain(
     for role, (x, y) in pairs.items():
         exact = y == 0  # rounding leaves these entries as they are
         if bool((exact & (x != 0)).any()) or (above and bool(remainder[role].any())):
-            remainder[role] *= torch.where(exact, factor, factor * above)
+            residual = remainder[role].mul_(factor)
+            remainder[role] = torch.where(exact, residual, residual * above)
         else:
             del remainder[role]
     return share * (share > EXACT), remainder

@@ -151,17 +151,18 @@ class ModelCall:
         """Return the call of a control without the texts after its last label (:meth:`Step.part`).
 
         A repeated call then takes only the time of the texts that it needs. The call stays as it is
-        if the order of its rows or the arguments that belong to a text are not known.
+        if texts have different numbers of rows, or if it is not known which arguments are theirs.
         """
         assert self.shapes is not None
         placed, texts = self.known_rows, len(self.texts.input_ids)
         # The number of texts up to the last one with a label.
         n = int(placed.text[self.shapes[0] != 0].max()) + 1 if self.has_gradient else texts
-        labels = self.texts.labels
+        labels, width = self.texts.labels, max(1, placed.n_rows // texts)
         is_plain = labels is not None and labels.dim() == 2 and self.texts.kind != "seq2seq"
+        is_plain &= len(self.read_heads) <= 1 and torch.equal(placed.index // width, placed.text)
         values = [v for v in self.arguments.values() if not isinstance(v, _SETTINGS)]
         by_text = all(isinstance(v, Tensor) and _is_by_text(v, self.ids) for v in values)
-        if n == texts or not (is_plain and by_text) or len(self.read_heads) > 1:
+        if n == texts or not (is_plain and by_text):
             return self
         first_texts = partial(_first_texts, texts=texts, n=n)
         ids, is_first = first_texts(self.ids), placed.text < n
@@ -170,8 +171,7 @@ class ModelCall:
         fields = {name: first_texts(value) for name, value in vars(self.texts).items()}
         rows = RowLabels(*(column[is_first] for column in placed.rows))
         indices = {name: getattr(placed, name)[is_first] for name in ("text", "place", "index")}
-        # The number of the head's rows is found when the call is repeated.
-        placed = replace(placed, rows=rows, n_rows=-1, **indices)
+        placed = replace(placed, rows=rows, n_rows=n * width, **indices)
         batch, shapes = replace(self.texts, **fields), self.shapes[:, is_first]
         new = {"ids": ids, "arguments": arguments, "reached": first_texts(self.reached)}
         return replace(self, batch=batch, placed=placed, shapes=shapes, **new)

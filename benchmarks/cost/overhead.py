@@ -127,8 +127,7 @@ def build(arguments: argparse.Namespace) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     else:
         layers, width = arguments.size
-        sizes = {"heads": max(1, width // 64), "intermediate_size": 4 * width}
-        model = shared.llama(arguments.vocabulary, width, layers, **sizes)
+        model = shared.llama(arguments.vocabulary, width, layers, heads=max(1, width // 64))
     lora = arguments.lora
     return shared.with_lora(model, lora, ["q_proj", "v_proj"]) if lora else model
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.model.anatomy import without_peft
 
-_ROWS = 64  # rows of logits that the map is fitted to and checked on; not tuned
+CHECKED_ROWS = 16  # rows of logits that the map is fitted to and checked on; not tuned
 _ROUNDINGS = 4  # largest error of a map in roundings of the coarsest dtype; not tuned
 _STRICT, _LOOSE = 2e-5, 1e-3
 """Largest error of a map as a share of the largest logit, in float32 and with TF32 products."""
@@ -74,7 +74,7 @@ class LogitMap:
             rounding = max(rounding, torch.finfo(torch.get_autocast_dtype(kind)).eps)
         if not len(logits):
             return PLAIN
-        rows = torch.linspace(0, len(logits) - 1, min(_ROWS, len(logits))).long()
+        rows = torch.linspace(0, len(logits) - 1, min(CHECKED_ROWS, len(logits))).long()
         rows = rows.to(logits.device)
         x, y = product(states[rows]).detach().double(), logits.detach()[rows].double()
         finite = (x.isfinite() & y.isfinite()).all(1)

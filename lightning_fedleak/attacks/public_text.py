@@ -26,6 +26,7 @@ Sampled = Literal["sampled"]
 """The argument for text that a causal model generates itself."""
 
 MASK_RATE = 0.15  # share of a text's tokens that are masked, as in BERT's training
+_BLOCK = 256  # probabilities whose sum is taken at once; not tuned
 _LENGTH = 64  # maximal number of tokens of a sampled text; longer texts cost time, not tuned
 
 
@@ -184,7 +185,9 @@ class PublicText:
         return public_text.digest if isinstance(public_text, PublicText) else public_text
 
     @classmethod
-    def sampled_from(cls, anatomy: Anatomy, n: int, length: int, seed: int = 0) -> PublicText:
+    def sampled_from(
+        cls, anatomy: Anatomy, n: int, length: int, seed: int = 0, *, shorter: Sequence[int] = ()
+    ) -> PublicText:
         """Return text that a causal model generates itself, to calibrate without any given text.
 
         Args:
@@ -193,14 +196,19 @@ class PublicText:
             length: maximal number of tokens of a text; a text also ends at the model's end token
                 and at its context length.
             seed: The seed of the random numbers.
+            shorter: maximal numbers of tokens of further texts, in descending order, which are
+                written at the same time and follow the others.
 
         Raises:
             ValueError: the model is not a causal language model.
         """
         samples, key = stored_work(), ("texts", id(anatomy.model), length, seed)
-        if key not in samples or len(samples[key]) < n:
+        if shorter or key not in samples or len(samples[key]) < n:
             with whole_model(anatomy.root):
-                samples[key] = cls(_sample(anatomy, n, length, seed))
+                texts = _sample(anatomy, [length] * n + [*shorter], seed)
+            samples[key] = cls(texts[:n])
+            if shorter:
+                return cls(texts)
         return samples[key] if len(samples[key]) == n else cls(samples[key].sentences[:n])
 
     @classmethod
@@ -245,6 +253,7 @@ class PublicText:
         *,
         n: int = 256,
         or_tokens: bool = False,
+        shorter: Sequence[int] = (),
     ) -> PublicText:
         """Return a public text; for ``"sampled"``, ``n`` texts of up to 64 tokens by the model.
 
@@ -258,6 +267,7 @@ class PublicText:
             n: number of texts.
             or_tokens: whether to return random frequent tokens for a model that cannot generate
                 text; for an encoder-decoder, source and target are then independent.
+            shorter: lengths of further texts, as in :meth:`sampled_from`.
         """
         if isinstance(public_text, PublicText):
             return public_text
@@ -268,7 +278,7 @@ class PublicText:
                 return cls(texts)
             size = anatomy.vocab_size
             return cls(texts, targets=frequent_tokens(anatomy, n, _LENGTH, generator, size))
-        return cls.sampled_from(anatomy, n=n, length=_LENGTH, seed=seed)
+        return cls.sampled_from(anatomy, n=n, length=_LENGTH, seed=seed, shorter=shorter)
 
 
 def frequent_tokens(
@@ -341,8 +351,14 @@ def _masked_positions(real: Tensor, generator: torch.Generator) -> Tensor:
     return (draw < MASK_RATE).scatter(1, lowest, True)
 
 
-def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
-    """Generate texts that begin with ``bos_token_id``, or with random tokens if there is none."""
+def _sample(anatomy: Anatomy, lengths: Sequence[int], seed: int) -> list[Tensor]:
+    """Generate texts that begin with ``bos_token_id``, or with random tokens if there is none.
+
+    Args:
+        anatomy: the model.
+        lengths: the maximal number of tokens of each text, in descending order.
+        seed: The seed of the random numbers.
+    """
     if anatomy.kind != "causal":
         raise MissingText(
             f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
@@ -350,7 +366,8 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
         )
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)
-    length = min(length, context_length(anatomy) or length)
+    lengths = [min(n, context_length(anatomy) or n) for n in lengths]
+    n = n_open = len(lengths)  # texts, and those that are not as long as they may be
     start, rows = getattr(config, "bos_token_id", None), matrix_shape(anatomy.embedding)
     end_token = getattr(config, "eos_token_id", None)
     end_ids = torch.tensor([] if end_token is None else end_token, dtype=torch.int64).reshape(-1)
@@ -364,27 +381,44 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
     with undisturbed(anatomy) as model, torch.no_grad():
         # Trainers switch the cache off in the config, which is meant only for the training.
         argument = cache_argument(model)
-        for _ in track(range(length - 1), "the model writes public text"):
+        for written in track(range(1, lengths[0]), "the model writes public text"):
             arguments = {"use_cache": True} if argument else {}
+            longer = sum(length > written for length in lengths)
+            if cache is None:
+                n_open = longer
+            elif longer < n_open and hasattr(cache, "batch_select_indices"):
+                n_open = longer
+                cache.batch_select_indices(torch.arange(n_open, device=device))
             if argument and cache is not None:
                 arguments[argument] = cache
-            inputs = ids if cache is None else ids[:, -1:]
+            inputs = ids[:n_open] if cache is None else ids[:n_open, -1:]
             output = model(input_ids=inputs.to(device), **arguments)
             cache = getattr(output, argument, None) if argument else None
             probabilities = logits_in(output)[:, -1].float().softmax(-1).cpu()
-            ids = torch.cat([ids, _draw(probabilities, generator)], 1)
+            column = torch.zeros(n, 1, dtype=ids.dtype)  # zeros are cut off below
+            column[:n_open] = _draw(probabilities, generator)
+            ids = torch.cat([ids, column], 1)
     ends_text = torch.isin(ids[:, 1:], end_ids)
     # A text ends with its end token: 1 for the index to a count, 1 for the start token.
-    stop = torch.where(ends_text.any(1), ends_text.int().argmax(1) + 2, length)
+    stop = torch.where(ends_text.any(1), ends_text.int().argmax(1) + 2, lengths[0])
+    stop = torch.minimum(stop, torch.tensor(lengths))
     return [row[:k] for row, k in zip(ids, stop.tolist(), strict=True)]
 
 
 def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Return (n, 1) one index per row of (n, V) probabilities, by inversion sampling.
 
-    It takes one random number per row, where ``multinomial`` takes V.
+    It takes one random number per row, where ``multinomial`` takes V. Sums of blocks come first,
+    since cumulative sums of all probabilities are slow.
     """
-    cumulative = probabilities.cumsum(1)
-    levels = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
-    indices: Tensor = torch.searchsorted(cumulative, levels, right=True)
-    return indices.clamp_max(cumulative.shape[1] - 1)
+    vocabulary = probabilities.shape[1]
+    if padding := -vocabulary % _BLOCK:
+        probabilities = nn.functional.pad(probabilities, (0, padding))
+    blocks = probabilities.view(len(probabilities), -1, _BLOCK)
+    sums = blocks.sum(2).cumsum(1)
+    levels = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
+    block = torch.searchsorted(sums, levels, right=True).clamp_max(sums.shape[1] - 1)
+    inside = blocks[torch.arange(len(sums))[:, None], block][:, 0].cumsum(1)
+    levels -= torch.where(block > 0, sums.gather(1, (block - 1).clamp_min(0)), 0.0)
+    index: Tensor = torch.searchsorted(inside, levels, right=True).clamp_max(_BLOCK - 1)
+    return (block * _BLOCK + index).clamp_max(vocabulary - 1)

@@ -36,7 +36,9 @@ from lightning_fedleak.model.anatomy import accepts as accepts
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import is_absent
 
-LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
+LOGITS_AT_ONCE = 1 << 26  # logits of one run on a GPU: 256 MiB in float32
+# On a CPU, 16 MiB: larger tensors get new memory from the system each time, which costs more.
+LOGITS_ON_CPU = 1 << 22
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
 
 # Packages whose hooks a model needs: for the whole model, for a run, and for a training step.
@@ -486,14 +488,25 @@ def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Par
     return [p for p in module.parameters() if id(p) not in nested]
 
 
+def rows_at_once(device: torch.device, vocabulary: int) -> int:
+    """Return how many rows of logits are computed at once."""
+    logits = LOGITS_ON_CPU if device.type == "cpu" else LOGITS_AT_ONCE
+    return max(1, logits // max(1, vocabulary))
+
+
 def micro_batches(
     anatomy: Anatomy, batch: TokenBatch, max_logits: int | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield blocks of rows with at most ``max_logits`` (LOGITS_AT_ONCE) logits, or single rows."""
+    """Yield blocks of rows with at most ``max_logits`` logits, or single rows.
+
+    Without ``max_logits`` they have as many as :func:`rows_at_once` allows.
+    """
     device = anatomy.device
     labels = labels_of(batch)
     length = max(labels.shape[-1], batch.input_ids.shape[-1])
-    step = max(1, (max_logits or LOGITS_AT_ONCE) // max(1, length * anatomy.vocab_size))
+    vocabulary = anatomy.vocab_size
+    tokens = max_logits // vocabulary if max_logits else rows_at_once(device, vocabulary)
+    step = max(1, tokens // length)
     for a in range(0, len(batch.input_ids), step):
         mask = batch.attention_mask
         yield TokenBatch(
@@ -548,13 +561,25 @@ def run_logits(
     model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     """Return the model's logits (B, L, V) at every position."""
-    kwargs: dict[str, Tensor] = {"input_ids": batch.input_ids}
-    if batch.attention_mask is not None and accepts(model, "attention_mask"):
-        kwargs["attention_mask"] = batch.attention_mask
-    if batch.kind == "seq2seq":
-        kwargs["labels"] = labels_of(batch)
-    output = model(**kwargs) if parameters is None else call_with(model, parameters, **kwargs)
+    inputs = _inputs_for(model, batch)
+    output = model(**inputs) if parameters is None else call_with(model, parameters, **inputs)
     return logits_in(output)
+
+
+def run_to(model: nn.Module, module: nn.Module, batch: TokenBatch) -> Tensor:
+    """Return the states (B, L, d) that a module of the model gets; the model stops there."""
+    states: Tensor = stop_at(model, Place("", module, "input"))(**_inputs_for(model, batch))
+    return states
+
+
+def _inputs_for(model: nn.Module, batch: TokenBatch) -> dict[str, Tensor]:
+    """Return the arguments with which a model computes the logits of a batch."""
+    inputs: dict[str, Tensor] = {"input_ids": batch.input_ids}
+    if batch.attention_mask is not None and accepts(model, "attention_mask"):
+        inputs["attention_mask"] = batch.attention_mask
+    if batch.kind == "seq2seq":
+        inputs["labels"] = labels_of(batch)
+    return inputs
 
 
 def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:

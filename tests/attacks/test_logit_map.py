@@ -164,12 +164,20 @@ def test_expected_rows_are_those_of_unused_types(name: str) -> None:
     parts = gradient_parts(anatomy, batch, inputs=False)
     weight, bias = head_parameters(anatomy)
     directions = Directions.fit(parts, torch.Generator().manual_seed(0))
-    expected = ExpectedRows.compute(parts, weight, bias, directions, directions.centres)
+    centres = directions.centres
+    expected, with_partitions = ExpectedRows.compute(parts, weight, bias, directions, centres)
     unused = torch.ones(VOCAB, dtype=torch.bool)
     unused[parts.labels] = False
     along = (parts.gradient(weight, bias) @ directions.u)[unused]
     result = expected.mass.sum(1)[unused] * directions.scale * parts.logit_map.scale
     torch.testing.assert_close(result, along, atol=1e-6, rtol=1e-4)
+    # Probabilities that were computed once give the rows of any of the sentences.
+    known, rows = torch.tensor([7, 50, int(batch.labels[0, 1])]), torch.tensor([8, 51])
+    some = with_partitions.with_known(known, weight, bias).select(torch.tensor([0, 3]))
+    rows = torch.cat([known, rows])
+    without = parts.select(torch.tensor([0, 3])).gradient(weight, bias, rows)
+    assert bool(without.any(1).all())
+    torch.testing.assert_close(some.gradient(weight, bias, rows), without, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "cohere", "granite", "llama"])

@@ -11,7 +11,7 @@ from lightning_fedleak.attacks import public_text
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
-from tests.helpers.models import VOCAB, tiny_gpt2
+from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama
 
 
 def test_a_begin_that_the_model_has_no_embedding_of_is_none() -> None:
@@ -63,9 +63,9 @@ def test_fewer_texts_than_were_written_are_not_written_again(
     written: list[int] = []
     sample = public_text._sample
 
-    def counted(anatomy: Anatomy, n: int, *rest: Any) -> list[Tensor]:
-        written.append(n)
-        return sample(anatomy, n, *rest)
+    def counted(anatomy: Anatomy, lengths: list[int], *rest: Any) -> list[Tensor]:
+        written.append(len(lengths))
+        return sample(anatomy, lengths, *rest)
 
     monkeypatch.setattr(public_text, "_sample", counted)
     anatomy = find_anatomy(tiny_gpt2())
@@ -76,3 +76,44 @@ def test_fewer_texts_than_were_written_are_not_written_again(
     assert written == [4, 9]
     assert [len(text) for text in (few, many, again)] == [4, 9, 4]
     assert all(map(torch.equal, again.sentences, many.sentences[:4]))
+
+
+@pytest.mark.parametrize("vocabulary", [600, 3 * public_text._BLOCK])
+def test_tokens_are_drawn_by_their_probabilities(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    law = torch.rand(vocabulary, generator=generator).square()
+    law[torch.randperm(vocabulary, generator=generator)[: vocabulary // 2]] = 0
+    law[-50:] = 0
+    n = 200_000
+    drawn = public_text._draw((law / law.sum()).expand(n, -1), generator)[:, 0]
+    observed, expected = torch.bincount(drawn, minlength=vocabulary), law.double() / law.sum() * n
+    assert int(observed[law == 0].sum()) == 0
+    counted = expected >= 5
+    assert chisquare(observed[counted].numpy(), _as_many(observed, expected, counted)).pvalue > 1e-3
+
+
+def _as_many(observed: Tensor, expected: Tensor, counted: Tensor) -> Any:
+    """Return expected counts of some tokens that add up to as many as were observed."""
+    chosen = expected[counted].double()
+    return (chosen * observed[counted].sum() / chosen.sum()).numpy()
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_shorter_texts_are_written_in_the_same_run(
+    make: Any, has_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random starts, and then always the most likely token: all texts are known."""
+    model = make().eval()
+    model.config.bos_token_id = model.config.eos_token_id = None
+    anatomy = find_anatomy(model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e4)
+    if not has_cache:
+        monkeypatch.setattr(public_text, "cache_argument", lambda model: None)
+    text = PublicText.sampled_from(anatomy, 3, 9, shorter=[6, 6, 2])
+    assert [len(ids) for ids in text.sentences] == [9, 9, 9, 6, 6, 2]
+    for ids in text.sentences:
+        for i in range(1, len(ids)):
+            with torch.no_grad():
+                assert int(model(ids[None, :i]).logits[0, -1].argmax()) == int(ids[i])

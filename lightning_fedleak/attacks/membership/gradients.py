@@ -177,7 +177,8 @@ class GradientMembership(PassiveMembership):
         A LoRA whose B is zero is calibrated in :meth:`run`, because its A has no slopes yet.
         """
         maps = self._select_maps(anatomy)
-        if maps and not _all_reached(anatomy, maps, self._texts(anatomy, TIMED_TEXTS)):
+        factors = [m for m in maps if m.factor == "A"]
+        if factors and not _all_reached(anatomy, factors, self._texts(anatomy, TIMED_TEXTS)):
             self._names, self._anatomy = [m.name for m in maps], anatomy
             self._whitenings, self._common = {}, None  # none of an earlier fit
         else:

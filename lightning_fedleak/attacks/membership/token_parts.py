@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.row_space import LinearMap, whitening_matrix
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import (
+    labels_of,
     micro_batches,
     only_needed_hooks,
-    token_logits,
+    run_logits,
     undisturbed,
 )
 
@@ -76,9 +77,9 @@ def map_token_parts(
     with undisturbed(anatomy) as model, torch.enable_grad(), only_needed_hooks(anatomy.root):
         for texts in micro_batches(anatomy, batch, LOGITS_AT_ONCE):
             with _record_calls(maps) as calls:
-                logits, labels = token_logits(model, texts, views)
+                logits = run_logits(model, texts, views)
             with torch.no_grad():
-                results.append(function(_inputs_and_slopes(maps, calls, logits, labels, texts)))
+                results.append(function(_inputs_and_slopes(maps, calls, logits, texts)))
             del calls, logits  # frees their graph before the next run builds another
     return results
 
@@ -87,13 +88,11 @@ def _inputs_and_slopes(
     maps: Sequence[LinearMap],
     calls: Mapping[int, list[tuple[Tensor, Tensor]]],
     logits: Tensor,
-    labels: Tensor,
     texts: TokenBatch,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the inputs and slopes by map, as :func:`map_token_parts` passes them on.
 
-    ``logits`` are (T, V) and ``labels`` (T,), for the T tokens with a label. Float32 logits are
-    overwritten by the gradient of the summed cross-entropy (``errors``), softmax - one-hot.
+    ``logits`` are the model's, (B, L, V), with its virtual tokens in front.
     """
     length = texts.input_ids.shape[1]
     single_calls = {}
@@ -105,11 +104,8 @@ def _inputs_and_slopes(
     outputs = [y for _, y in single_calls.values()]
     slopes: Sequence[Tensor | None] = ()
     if outputs:
-        # In the logits' memory: cross_entropy and its backward would need four times as much.
-        errors = logits.detach().float()
-        errors.sub_(errors.logsumexp(1, keepdim=True)).exp_()
-        errors[torch.arange(len(labels), device=labels.device), labels] -= 1
-        slopes = torch.autograd.grad(logits, outputs, errors.to(logits.dtype), allow_unused=True)
+        errors = _logit_errors(logits.detach(), labels_of(texts)).to(logits.dtype)
+        slopes = torch.autograd.grad(logits, outputs, errors, allow_unused=True)
     real = None if texts.attention_mask is None else (texts.attention_mask != 0)[..., None]
     pairs = {}
     for (name, (x, _)), slope in zip(single_calls.items(), slopes, strict=True):
@@ -118,6 +114,24 @@ def _inputs_and_slopes(
         x, slope = x[:, -length:].float(), slope[:, -length:].float()  # without virtual tokens
         pairs[name] = (x, slope) if real is None else (x * real, slope * real)
     return pairs
+
+
+def _logit_errors(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the gradient (B, L, V) of the summed cross-entropy in logits, softmax - one-hot.
+
+    It is zero where no label is predicted. (To select the predicting positions first would copy the
+    logits, and twice again in the backward.)
+    """
+    errors = logits.float().softmax(-1)
+    length, labels = labels.shape[1], labels[:, 1:]
+    errors[:, :-length] = 0
+    errors[:, -1] = 0
+    predicting, counted = errors[:, -length:-1], labels != IGNORE_INDEX
+    if not bool(counted.all()):
+        predicting[~counted] = 0
+    ones = counted[..., None].to(errors.dtype)
+    predicting.scatter_add_(2, labels.clamp_min(0)[..., None], -ones)
+    return errors
 
 
 @contextmanager
@@ -173,21 +187,31 @@ class SideWhitening:
 class Moments:
     """The second moments of inputs and slopes, summed over public tokens, by map.
 
-    A side wider than ``MAX_FULL_WIDTH`` keeps the diagonal only.
+    A side wider than ``MAX_FULL_WIDTH`` keeps the diagonal only. Products are in float32, of values
+    that are divided by the largest of the first texts: squares of small slopes would be zero.
     """
 
     def __init__(self) -> None:
-        self._inputs: dict[str, Tensor] = {}
-        self._slopes: dict[str, Tensor] = {}
+        # By map: the moment of the scaled values, and the size that they were divided by.
+        self._inputs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._slopes: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add the inputs and slopes of a few texts, by map."""
         for name, sides in parts.items():
             for sums, values in zip((self._inputs, self._slopes), sides, strict=True):
-                flat = values.flatten(0, 1).double()
-                wide = flat.shape[1] > MAX_FULL_WIDTH
-                moment = flat.square().sum(0) if wide else flat.T @ flat
-                sums[name] = sums[name].add_(moment) if name in sums else moment
+                flat = values.flatten(0, 1)
+                if name not in sums:
+                    shape = flat.shape[1:] if flat.shape[1] > MAX_FULL_WIDTH else flat.shape[1:] * 2
+                    largest = flat.abs().max()
+                    size = torch.where(largest > 0, largest, 1)
+                    sums[name] = flat.new_zeros(shape), size
+                moment, size = sums[name]
+                scaled = flat / size
+                if moment.dim() == 2:
+                    moment.addmm_(scaled.T, scaled)
+                else:
+                    moment += scaled.square().sum(0)
 
     def whitenings(self, maps: Sequence[LinearMap]) -> dict[str, SideWhitening]:
         """Return the whitening of each map that public text reaches, by its name.
@@ -197,9 +221,10 @@ class Moments:
         whitenings = {}
         for m in maps:
             if m.name in self._inputs:
-                sides = self._inputs.pop(m.name), self._slopes.pop(m.name)
-                if all(bool(side.any()) for side in sides):
-                    whitenings[m.name] = SideWhitening.from_moments(*sides, m.axis)
+                scaled = self._inputs.pop(m.name), self._slopes.pop(m.name)
+                if all(bool(moment.any()) for moment, _ in scaled):
+                    x, slope = (moment.double() * size.double() ** 2 for moment, size in scaled)
+                    whitenings[m.name] = SideWhitening.from_moments(x, slope, m.axis)
         return whitenings
 
 

@@ -58,7 +58,9 @@ _LORA_UPDATE = (
 # Numbers of tokens and texts if the model generates its public text. On stories15M F1 was .975; it
 # was .971 with 4,000 tokens of 128 texts and .967 with 2,000 tokens of 64 (means of two seeds,
 # 12 IMDB batches of 8 x 64 and of 4 x 16 each, November 2026).
-_SAMPLED_TOKENS, _SAMPLED_TEXTS = 3_000, 96
+_SAMPLED_TOKENS, _UPDATE_TEXTS = 3_000, 192
+_SAMPLED_TEXTS = 32  # of the full length; attacks on membership use as many, which are shared
+_SHORT = 25  # tokens up to which shorter texts are sampled instead; not tuned
 # Maximal number of tokens in one public batch of a simulated update; bounds time, not tuned.
 _MAX_BATCH_TOKENS = 1600
 
@@ -231,8 +233,8 @@ class AlignedFlatChat(base.Attack):
             return rehearse_updates(anatomy, parts, steps, batches, generator)
 
     def _text(self, anatomy: Anatomy) -> PublicText:
-        """Return the public text; if it is sampled, twice as many texts for adaptive updates."""
-        n = _SAMPLED_TEXTS if self._adaptive_steps is None else 2 * _SAMPLED_TEXTS
+        """Return the public text, for updates or of a model that writes no text."""
+        n = _UPDATE_TEXTS if self._adaptive_steps is not None else _UPDATE_TEXTS // 2
         return PublicText.resolve(self.public_text, anatomy, self.seed, n=n, or_tokens=True)
 
     def _public_batches(
@@ -275,7 +277,7 @@ class AlignedFlatChat(base.Attack):
         before = calibration.expected
         parts = self._parts(anatomy, inputs=False)
         directions = calibration.directions.follow(parts.states)
-        expected = aligned_rows.ExpectedRows.compute(
+        expected, _ = aligned_rows.ExpectedRows.compute(
             parts, *head_parameters(anatomy), directions, calibration.clusters, before.reference
         )
         expected = replace(expected, opening=before.opening)
@@ -403,19 +405,40 @@ class AlignedFlatChat(base.Attack):
     def _batches(self, anatomy: Anatomy) -> list[TokenBatch]:
         """Return batches of public texts, one batch per length, with no text in two of them."""
         generator = torch.Generator().manual_seed(self.seed)
-        text = self._text(anatomy)
+        lengths, tokens = self._lengths(anatomy), self.calibration_tokens
+        is_sampled = self._adaptive_steps is None and not isinstance(self.public_text, PublicText)
+        n_texts = max(2, (min(tokens, _SAMPLED_TOKENS) if is_sampled else tokens) // sum(lengths))
+        if is_sampled and anatomy.kind == "causal":
+            text, groups = self._sample(anatomy, lengths, n_texts)
+        else:
+            text = self._text(anatomy)
+            groups = [(range(len(text)), lengths)]
         if anatomy.kind == "causal":
             text = text.with_and_without_start()
-        lengths = self._lengths(anatomy)
-        order = text.draw(len(text), generator).tolist()
-        tokens = self.calibration_tokens
-        if self._adaptive_steps is None and not isinstance(self.public_text, PublicText):
-            tokens = min(tokens, _SAMPLED_TOKENS)
-        n_texts = min(max(2, tokens // sum(lengths)), max(1, len(order) // len(lengths)))
-        rows = [order[i * n_texts : (i + 1) * n_texts] for i in range(len(lengths))]
         mask = getattr(self.tokenizer, "mask_token_id", None)
-        return [
-            text.rows(indices, length, generator, kind=anatomy.kind, mask_token_id=mask)
-            for indices, length in zip(rows, lengths, strict=True)
-            if indices
-        ]
+        batches = []
+        for rows, group in groups:
+            order = torch.tensor(rows)[torch.randperm(len(rows), generator=generator)].tolist()
+            n = min(n_texts, max(1, len(order) // len(group)))
+            for i, length in enumerate(group):
+                if indices := order[i * n : (i + 1) * n]:
+                    batches.append(
+                        text.rows(indices, length, generator, kind=anatomy.kind, mask_token_id=mask)
+                    )
+        return batches
+
+    def _sample(
+        self, anatomy: Anatomy, lengths: Sequence[int], n_texts: int
+    ) -> tuple[PublicText, list[tuple[range, Sequence[int]]]]:
+        """Return texts that the model writes, and the rows of long and short ones, with lengths.
+
+        There are at least ``n_texts`` for each length. Texts of short lengths are written no
+        longer, since writing takes most of the time.
+        """
+        short, long = ([n for n in lengths if (n <= _SHORT) == is_short] for is_short in (1, 0))
+        n_long = max(_SAMPLED_TEXTS, n_texts * len(long))
+        # One token more, since every second text loses its start token.
+        shorter = [max(short) + 1] * n_texts * len(short) if short else []
+        text = PublicText.resolve("sampled", anatomy, self.seed, n=n_long, shorter=shorter)
+        rows = range(n_long), range(n_long, len(text))
+        return text, [pair for pair in zip(rows, (long, short), strict=True) if pair[1]]

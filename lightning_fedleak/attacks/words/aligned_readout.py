@@ -155,7 +155,7 @@ def fit_readout(
     ]
     biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
     parameters = [*weights, *biases]
-    optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY, fused=True)
     steps = passes * -(-n // _BATCH)
     schedule = LambdaLR(optimizer, lambda step: _one_cycle(step / steps))
     with torch.enable_grad():
@@ -267,13 +267,16 @@ def rehearse(
     order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
     middle = len(order) // 2
     halves = [parts.select(half) for half in (order[:middle], order[middle:])]
-    expected = [
+    computed = [
         aligned_rows.ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves
     ]
+    expected, halves = map(list, zip(*computed, strict=True))
     rehearsals: list[tuple[Tensor, Tensor, Tensor]] = []  # features, whether used, and importance
     for public, other_half in zip(reversed(halves), expected, strict=True):
+        common = _common_types(other_half)
+        public = public.with_known(common, weight, bias)
         for batch in _draw_batches(public, generator):
-            types, importance = _draw_types(batch, other_half, generator)
+            types, importance = _draw_types(batch, common, len(weight), generator)
             gradient = batch.gradient(weight, bias, types)
             use_norm = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
             gradient += _draw_noise(gradient, use_norm, generator)
@@ -349,20 +352,28 @@ def _draw_noise(gradient: Tensor, use_norm: Tensor, generator: torch.Generator) 
     return noise.to(gradient.device) * strength * use_norm
 
 
+def _common_types(expected: aligned_rows.ExpectedRows) -> Tensor:
+    """Return the types in all rehearsals: the reference types and the most probable ones."""
+    likely = expected.probability.topk(min(_FREQUENT, len(expected.probability))).indices
+    common: Tensor = torch.unique(torch.cat([expected.reference, likely]))
+    return common
+
+
 def _draw_types(
-    batch: GradientParts, expected: aligned_rows.ExpectedRows, generator: torch.Generator
+    batch: GradientParts, common: Tensor, vocabulary: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return the types whose rows a rehearsal holds, and their weights in the loss.
 
-    They are the batch's labels and inputs, the reference types, the most probable types, and a
-    random sample of the remaining types, each of which represents several in the loss.
+    They are the ``common`` types, the batch's further labels and inputs, and a random sample of the
+    remaining types, each of which represents several in the loss.
     """
-    vocab = len(expected.probability)
-    likely = expected.probability.topk(min(_FREQUENT, vocab)).indices
-    required = torch.zeros(vocab, dtype=torch.bool, device=likely.device)
-    for types in (batch.labels, batch.input_ids, expected.reference, likely):
+    is_common = torch.zeros(vocabulary, dtype=torch.bool, device=common.device)
+    is_common[common] = True
+    required = is_common.clone()
+    for types in (batch.labels, batch.input_ids):
         required[types] = True
-    included, pool = required.nonzero()[:, 0], (~required).nonzero()[:, 0]
+    further, pool = (required & ~is_common).nonzero()[:, 0], (~required).nonzero()[:, 0]
+    included = torch.cat([common, further])
     sample = pool[torch.randperm(len(pool), generator=generator)[:_RANDOM].to(pool.device)]
     weight = min(_MAX_IMPORTANCE, len(pool) / max(1, len(sample)))
     importance = torch.cat([torch.ones(len(included)), torch.full((len(sample),), weight)])

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks.words.head_gradients import GradientParts
 from lightning_fedleak.attacks.words.row_summary import RowSummary
+from lightning_fedleak.model.model_runs import rows_at_once
 
-_TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
 _CENTRES = 64  # cluster centres of hidden states that rows are projected on; not tuned
 _PRINCIPAL = 64  # principal directions of the hidden states, for the whitening; not tuned
 _ERROR = 0.25  # assumed variance of the relative error of expected rows; not tuned
@@ -164,8 +164,8 @@ class ExpectedRows:
         directions: Directions,
         clusters: Tensor,
         reference: Tensor | None = None,
-    ) -> ExpectedRows:
-        """Return the expectations over all tokens of ``parts``.
+    ) -> tuple[ExpectedRows, GradientParts]:
+        """Return the expectations over all tokens of ``parts``, and these with log partitions.
 
         Args:
             parts: The hidden states and gradients of public text.
@@ -184,12 +184,15 @@ class ExpectedRows:
         target = torch.cat([member * projection[:, None], white], 1)
         projected = weight.new_zeros(vocab, target.shape[1])
         probability, energy = weight.new_zeros(vocab), weight.new_zeros(vocab)
-        for a in range(0, n, _TOKENS_AT_ONCE):
-            logits = F.linear(parts.hidden[a : a + _TOKENS_AT_ONCE], weight, bias)
-            logits = parts.logit_map(logits)
-            p = (logits - parts.log_partition[a : a + _TOKENS_AT_ONCE, None]).exp_()
-            p *= parts.logit_map.steepness(logits)
-            projected.addmm_(p.T, target[a : a + _TOKENS_AT_ONCE])
+        log_partition = weight.new_empty(n)
+        step = rows_at_once(weight.device, vocab)
+        for a in range(0, n, step):
+            logits = parts.logit_map(F.linear(parts.hidden[a : a + step], weight, bias))
+            p = logits.softmax(1)
+            log_partition[a : a + step] = logits.amax(1) - p.amax(1).log()
+            if parts.logit_map.softcap is not None:
+                p *= parts.logit_map.steepness(logits)
+            projected.addmm_(p.T, target[a : a + step])
             probability += p.sum(0)
             energy += p.square_().sum(0)
         frequency = torch.bincount(parts.labels, minlength=vocab).float() / n
@@ -198,7 +201,7 @@ class ExpectedRows:
         if reference is None:
             reference = _reference(probability, frequency + opening)
         c = len(clusters)
-        return cls(
+        expected = cls(
             mass=projected[:, :c] / n,
             probability=probability / n,
             energy=energy / n,
@@ -208,6 +211,7 @@ class ExpectedRows:
             opening=opening,
             reference=reference,
         )
+        return expected, replace(parts, log_partition=log_partition)
 
     @classmethod
     def average(cls, first: ExpectedRows, second: ExpectedRows) -> ExpectedRows:

@@ -185,7 +185,8 @@ def rehearse_updates(
     if steps.steps == 1:
         order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
         halves = [parts.select(half) for half in order.tensor_split(2)]
-    expected = [ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves]
+    computed = [ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves]
+    expected, halves = map(list, zip(*computed, strict=True))
     if steps.steps == 1:
         sources = [
             (half_expected, source)

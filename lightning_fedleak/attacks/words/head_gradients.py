@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
+from lightning_fedleak.attacks.logit_map import CHECKED_ROWS, PLAIN, LogitMap
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     HEAD_BIAS,
@@ -45,6 +45,7 @@ def head_gradient(
     rows: Tensor | None = None,
     log_partition: Tensor | None = None,
     logit_map: LogitMap = PLAIN,
+    known: Tensor | None = None,
 ) -> Tensor:
     """Return the head's part of the gradient in closed form, summed over tokens.
 
@@ -58,6 +59,8 @@ def head_gradient(
         rows: (k,) types whose rows are returned; all by default.
         log_partition: (N,) log of the softmax's denominator; computed if it is None.
         logit_map: f, the map from the product to the logits; the identity by default.
+        known: (N, K) from :func:`weighted_probabilities` for the first K of ``rows``, if they were
+            computed before.
 
     Returns:
         (V, d) or (k, d), in float32.
@@ -66,17 +69,18 @@ def head_gradient(
     bias = None if bias is None else bias.float()
     if log_partition is None:
         log_partition = log_partitions(hidden, weight, bias, logit_map)
-    row_weight = weight if rows is None else weight[rows]
-    row_bias = bias if bias is None or rows is None else bias[rows]
-    gradient = torch.zeros_like(row_weight)
-    step = max(1, model_runs.LOGITS_AT_ONCE // max(1, len(row_weight)))
+    k = 0 if known is None else known.shape[1]
+    others = None if rows is None else rows[k:]
+    row_weight = weight if others is None else weight[others]
+    row_bias = bias if bias is None or others is None else bias[others]
+    gradient = weight.new_zeros(len(weight) if rows is None else len(rows), weight.shape[1])
+    step = model_runs.rows_at_once(hidden.device, len(gradient))
     for a in range(0, len(hidden), step):
-        h = hidden[a : a + step]
-        logits = logit_map(F.linear(h, row_weight, row_bias), rows)
-        probabilities = (logits - log_partition[a : a + step, None]).exp_()
-        if logit_map.softcap is not None:
-            probabilities *= logit_map.steepness(logits)
-        gradient.addmm_(probabilities.T, h, alpha=logit_map.scale)
+        h, partition = hidden[a : a + step], log_partition[a : a + step]
+        p = weighted_probabilities(h, partition, row_weight, row_bias, logit_map, others)
+        gradient[k:].addmm_(p.T, h, alpha=logit_map.scale)
+        if known is not None:
+            gradient[:k].addmm_(known[a : a + step].T, h, alpha=logit_map.scale)
     scaled = hidden
     if logit_map.softcap is not None:
         parts = torch.split(torch.arange(len(labels), device=labels.device), step)
@@ -90,6 +94,29 @@ def head_gradient(
     return gradient.index_add_(0, places[in_rows], scaled[in_rows], alpha=-logit_map.scale)
 
 
+def weighted_probabilities(
+    hidden: Tensor,
+    log_partition: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    logit_map: LogitMap,
+    types: Tensor | None = None,
+) -> Tensor:
+    """Return (N, k) ``f'(z) exp(f(z)) / Z``, by which the head's gradient weighs hidden states.
+
+    Args:
+        hidden: (N, d) inputs of the head.
+        log_partition: (N,) log of Z, the softmax's denominator.
+        weight: (k, d) the head's rows of ``types``.
+        bias: (k,) its biases, or None.
+        logit_map: f, the map from the product z to the logits.
+        types: (k,), or None for all types.
+    """
+    logits = logit_map(F.linear(hidden, weight, bias), types)
+    probabilities = (logits - log_partition[:, None]).exp_()
+    return probabilities.mul_(logit_map.steepness(logits)) if logit_map.softcap else probabilities
+
+
 def _places(rows: Tensor, n: int) -> Tensor:
     """Return (n,) the position of each index in ``rows``, or -1 if it is not among them."""
     places = torch.full((n,), -1, dtype=torch.int64, device=rows.device)
@@ -101,7 +128,7 @@ def log_partitions(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, logit_map: LogitMap = PLAIN
 ) -> Tensor:
     """Return (N,) logarithms of the softmax's denominator for (N, d) hidden states."""
-    step = max(1, model_runs.LOGITS_AT_ONCE // max(1, len(weight)))
+    step = model_runs.rows_at_once(hidden.device, len(weight))
     parts = [logit_map(F.linear(h, weight, bias)).logsumexp(1) for h in torch.split(hidden, step)]
     return torch.cat(parts) if parts else hidden.new_zeros(0)
 
@@ -125,12 +152,13 @@ class GradientParts:
         hidden: (N, d) inputs of the head.
         labels: (N,) the token that is to be predicted from each.
         sentence: (N,) index of the sentence of each predicted token.
-        log_partition: (N,) log of the softmax's denominator.
         input_ids: (M,) tokens that are looked up in the tied embedding.
         input_grads: (M, d) gradient of the summed loss with respect to each looked-up row.
         input_sentence: (M,) index of the sentence of each input token.
         input_first: (M,) whether an input token is the first of its sentence.
         logit_map: the map from the head's product to the logits.
+        log_partition: (N,) log of the softmax's denominator, or None if it is not computed yet.
+        known: (N, K) from :func:`weighted_probabilities` for some types, or None.
         projection: (r, d), the scaled factor A of a LoRA on the head, or None; see
             :func:`~lightning_fedleak.model.anatomy.head_surface`.
     """
@@ -138,12 +166,13 @@ class GradientParts:
     hidden: Tensor
     labels: Tensor
     sentence: Tensor
-    log_partition: Tensor
     input_ids: Tensor
     input_grads: Tensor
     input_sentence: Tensor
     input_first: Tensor
     logit_map: LogitMap = PLAIN
+    log_partition: Tensor | None = None
+    known: Tensor | None = None
     projection: Tensor | None = None
 
     @property
@@ -166,7 +195,8 @@ class GradientParts:
             hidden=self.hidden[tokens],
             labels=self.labels[tokens],
             sentence=place[self.sentence[tokens]],
-            log_partition=self.log_partition[tokens],
+            log_partition=None if self.log_partition is None else self.log_partition[tokens],
+            known=None if self.known is None else self.known[tokens],
             input_ids=self.input_ids[inputs],
             input_grads=self.input_grads[inputs],
             input_sentence=place[self.input_sentence[inputs]],
@@ -177,7 +207,7 @@ class GradientParts:
         """Return the gradient of the mean cross-entropy: (V, d), or only ``rows`` of it, (k, d).
 
         A tied matrix gives the sum of head and embedding parts, as a client shares it; a LoRA on
-        the head gives the gradient (V, r) of its B.
+        the head gives the gradient (V, r) of its B. ``rows`` begin with the types of :attr:`known`.
         """
         gradient = head_gradient(
             self.hidden,
@@ -187,6 +217,7 @@ class GradientParts:
             rows=rows,
             log_partition=self.log_partition,
             logit_map=self.logit_map,
+            known=None if rows is None else self.known,
         )
         if self.projection is not None:
             gradient = gradient @ self.projection.T
@@ -195,6 +226,14 @@ class GradientParts:
             ids = _places(rows, len(weight))[ids]
             grads, ids = grads[ids >= 0], ids[ids >= 0]
         return gradient.index_add_(0, ids, grads).div_(max(1, len(self.labels)))
+
+    def with_known(self, types: Tensor, weight: Tensor, bias: Tensor | None) -> GradientParts:
+        """Return the parts with :attr:`known` for some types (K,): their rows cost less then."""
+        assert self.log_partition is not None
+        row_bias = None if bias is None else bias[types]
+        head = weight[types], row_bias, self.logit_map, types
+        known = weighted_probabilities(self.hidden, self.log_partition, *head)
+        return replace(self, known=known)
 
     @classmethod
     def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:
@@ -211,8 +250,13 @@ class GradientParts:
         cls, anatomy: Anatomy, batches: Sequence[TokenBatch], *, inputs: bool = True
     ) -> GradientParts:
         """Return the parts of all rows of several batches; see :func:`gradient_parts`."""
-        tracked = track(batches, "gradients of public text")
-        return cls.concatenate([gradient_parts(anatomy, b, inputs=inputs) for b in tracked])
+        parts: list[GradientParts] = []
+        known: LogitMap | None = None
+        for batch in track(batches, "gradients of public text"):
+            parts.append(gradient_parts(anatomy, batch, inputs=inputs, logit_map=known))
+            if known is None and len(parts[-1].labels) >= CHECKED_ROWS:
+                known = parts[-1].logit_map
+        return cls.concatenate(parts)
 
 
 def _join(parts: Sequence[GradientParts]) -> GradientParts:
@@ -220,19 +264,23 @@ def _join(parts: Sequence[GradientParts]) -> GradientParts:
 
     The logit map is that of the part with most tokens, which it was checked on.
     """
-    names = [f.name for f in fields(GradientParts) if f.name not in ("logit_map", "projection")]
+    names = [f.name for f in fields(GradientParts) if f.default is MISSING]
     columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
     longest = max(parts, key=lambda p: len(p.labels))
     return GradientParts(**columns, logit_map=longest.logit_map, projection=longest.projection)
 
 
-def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) -> GradientParts:
+def gradient_parts(
+    anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True, logit_map: LogitMap | None = None
+) -> GradientParts:
     """Return the parts of the sentences of ``batch``, by one forward, and one backward if tied.
 
     Args:
         anatomy: the model.
         batch: token ids, labels and mask.
         inputs: whether to compute the embedding's part of a tied matrix (the backward).
+        logit_map: the model's map from the head's product to the logits, if it is known; otherwise
+            it is fitted to some logits of the batch.
 
     Raises:
         ValueError: the model has no head, a tied embedding that does more than look up rows, or
@@ -248,30 +296,28 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in model_runs.micro_batches(anatomy, batch):
             with inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
-                all_logits = model_runs.run_logits(model, part, frozen)
+                if tied or logit_map is None:
+                    all_logits = model_runs.run_logits(model, part, frozen)
+                else:  # the head is the largest part of many models, and its output is known
+                    all_logits = model_runs.run_to(model, head, part)
             logits, labels = model_runs.predicting(all_logits, part)
             states, _ = model_runs.predicting(head_calls[-1].detach(), part)
-            hidden = states.float()
-            logit_map = LogitMap.fit(
-                model, states, logits, lambda h: F.linear(h.float(), weight, bias)
-            )
-            if logits.dtype == torch.float32:
-                log_partition = logits.detach().logsumexp(1)
-            else:  # the gradient's softmax is in float32
-                log_partition = log_partitions(hidden, weight, bias, logit_map)
+            if logit_map is None and len(logits):
+                logit_map = LogitMap.fit(
+                    model, states, logits, lambda h: F.linear(h.float(), weight, bias)
+                )
             input_ids, grads, input_rows, opening = _input_parts(lookups, logits, labels)
             parts.append(
                 GradientParts(
-                    hidden,
+                    states.float(),
                     labels,
                     _label_rows(part) + start,
-                    log_partition,
                     input_ids.to(labels.device),
                     grads.to(labels.device).reshape(-1, width),
                     input_rows.to(labels.device) + start,
                     opening.to(labels.device),
-                    logit_map,
-                    projection,
+                    logit_map or PLAIN,
+                    projection=projection,
                 )
             )
             start += len(part.input_ids)

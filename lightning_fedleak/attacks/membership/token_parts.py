@@ -279,11 +279,6 @@ class WhiteParts:
         """Return the fit of the parts to the whitened shared gradient (o, d)."""
         return PartFit(((self.slopes @ shared) * self.inputs).sum(-1), self.gram)
 
-    @property
-    def numbers(self) -> int:
-        """Return the number of stored values."""
-        return self.inputs.numel() + self.slopes.numel() + self.gram.numel()
-
 
 def join_fits(fits: Iterable[Mapping[str, PartFit]]) -> dict[str, PartFit]:
     """Return the fits of several groups of texts as one, by the map's name."""

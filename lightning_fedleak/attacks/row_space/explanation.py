@@ -274,14 +274,6 @@ class ReadableInput:
             if readable._atoms is not None and readable._atoms[0][1]:
                 readable._atoms = None
 
-    def prepare_atoms(self) -> None:
-        """Prepare the atoms, unless the input depends on positions.
-
-        If it does, the gradients decide how many positions are projected out of the atoms.
-        """
-        if self.dictionary.positions is None:
-            self._project_atoms(0, self._factors)
-
     def capacity(self, seconds: float, seed: int) -> float | None:
         """Measure how many types the rows can distinguish; see :func:`measure_capacity`.
 

@@ -236,7 +236,6 @@ class SubspaceWords(base.Attack):
             except row_space.NotAdditive as error:
                 refused.append(f"{maps[0].name}: {error}")
                 continue
-            readable.prepare_atoms()
             inputs.append(readable)
             if not is_factor_b:
                 sides.add(readable.decoder)

@@ -25,7 +25,8 @@ from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseErro
 from lightning_fedleak.defenses.checks import check_integer, check_number
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.model.anatomy import Anatomy, Place, find_anatomy, place_of
-from lightning_fedleak.model.model_runs import is_observed, reset_compiled
+from lightning_fedleak.model.compiled import reset_compiled
+from lightning_fedleak.model.model_runs import is_observed
 
 
 class _ActivationDefense(Defense):

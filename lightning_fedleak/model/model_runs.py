@@ -34,6 +34,7 @@ from lightning_fedleak.model.anatomy import (
 )
 from lightning_fedleak.model.anatomy import accepts as accepts
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.compiled import is_compiled as is_compiled
 from lightning_fedleak.model.snapshots import is_absent
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run on a GPU: 256 MiB in float32
@@ -429,29 +430,6 @@ def why_not_run(anatomy: Anatomy) -> str | None:
     return None
 
 
-def is_compiled(root: nn.Module) -> bool:
-    """Return whether torch.compile runs a module, a part of it, or its ``training_step``."""
-    return _is_compiled_function(getattr(root, "training_step", None)) or any(
-        "_orig_mod" in module._modules
-        or module._compiled_call_impl is not None
-        or _is_compiled_function(module.forward)
-        for module in model_state.modules_of(root)
-    )
-
-
-def _is_compiled_function(function: object) -> bool:
-    """Return whether torch.compile runs a function, and has not been disabled for it."""
-    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
-        function, "_torchdynamo_disable"
-    )
-
-
-def reset_compiled(root: nn.Module) -> None:
-    """Discard compiled code, which would ignore hooks that were added or removed since."""
-    if is_compiled(root):
-        torch.compiler.reset()
-
-
 @contextmanager
 def _reshard(root: nn.Module) -> Iterator[None]:
     """Shard parameters again after a block, so that the optimizer steps on shards.
@@ -497,10 +475,7 @@ def rows_at_once(device: torch.device, vocabulary: int) -> int:
 def micro_batches(
     anatomy: Anatomy, batch: TokenBatch, max_logits: int | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield blocks of rows with at most ``max_logits`` logits, or single rows.
-
-    Without ``max_logits`` they have as many as :func:`rows_at_once` allows.
-    """
+    """Yield blocks of rows with at most ``max_logits`` (or the device's) logits, or single rows."""
     device = anatomy.device
     labels = labels_of(batch)
     length = max(labels.shape[-1], batch.input_ids.shape[-1])

@@ -38,7 +38,7 @@ from lightning_fedleak.defenses.dpsgd.recorder import (
 )
 from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.processes import Team
-from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
+from lightning_fedleak.model.compiled import is_compiled, reset_compiled
 
 # The largest number of elements of a buffer whose content is compared after every step. Larger ones
 # are compared every ``loss_graph.CHECK_EVERY`` releases, because it takes longer. Not tuned.

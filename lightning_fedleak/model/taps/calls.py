@@ -22,6 +22,7 @@ from lightning_fedleak.model.anatomy import (
     text_blocks,
 )
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.compiled import reset_compiled
 from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.graph import arguments_of
@@ -57,7 +58,7 @@ class ModelCalls:
                 self._store(model, args, kwargs)
 
         self._handle = anatomy.model.register_forward_pre_hook(record, with_kwargs=True)
-        model_runs.reset_compiled(anatomy.root)
+        reset_compiled(anatomy.root)
 
     @raised_when_read
     def _store(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -82,7 +83,7 @@ class ModelCalls:
         """Remove the hook."""
         self.arm(False)
         self._handle.remove()
-        model_runs.reset_compiled(self._root)
+        reset_compiled(self._root)
 
 
 def with_ids(

@@ -24,6 +24,7 @@ from torch.nn import functional
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, backbone_of, has_cache, last_states_in
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.compiled import is_compiled
 from lightning_fedleak.model.model_state import modules_of
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -288,7 +289,7 @@ def control_crossing(
 @contextmanager
 def _model_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
     """Yield the model for repeated calls that record hidden states; its state is restored after."""
-    if model_runs.is_compiled(anatomy.root):
+    if is_compiled(anatomy.root):
         raise UnusableObservation("a control of hidden states would compile the model again")
     with _repeatable_model(anatomy) as (model, _):
         yield model

@@ -29,6 +29,7 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.compiled import is_compiled
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
@@ -53,7 +54,7 @@ class _EncoderTap(GraphTap):
     def __init__(self, anatomy: Anatomy) -> None:
         super().__init__(anatomy)
         self._calls_with_gradient: list[ModelCall] = []
-        if not model_runs.is_compiled(anatomy.root):  # a missing head is no obstacle here
+        if not is_compiled(anatomy.root):  # a missing head is no obstacle here
             self.why_not = None
 
     def close(self) -> None:

@@ -29,7 +29,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, backbone_of, last_states_in, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.compiled import is_compiled
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.last_states import head_map, read_last_states
 from lightning_fedleak.model.taps.row_labels import (
@@ -86,7 +85,7 @@ class GraphTap:
         self.labels: Tensor | None = None
         self.error: Exception | None = None
         self.why_not = None
-        if is_compiled(anatomy.root):
+        if model_runs.is_compiled(anatomy.root):
             self.why_not = "torch.compile runs the model, whose hooks do not fire"
         elif anatomy.head is None:
             self.why_not = "the model has no output head"

@@ -9,9 +9,9 @@ monitor is there, the step is not looked at), ``look`` (every attack runs, witho
 ``control`` (a look at which a control is due, and read by the attacks that need it) and ``all``
 (the controls of all attacks are read, as at the first look of a run). Medians, and ratios to
 ``off``, with a bootstrap 95% interval, of elapsed and of processor time; the latter is the one to
-read where others use the machine too. The processor time in the monitor's own hooks is printed as well: its share of
-a step is known far more closely than a difference of two steps. Whole fits (``--fits``) are made
-without and with the monitor and its default cadence.
+read where others use the machine too. The processor time in the monitor's own hooks is printed as
+well: its share of a step is known far more closely than a difference of two steps. Whole fits
+(``--fits``) are made without and with the monitor and its default cadence.
 """
 
 from __future__ import annotations

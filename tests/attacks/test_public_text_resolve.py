@@ -117,3 +117,9 @@ def test_shorter_texts_are_written_in_the_same_run(
         for i in range(1, len(ids)):
             with torch.no_grad():
                 assert int(model(ids[None, :i]).logits[0, -1].argmax()) == int(ids[i])
+
+
+@pytest.mark.parametrize("shorter", [[4, 6], [10]])
+def test_lengths_of_shorter_texts_descend(shorter: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"shorter=.* in descending order, at most length=9"):
+        PublicText.sampled_from(find_anatomy(tiny_gpt2()), 3, 9, shorter=shorter)

@@ -58,7 +58,7 @@ _LORA_UPDATE = (
 # Numbers of tokens and texts if the model generates its public text. On stories15M F1 was .975; it
 # was .971 with 4,000 tokens of 128 texts and .967 with 2,000 tokens of 64 (means of two seeds,
 # 12 IMDB batches of 8 x 64 and of 4 x 16 each, November 2026).
-_SAMPLED_TOKENS, _UPDATE_TEXTS = 3_000, 192
+_SAMPLED_TOKENS, _MAX_TEXTS = 3_000, 96
 _SAMPLED_TEXTS = 32  # of the full length; attacks on membership use as many, which are shared
 _SHORT = 25  # tokens up to which shorter texts are sampled instead; not tuned
 # Maximal number of tokens in one public batch of a simulated update; bounds time, not tuned.
@@ -233,8 +233,8 @@ class AlignedFlatChat(base.Attack):
             return rehearse_updates(anatomy, parts, steps, batches, generator)
 
     def _text(self, anatomy: Anatomy) -> PublicText:
-        """Return the public text, for updates or of a model that writes no text."""
-        n = _UPDATE_TEXTS if self._adaptive_steps is not None else _UPDATE_TEXTS // 2
+        """Return the text that was given, or sampled text: twice as many for adaptive updates."""
+        n = _MAX_TEXTS if self._adaptive_steps is None else 2 * _MAX_TEXTS
         return PublicText.resolve(self.public_text, anatomy, self.seed, n=n, or_tokens=True)
 
     def _public_batches(
@@ -409,6 +409,7 @@ class AlignedFlatChat(base.Attack):
         is_sampled = self._adaptive_steps is None and not isinstance(self.public_text, PublicText)
         n_texts = max(2, (min(tokens, _SAMPLED_TOKENS) if is_sampled else tokens) // sum(lengths))
         if is_sampled and anatomy.kind == "causal":
+            n_texts = min(n_texts, max(2, _MAX_TEXTS // len(lengths)))
             text, groups = self._sample(anatomy, lengths, n_texts)
         else:
             text = self._text(anatomy)

@@ -22,8 +22,8 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
-from lightning_fedleak.engine.channels.control import Controls
-from lightning_fedleak.model.snapshots import NotYet
+from lightning_fedleak.engine.channels.control import Controls, _Part
+from lightning_fedleak.model.snapshots import Inapplicable, NotYet
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
@@ -205,28 +205,88 @@ class Holding(BagOfWords):
         return guess if len(guess.types) <= most else WordGuess(guess.types[:0], surface="input")
 
 
+def asked_labels(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Return the labels of each control and part that attacks run on, by step, in their order."""
+    asked: dict[int, list[int]] = {}
+    real = Controls._rates
+
+    def spy(self: Controls, control: Any, *more: Any) -> Any:
+        asked.setdefault(control.number, []).append(self._count_labels(control))
+        return real(self, control, *more)
+
+    monkeypatch.setattr(Controls, "_rates", spy)
+    monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
+    return asked
+
+
 def test_a_look_begins_with_the_part_that_was_read_last_and_goes_on_where_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int]] = []
-    real = Controls._ask_part
-
-    def spy(self: Controls, look: Any, plans: Any, part: Any, n_labels: int, *more: Any) -> Any:
-        asked.append((look.step, n_labels))
-        return real(self, look, plans, part, n_labels, *more)
-
-    monkeypatch.setattr(Controls, "_ask_part", spy)
-    monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
+    asked = asked_labels(monkeypatch)
     capacities = {0: 10, 1: 10, 2: 5, 3: 5, 4: 0, 5: 0, 6: 0}  # words, by step
     attack = Holding(capacities)
     model = still_gpt2(tied=False)
     watch = watched(tmp_path, attack, model=model, rows=8, length=17, steps=7)  # 128 labels
-    first, unread, none = [(0, 32), (0, 8)], [(2, 8), (2, 32), (2, 4)], [(4, 4), (4, 32), (4, 8)]
-    assert asked == [*first, (1, 8), *unread, (3, 4), *none, (5, 4), (6, 4)]
+    assert asked == {
+        0: [128, 32, 8],
+        1: [128, 8],
+        2: [128, 8, 32, 4],
+        3: [128, 4],
+        4: [128, 4, 32, 8],
+        5: [128],  # it worked on no part, and nothing has moved
+        6: [128],
+    }
     parts = [
         line["metrics"].get("f1_of_a_part", {}).get("value") for line in watch.lines("holding")
     ]
     assert parts == [1, 1, 1, 1, None, None, None]
+
+
+def test_an_attack_that_worked_on_no_part_is_asked_about_parts_again_after_it_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asked_labels(monkeypatch)
+    attack = Holding({0: 0, 1: 0, 2: 200, 3: 10, 4: 10})  # at step 2 it reads all words
+    watched(tmp_path, attack, model=still_gpt2(tied=False), rows=8, length=17, steps=5)
+    assert asked == {0: [128, 32, 8, 4], 1: [128], 2: [128], 3: [128, 32, 8], 4: [128, 8]}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [(0.0, 0.05, False), (0.0, 0.2, True), (0.0, math.nan, True), (math.nan, math.nan, False)],
+)
+def test_an_attack_that_worked_on_no_part_tries_parts_again_where_its_control_has_moved(
+    then: float, now: float, expected: bool
+) -> None:
+    assert _Part(0, then).is_outdated(now) == expected
+
+
+class Refusing(BagOfWords):
+    """Has a result for the first step, and none for later ones."""
+
+    default_name = "refusing"
+    needs_control = True
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        if view.gradients[-1].step:
+            raise Inapplicable("too many rows")
+        return WordGuess(super().run(view, query).types[:0], surface="input")
+
+
+def test_an_attack_without_a_result_needs_no_control(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[int] = []
+    real = Controls._play
+
+    def spy(self: Controls, look: Any, *plans: Any) -> None:
+        played.append(look.step)
+        real(self, look, *plans)
+
+    monkeypatch.setattr(Controls, "_play", spy)
+    watch = watched(tmp_path, Refusing(), steps=4)
+    assert played == [0]  # a low number; the later looks have none
+    assert math.isnan(watch.latest["leakage/refusing/f1"])
 
 
 class Noisy(SubspaceWords):

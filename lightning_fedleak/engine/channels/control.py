@@ -60,7 +60,7 @@ Fewer: such an attack passes as one that works on smaller batches. More: attacks
 only a few word types are unknown.
 """
 MAX_MOVE = 0.1
-"""Up to this change of its control, an attack that fails on a part is not run on other sizes.
+"""Up to this change of its control, an attack that worked on no part is not run on parts again.
 
 Larger: fewer gradients are computed. Smaller: a failing attack runs on all sizes more often.
 """
@@ -100,25 +100,19 @@ class _Newest:
 
 
 class _Part(NamedTuple):
-    """The part of a control on which an attack last worked, or the smallest if it worked on none.
+    """The part of a control on which an attack last worked.
 
     Attributes:
-        labels: The number of labels of the part.
-        is_read: Whether the attack worked on it, that is, recovered enough.
+        labels: The number of labels of the part; 0 if the attack worked on none.
         control: The attack's headline metric on the whole control then; NaN if unknown.
     """
 
     labels: int
-    is_read: bool
     control: float
 
     def is_outdated(self, control: float) -> bool:
-        """Return whether the attack may now work on a part of another size.
-
-        Args:
-            control: The attack's headline metric on the whole control now; NaN if unknown.
-        """
-        if self.is_read or math.isnan(control) != math.isnan(self.control):
+        """Return whether the attack may now work on a part, by its control of the whole now."""
+        if self.labels or math.isnan(control) != math.isnan(self.control):
             return True
         return abs(control - self.control) > MAX_MOVE
 
@@ -235,14 +229,16 @@ class Controls:
         """Return whether an attack's number at this look needs a control at this look.
 
         It does if it is the first of the run, lower than the one before, or lower than
-        :data:`FALL` times the last control, or if that control is unknown. An attack that still
-        waits needs no control. Under DP every look but a retry needs one.
+        :data:`FALL` times the last control, or if that control is unknown. An attack without a
+        result has no number. Under DP every look but a retry needs a control.
         """
         newest = self._newest.get(plan.attack.name)
         if self._ignores_data:
             return newest is None or look.scope is None
+        if all(isinstance(a, Unknown | Waiting | None) for a in self._answers(look, plan)):
+            return False
         if newest is None:
-            return not all(isinstance(answer, Waiting) for answer in self._answers(look, plan))
+            return True
         number = self._number(look, plan)
         last, newest.number = newest.number, number
         return math.isnan(newest.control) or number < last or number < FALL * newest.control
@@ -420,6 +416,8 @@ class Controls:
                 is_low = not control.rates.get(channel.headline, math.nan) > self._limit(channel)
             if self._anywhere(is_low):
                 low.append(plan)
+            else:
+                self._parts.pop(plan.attack.name, None)
         if low:
             self._run_on_parts(look, low, controls[-1], remainder)
 
@@ -505,24 +503,22 @@ class Controls:
     ) -> None:
         """Run attacks that recover little of a whole control on smaller and smaller parts of it.
 
-        If an attack works on a part, the whole holds more text than the attack can recover. The
-        part on which one of the attacks worked last comes before all sizes.
+        If an attack works on a part, the whole holds more text than it can recover. The part on
+        which one worked last comes first.
         """
         n_labels = self._count_labels(whole)
-        names = {plan.attack.name for plan in plans}
-        parts = {n: p for n, p in self._parts.items() if n in names and p.labels < n_labels}
-        low, first_size = list(plans), 0
-        if parts:  # one size for all attacks: the smallest on which one of them has worked
-            sizes = [part.labels for part in parts.values() if part.is_read]
-            first_size = min(sizes or [part.labels for part in parts.values()])
-            unread = self._ask_part(look, plans, whole.part(first_size), first_size, remainder)
-            low = [plan for plan in unread if self._may_read_another(plan, parts)]
+        low = [plan for plan in plans if n_labels > MIN_LABELS and self._may_read_a_part(plan)]
+        parts = [self._parts[plan.attack.name] for plan in low if plan.attack.name in self._parts]
+        sizes = [part.labels for part in parts if 0 < part.labels < n_labels]
+        first_size = min(sizes, default=0)  # of all attacks, so that one gradient is computed
+        if sizes:
+            low = self._ask_part(look, low, whole.part(first_size), first_size, remainder)
         while low and n_labels > MIN_LABELS:
             n_labels = max(n_labels // SMALLER, MIN_LABELS)
             if n_labels != first_size:
                 low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
-        for plan in low:  # attacks that work on no part: the smallest part comes first next time
-            self._parts[plan.attack.name] = _Part(MIN_LABELS, False, self._newest_control(plan))
+        for plan in low:
+            self._remember(plan, 0)
 
     def _count_labels(self, whole: Step) -> int:
         """Return the number of labels of a control; over joint processes, their mean number."""
@@ -562,13 +558,17 @@ class Controls:
             if self._anywhere(not is_read):
                 unread.append(plan)
             else:
-                self._parts[name] = _Part(n_labels, True, self._newest_control(plan))
+                self._remember(plan, n_labels)
         return unread
 
-    def _may_read_another(self, plan: Plan, parts: Mapping[str, _Part]) -> bool:
-        """Return whether an attack that fails on its newest part may work on another size."""
-        part = parts.get(plan.attack.name)
+    def _may_read_a_part(self, plan: Plan) -> bool:
+        """Return whether an attack that recovers little of the whole may work on a part of it."""
+        part = self._parts.get(plan.attack.name)
         return part is None or self._anywhere(part.is_outdated(self._newest_control(plan)))
+
+    def _remember(self, plan: Plan, labels: int) -> None:
+        """Remember the labels of the part on which an attack worked; 0 if it worked on none."""
+        self._parts[plan.attack.name] = _Part(labels, self._newest_control(plan))
 
     def _newest_control(self, plan: Plan) -> float:
         """Return an attack's headline metric on its newest control; NaN if it has none."""

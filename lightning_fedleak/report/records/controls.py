@@ -85,19 +85,21 @@ def judge_value(
     if at_most >= 1 or control is None or math.isnan(value) or value > at_most or control >= 1:
         return Judgement(value)
     measured = f"it reads {value:.2f}, and {control:.2f} of known {known} in the same step"
+    if math.isnan(control):
+        measured = f"it reads {value:.2f}, and its control could not be read"
+        measured += f" ({failure})" if failure else ""
     if control > at_most:
         share = (value - chance) / (control - chance)
         counted = chance + share * (1 - chance)
         return Judgement(counted, f"{measured}, so that it counts as {counted:.2f}")
     if part > max(at_most, default_limit(chance)):
         why = (
-            f"low by aggregation: {measured}, but {part:.2f} of those of a part of the batch, "
-            "which holds more than this attack can distinguish"
+            f"low by aggregation: {measured}, but {part:.2f} of known {known} of a part of the "
+            "batch, which holds more than this attack can distinguish"
         )
         return Judgement(value, why, by_aggregation=True)
     if math.isnan(control):
-        why = f"it reads {value:.2f}, and its control could not be read"
-        return Judgement(math.nan, f"{why}: {failure}" if failure else why)
+        return Judgement(math.nan, measured)
     why = f"{measured}: this attack cannot show more than {control:.2f} here"
     if unexplained > 0:
         why += (

@@ -26,6 +26,8 @@ SHARES = st.floats(0, 1)
         (0.4, 0.5, NO, NO),  # the gate could not have rung
         (0.4, 0.3, 0.9, 0.4),  # by aggregation
         (0.4, 0.3, 0.4, NO),
+        (0.4, NO, 0.9, 0.4),  # by aggregation; the whole could not be read
+        (0.4, NO, 0.4, NO),
         (0.4, NO, NO, NO),
         (NO, 1.0, NO, NO),
     ],
@@ -50,9 +52,13 @@ def test_both_numbers_are_in_the_reason() -> None:
     assert "0.60, and 0.75 of known texts" in share
     assert share.endswith("counts as 0.70")
     assert judge_value(0.2, NO, at_most=0.5, chance=0.0, failure="it broke").why.endswith(
-        ": it broke"
+        "could not be read (it broke)"
     )
     assert judge_value(0.2, NO, at_most=0.5, chance=0.0).why.endswith("could not be read")
+    assert judge_value(0.2, NO, part=0.9, at_most=0.5, chance=0.0).why == (
+        "low by aggregation: it reads 0.20, and its control could not be read, but 0.90 of known "
+        "words of a part of the batch, which holds more than this attack can distinguish"
+    )
 
 
 @given(value=SHARES, control=SHARES, part=SHARES, at_most=st.floats(0, 0.99))

@@ -91,8 +91,8 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         stack.enter_context(model_state.preserve_process())
         if not any(root is outer for outer in outer_roots):
             stack.enter_context(model_state.preserve_model(root, anatomy.model))
-        stack.enter_context(_reshard(root))
-        if is_compiled(root):
+        stack.enter_context(_reshard(modules))
+        if is_compiled(root, modules):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Older torch would store weights that are cast without gradient for training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -431,13 +431,12 @@ def why_not_run(anatomy: Anatomy) -> str | None:
 
 
 @contextmanager
-def _reshard(root: nn.Module) -> Iterator[None]:
-    """Shard parameters again after a block, so that the optimizer steps on shards.
+def _reshard(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Shard the parameters of modules again after a block, so that the optimizer steps on shards.
 
     After a forward FSDP2 leaves the outermost module whole. If a forward stops early, ZeRO-3 leaves
     the parameters whole that it has prefetched.
     """
-    modules = model_state.modules_of(root)
     groups = [m for m in modules if hasattr(m, "unshard") and hasattr(m, "reshard")]
     sharded = [
         m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
@@ -449,7 +448,7 @@ def _reshard(root: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.reshard()  # type: ignore[operator]
-        registries = (getattr(m, "ds_inflight_param_registry", None) for m in root.modules())
+        registries = (getattr(m, "ds_inflight_param_registry", None) for m in modules)
         in_flight: Any = next((x for x in registries if x is not None), {}) if absent else {}
         for p in absent:
             if p in in_flight:

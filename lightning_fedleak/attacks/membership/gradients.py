@@ -302,15 +302,22 @@ class GradientMembership(PassiveMembership):
             raise UnusableObservation("no public text reaches the maps that have a gradient")
         maps = [m for m in maps if m.name in whitened]
 
-        controls = token_parts.join_fits(self._fits(maps, whitened, public))
+        both, n = _join_short(public, candidates, anatomy), len(public.input_ids)
+        if both is None:
+            controls = token_parts.join_fits(self._fits(maps, whitened, public))
+            candidate_fits = self._fits(maps, whitened, candidates)
+        else:
+            [fits] = self._fits(maps, whitened, both)
+            controls = {name: fit.texts(slice(n)) for name, fit in fits.items()}
+            candidate_fits = [{name: fit.texts(slice(n, None)) for name, fit in fits.items()}]
         weights = {name: 1 / token_parts.noise_variance(fit) for name, fit in controls.items()}
         control_fit = token_parts.sum_fits(controls, weights)
         if not bool(control_fit.squares.any()):
             raise UnusableObservation("public texts leave nothing in the maps that are read")
         noise = token_parts.noise_variance(control_fit).sqrt()
 
-        fits = [token_parts.sum_fits(f, weights) for f in self._fits(maps, whitened, candidates)]
-        scores = [token_parts.min_coefficient(fit, noise) for fit in fits]
+        sums = [token_parts.sum_fits(fits, weights) for fits in candidate_fits]
+        scores = [token_parts.min_coefficient(fit, noise) for fit in sums]
         return size, torch.cat(scores), token_parts.min_coefficient(control_fit, noise)
 
     def _fits(
@@ -342,6 +349,25 @@ class GradientMembership(PassiveMembership):
             work["numbers"] = work.get("numbers", 0) + numbers
         stored = do_once(key, lambda: token_parts.map_token_parts(anatomy, maps, batch, whiten))
         return [fit(parts) for parts in stored]
+
+
+def _join_short(public: TokenBatch, candidates: TokenBatch, anatomy: Anatomy) -> TokenBatch | None:
+    """Return public and candidate texts as one batch; None if that takes more than one run.
+
+    To run a small model on short texts takes longer than its arithmetic.
+    """
+    batches = public, candidates
+    shapes, masks = zip(*((x.input_ids.shape, x.attention_mask) for x in batches), strict=True)
+    numbers = sum(rows * length for rows, length in shapes) * anatomy.vocab_size
+    is_one_run = shapes[0][1] == shapes[1][1] and numbers <= token_parts.LOGITS_AT_ONCE
+    if not is_one_run or any(mask is None for mask in masks):
+        return None
+
+    def joined(pair: Iterable[Tensor]) -> Tensor:
+        return torch.cat([x.to(anatomy.device) for x in pair])
+
+    ids, labels = joined(x.input_ids for x in batches), joined(map(labels_of, batches))
+    return TokenBatch(ids, labels, joined(masks), "causal")
 
 
 def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:

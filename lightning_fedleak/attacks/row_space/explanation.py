@@ -475,17 +475,19 @@ class ReadableInput:
             noise: The standard deviation of the noise of each gradient.
             factors: The rows of AdaLoRA's factors A by map, which are projected out too.
         """
-        atoms = self._project_atoms(positions, factors)
-        shared = SharedRows.stack(gradients, atoms.nuisance, rounding=rounding, noise=noise)
+        _, nuisance, _ = self.dictionary.atoms(positions, tuple(factors.values()))
+        shared = SharedRows.stack(gradients, nuisance, rounding=rounding, noise=noise)
         if factors and not any(noise) and shared.is_noise:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
-        dims = atoms.width - len(atoms.nuisance)
-        n_positions = len(atoms) - len(self.log_odds)
-        odds = torch.cat([self.log_odds, self.log_odds.new_zeros(n_positions)])
-        if dims > 1 and not len(shared.principal):  # all of the rows is noise
-            no_types = torch.empty(0, dtype=torch.long, device=odds.device)
-            return PursuitResult(no_types, odds, 0.0, 1.0, False)
-        result = explain(atoms, shared, odds) if len(shared.principal) < dims - 1 else None
+        dims, result = nuisance.shape[1] - len(nuisance), None
+        if len(shared.principal) < dims - 1:  # otherwise the atoms are not needed, which take long
+            atoms = self._project_atoms(positions, factors)
+            n_positions = len(atoms) - len(self.log_odds)
+            odds = torch.cat([self.log_odds, self.log_odds.new_zeros(n_positions)])
+            if not len(shared.principal):  # all of the rows is noise
+                no_types = torch.empty(0, dtype=torch.long, device=odds.device)
+                return PursuitResult(no_types, odds, 0.0, 1.0, False)
+            result = explain(atoms, shared, odds)
         if result is None or (math.isnan(result.expected) and not len(result.types)):
             raise Inapplicable(
                 f"the shared rows fill {len(shared.principal)} of the {dims} directions of the "

@@ -29,12 +29,14 @@ class SharedRows:
 
     Attributes:
         whole: (n, d) float64, all rows, orthogonal to the directions that belong to no token.
+        triangle: (min(n, d), d) float64, rows with the inner products of the columns of ``whole``.
         principal: (k, d) float64, the right singular vectors of ``whole`` above the noise, each
             times its singular value.
         exact: whether the only noise is rounding to float32 or finer, as a certificate requires.
     """
 
     whole: Tensor
+    triangle: Tensor
     principal: Tensor
     exact: bool
 
@@ -59,7 +61,9 @@ class SharedRows:
         whole = whole - (whole @ basis.T) @ basis
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
         max_rank = basis.shape[1] - len(basis)
-        return cls(whole, _above_noise(whole, max_rank, exact=exact), exact)
+        triangle = torch.linalg.qr(whole).R if len(whole) > whole.shape[1] else whole
+        principal = _above_noise(triangle, len(whole), max_rank, exact=exact)
+        return cls(whole, triangle, principal, exact)
 
     @property
     def noise_norm(self) -> float:
@@ -73,19 +77,18 @@ class SharedRows:
         return not len(self.principal) or is_small
 
 
-def _above_noise(rows: Tensor, max_rank: int, *, exact: bool) -> Tensor:
-    """Return the right singular vectors above the noise, each times its singular value.
+def _above_noise(triangle: Tensor, n: int, max_rank: int, *, exact: bool) -> Tensor:
+    """Return the right singular vectors of n rows above the noise, each times its singular value.
 
     If the noise is rounding, whose size is only estimated, the cut is at the largest ratio of
     consecutive singular values near the estimate. The drop after ``max_rank`` singular values, to
     the directions that were projected out, does not count.
     """
-    n, d = rows.shape
-    if n > d:
-        rows = torch.linalg.qr(rows).R
-    _, s, basis = torch.linalg.svd(rows, full_matrices=False)
+    _, s, basis = torch.linalg.svd(triangle, full_matrices=False)
     s = s[:max_rank]
-    edge = math.sqrt(n) + math.sqrt(d)  # the largest singular value of (n, d) standard noise
+    edge = math.sqrt(n) + math.sqrt(
+        triangle.shape[1]
+    )  # the largest singular value of (n, d) standard noise
     k = int((s > edge).sum())
     if exact and k:
         start = max(int((s > edge * _EDGE_FACTOR).sum()) - 1, 0)

@@ -192,7 +192,7 @@ def kept_rows(
             rows.append((number, places))
             values = row[None, places] / row.norm() * len(places) ** 0.5
             values = values / torch.finfo(torch.float32).eps
-            shared.append(SharedRows(values, values, exact=False))
+            shared.append(SharedRows(values, values, values, exact=False))
     return rows, shared
 
 

@@ -93,10 +93,13 @@ _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control h
 
 @dataclass
 class _Newest:
-    """The headline metric of an attack: on its newest control, and at its newest look."""
+    """The headline metric of an attack: on its newest control, and at its newest look.
 
-    control: float
-    number: float
+    The former is NaN if it is unknown, and the latter infinite if it was not needed yet.
+    """
+
+    control: float = math.nan
+    number: float = math.inf
 
 
 class _Part(NamedTuple):
@@ -232,14 +235,12 @@ class Controls:
         :data:`FALL` times the last control, or if that control is unknown. An attack without a
         result has no number. Under DP every look but a retry needs a control.
         """
-        newest = self._newest.get(plan.attack.name)
+        name = plan.attack.name
         if self._ignores_data:
-            return newest is None or look.scope is None
+            return name not in self._newest or look.scope is None
         if all(isinstance(a, Unknown | Waiting | None) for a in self._answers(look, plan)):
             return False
-        if newest is None:
-            return True
-        number = self._number(look, plan)
+        newest, number = self._newest.setdefault(name, _Newest()), self._number(look, plan)
         last, newest.number = newest.number, number
         return math.isnan(newest.control) or number < last or number < FALL * newest.control
 
@@ -579,9 +580,8 @@ class Controls:
         """Store the control of an attack in the look, and as its newest one."""
         unexplained = look.training_step.unexplained
         look.controls[plan.attack.name] = replace(control, unexplained=unexplained)
-        number = self._number(look, plan)
-        value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
-        self._newest[plan.attack.name] = _Newest(value, number)
+        newest = self._newest.setdefault(plan.attack.name, _Newest())
+        newest.control = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
 
     def state(self) -> tuple[dict[str, _Newest], dict[str, _Part]]:
         """Return each attack's newest control and newest part, by name."""

@@ -13,7 +13,7 @@ from peft import AdaLoraConfig, LoraConfig, PromptEncoderConfig, PromptTuningCon
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
-from lightning_fedleak.attacks.membership import gradients
+from lightning_fedleak.attacks.membership import gradients, token_parts
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.token_parts import (
     Moments,
@@ -356,6 +356,21 @@ def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch
     inside = texts(ROWS, LENGTH)
     guess = asked(ready(llama()), inside, torch.cat([inside, *variants(inside).values()]))
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
+
+
+@pytest.mark.parametrize("family", [llama, lora])
+def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, others = texts(ROWS, LENGTH), texts(ROWS, LENGTH)
+    query, both = torch.cat([inside, others]), prepared(ready(family()))
+    together = asked_of(*both, inside, query)
+    vocabulary = both[0].vocab_size
+    one_run = (len(query) + both[1].controls) * LENGTH * vocabulary
+    monkeypatch.setattr(token_parts, "LOGITS_AT_ONCE", one_run - 1)
+    apart = asked_of(*both, inside, query)
+    torch.testing.assert_close(together.scores, apart.scores, rtol=1e-4, atol=1e-6)
+    assert torch.equal(together.members, apart.members)
 
 
 def test_blocks_are_spread_where_there_is_no_memory_for_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -43,6 +44,16 @@ def planted(rows: Tensor, types: int, rank: int, seed: int = 0) -> tuple[Tensor,
 def solve(rows: Tensor, gradient: Tensor, noise: float = 0.0) -> PursuitResult:
     shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[noise])
     return explain(Atoms(rows, NOTHING), shared, torch.full((len(rows),), math.log(20 / V)))
+
+
+@pytest.mark.parametrize("rank", [8, D, 3 * D])
+def test_the_triangle_has_the_inner_products_of_all_rows(rank: int) -> None:
+    gradient, _ = planted(dictionary(), 24, rank)
+    shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
+    assert shared.triangle.shape == (min(rank, D), D)
+    torch.testing.assert_close(
+        shared.triangle.T @ shared.triangle, shared.whole.T @ shared.whole, rtol=1e-9, atol=1e-3
+    )
 
 
 @given(st.integers(2, 24), st.integers(0, 1000))
@@ -325,7 +336,7 @@ def test_what_the_right_types_leave_above_the_noise_is_not_certified(
     shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
     g = torch.Generator().manual_seed(7)
     beyond = torch.randn(shared.whole.shape, generator=g, dtype=torch.float64)
-    spoilt = SharedRows(shared.whole + units * beyond, shared.principal, exact=True)
+    spoilt = replace(shared, whole=shared.whole + units * beyond)
     odds = torch.full((len(rows),), math.log(20 / V))
     for what, certified in ((shared, True), (spoilt, False)):
         result = explain(Atoms(rows, NOTHING), what, odds)

@@ -21,6 +21,7 @@ from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
+    Inapplicable,
     NotYet,
     Observation,
     Stage,
@@ -55,6 +56,17 @@ def guess_of(
     attack, anatomy = prepared(model, attack)
     backward(model, ids, **more)
     return attack.run(observed(attack, anatomy))
+
+
+def test_a_batch_that_fills_all_directions_is_refused_before_the_atoms_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def made(*_: object) -> None:
+        raise AssertionError("atoms were made")
+
+    monkeypatch.setattr(explanation, "Atoms", made)
+    with pytest.raises(Inapplicable, match=r"fill \d+ of the \d+ directions"):
+        guess_of(ready(llama()), texts(8, 16))
 
 
 def fresh_lora(rank: int = 4, targets: Sequence[str] = ("q_proj", "v_proj")) -> nn.Module:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -328,10 +329,7 @@ class GradientMembership(PassiveMembership):
         The parts of texts are the same for all gradients of a step and its controls. If they fit
         into memory (``MAX_NUMBERS`` values in all), they are computed once and stored.
         """
-        anatomy, whitenings = self._anatomy, self._whitenings
-
-        def whiten(parts: Parts) -> dict[str, token_parts.WhiteParts]:
-            return {n: token_parts.WhiteParts.whiten(whitenings[n], *p) for n, p in parts.items()}
+        anatomy, whiten = self._anatomy, partial(token_parts.WhiteParts.whiten, self._whitenings)
 
         def fit(parts: Mapping[str, token_parts.WhiteParts]) -> dict[str, token_parts.PartFit]:
             return {name: part.fit(shared[name]) for name, part in parts.items()}

@@ -439,7 +439,10 @@ class AlignedFlatChat(base.Attack):
         short, long = ([n for n in lengths if (n <= _SHORT) == is_short] for is_short in (1, 0))
         n_long = max(_SAMPLED_TEXTS, n_texts * len(long))
         # One token more, since every second text loses its start token.
-        shorter = [max(short) + 1] * n_texts * len(short) if short else []
+        shorter = [n + 1 for n in reversed(short) for _ in range(n_texts)]
         text = PublicText.resolve("sampled", anatomy, self.seed, n=n_long, shorter=shorter)
-        rows = range(n_long), range(n_long, len(text))
-        return text, [pair for pair in zip(rows, (long, short), strict=True) if pair[1]]
+        groups: list[tuple[range, Sequence[int]]] = [(range(n_long), long)] if long else []
+        starts = range(n_long, len(text), n_texts)
+        for start, length in zip(starts, reversed(short), strict=True):
+            groups.append((range(start, start + n_texts), [length]))
+        return text, groups

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
 from lightning_fedleak.model.model_state import modules_of
 
 
-def is_compiled(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> bool:
-    """Return whether torch.compile runs a module, a part of it, or its ``training_step``.
-
-    Args:
-        root: the module.
-        modules: all of its modules, if they are known.
-    """
+def is_compiled(root: nn.Module) -> bool:
+    """Return whether torch.compile runs a module, a part of it, or its ``training_step``."""
     return _is_compiled_function(getattr(root, "training_step", None)) or any(
         "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
         or _is_compiled_function(module.forward)
-        for module in modules or modules_of(root)
+        for module in modules_of(root)
     )
 
 

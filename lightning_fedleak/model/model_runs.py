@@ -92,7 +92,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         if not any(root is outer for outer in outer_roots):
             stack.enter_context(model_state.preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(modules))
-        if is_compiled(root, modules):
+        if is_compiled(root):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Older torch would store weights that are cast without gradient for training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())

@@ -22,7 +22,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
-from lightning_fedleak.engine.channels.control import Controls, _Part
+from lightning_fedleak.engine.channels.control import Controls, _Newest
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS
@@ -258,7 +258,8 @@ def test_an_attack_that_worked_on_no_part_is_asked_about_parts_again_after_it_wo
 def test_an_attack_that_worked_on_no_part_tries_parts_again_where_its_control_has_moved(
     then: float, now: float, expected: bool
 ) -> None:
-    assert _Part(0, then).is_outdated(now) == expected
+    newest = _Newest(control=now, part=0, control_then=then)
+    assert newest.may_read_a_part() == expected
 
 
 class Refusing(BagOfWords):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -329,7 +328,10 @@ class GradientMembership(PassiveMembership):
         The parts of texts are the same for all gradients of a step and its controls. If they fit
         into memory (``MAX_NUMBERS`` values in all), they are computed once and stored.
         """
-        anatomy, whiten = self._anatomy, partial(token_parts.WhiteParts.whiten, self._whitenings)
+        anatomy, whitenings = self._anatomy, self._whitenings
+
+        def whiten(parts: Parts) -> dict[str, token_parts.WhiteParts]:
+            return {n: token_parts.WhiteParts.whiten(whitenings[n], *p) for n, p in parts.items()}
 
         def fit(parts: Mapping[str, token_parts.WhiteParts]) -> dict[str, token_parts.PartFit]:
             return {name: part.fit(shared[name]) for name, part in parts.items()}
@@ -354,18 +356,16 @@ def _join_short(public: TokenBatch, candidates: TokenBatch, anatomy: Anatomy) ->
 
     To run a small model on short texts takes longer than its arithmetic.
     """
-    batches = public, candidates
-    shapes, masks = zip(*((x.input_ids.shape, x.attention_mask) for x in batches), strict=True)
-    numbers = sum(rows * length for rows, length in shapes) * anatomy.vocab_size
-    is_one_run = shapes[0][1] == shapes[1][1] and numbers <= token_parts.LOGITS_AT_ONCE
-    if not is_one_run or any(mask is None for mask in masks):
+    rows, length = public.input_ids.shape
+    texts = rows + len(candidates.input_ids)
+    is_one_run = texts * length * anatomy.vocab_size <= token_parts.LOGITS_AT_ONCE
+    if not is_one_run or candidates.input_ids.shape[1] != length:
         return None
-
-    def joined(pair: Iterable[Tensor]) -> Tensor:
-        return torch.cat([x.to(anatomy.device) for x in pair])
-
-    ids, labels = joined(x.input_ids for x in batches), joined(map(labels_of, batches))
-    return TokenBatch(ids, labels, joined(masks), "causal")
+    batches, device = (public, candidates), anatomy.device
+    columns = zip(*((x.input_ids, labels_of(x), x.attention_mask) for x in batches), strict=True)
+    # Both have a mask.
+    ids, labels, mask = (torch.cat([x.to(device) for x in c if x is not None]) for c in columns)
+    return TokenBatch(ids, labels, mask, "causal")
 
 
 def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:

@@ -60,9 +60,9 @@ def map_token_parts(
         maps: The linear maps.
         batch: The texts (B, L) with labels.
         function: A function of the inputs (b, L, d) and slopes (b, L, o) of a few texts, by the
-            map's name, in float32. Maps that read the same input have the same tensor. The slopes
-            are those of the summed loss. Both are zero at padding. Virtual tokens are missing, and
-            so are maps that are not called exactly once or do not affect the loss.
+            map's name, in float32. The slopes are those of the summed loss. Both are zero at
+            padding. Virtual tokens are missing, and so are maps that are not called exactly once or
+            do not affect the loss.
 
     Returns:
         The function's results, in the order of the texts.
@@ -107,17 +107,13 @@ def _inputs_and_slopes(
         errors = _logit_errors(logits.detach(), labels_of(texts)).to(logits.dtype)
         slopes = torch.autograd.grad(logits, outputs, errors, allow_unused=True)
     real = None if texts.attention_mask is None else (texts.attention_mask != 0)[..., None]
-
-    def of_texts(values: Tensor) -> Tensor:
-        values = values.detach()[:, -length:].float()  # without virtual tokens
-        return values if real is None else values * real
-
-    inputs = {id(x): of_texts(x) for x, _ in single_calls.values()}
-    return {
-        name: (inputs[id(x)], of_texts(slope))
-        for (name, (x, _)), slope in zip(single_calls.items(), slopes, strict=True)
-        if slope is not None
-    }
+    pairs = {}
+    for (name, (x, _)), slope in zip(single_calls.items(), slopes, strict=True):
+        if slope is None:
+            continue
+        x, slope = x[:, -length:].float(), slope[:, -length:].float()  # without virtual tokens
+        pairs[name] = (x, slope) if real is None else (x * real, slope * real)
+    return pairs
 
 
 def _logit_errors(logits: Tensor, labels: Tensor) -> Tensor:
@@ -145,7 +141,7 @@ def _record_calls(maps: Sequence[LinearMap]) -> Iterator[dict[int, list[tuple[Te
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            calls.setdefault(id(module), []).append((args[0], output))
+            calls.setdefault(id(module), []).append((args[0].detach(), output))
 
     with ExitStack() as stack:
         for reader in {id(m.reader): m.reader for m in maps}.values():
@@ -174,19 +170,13 @@ class SideWhitening:
     sizes: Tensor
 
     @classmethod
-    def from_moments(
-        cls, inputs: Tensor, slopes: Tensor, axis: int, input_factor: Tensor | None = None
-    ) -> SideWhitening:
-        """Return the whitening for the :class:`Moments` of inputs, (d, d) or (d,), and slopes.
-
-        ``input_factor`` is the whitening matrix of ``inputs``, if it is known.
-        """
+    def from_moments(cls, inputs: Tensor, slopes: Tensor, axis: int) -> SideWhitening:
+        """Return the whitening for the :class:`Moments` of inputs, (d, d) or (d,), and slopes."""
         squares = [m.diagonal() if m.dim() == 2 else m for m in (slopes, inputs)]
         sizes = torch.outer(*(square.sqrt() for square in squares)).float()
         if axis != 1:
             sizes = sizes.T
-        factor = whitening_matrix(inputs) if input_factor is None else input_factor
-        return cls(factor, whitening_matrix(slopes), axis, sizes)
+        return cls(whitening_matrix(inputs), whitening_matrix(slopes), axis, sizes)
 
     def whiten(self, gradient: Tensor) -> Tensor:
         """Return the whitened gradient (o, d) of the parameter."""
@@ -197,8 +187,7 @@ class SideWhitening:
 class Moments:
     """The second moments of inputs and slopes, summed over public tokens, by map.
 
-    A side wider than ``MAX_FULL_WIDTH`` keeps the diagonal only. Maps of the same input share one
-    moment of it. Products are in float32, of values
+    A side wider than ``MAX_FULL_WIDTH`` keeps the diagonal only. Products are in float32, of values
     that are divided by the largest of the first texts: squares of small slopes would be zero.
     """
 
@@ -209,19 +198,15 @@ class Moments:
 
     def add(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add the inputs and slopes of a few texts, by map."""
-        first: dict[int, tuple[Tensor, Tensor]] = {}
-        added: set[int] = set()
         for name, sides in parts.items():
             for sums, values in zip((self._inputs, self._slopes), sides, strict=True):
                 flat = values.flatten(0, 1)
                 if name not in sums:
-                    if id(values) not in first:
-                        first[id(values)] = _empty_moment(flat)
-                    sums[name] = first[id(values)]
+                    shape = flat.shape[1:] if flat.shape[1] > MAX_FULL_WIDTH else flat.shape[1:] * 2
+                    largest = flat.abs().max()
+                    size = torch.where(largest > 0, largest, 1)
+                    sums[name] = flat.new_zeros(shape), size
                 moment, size = sums[name]
-                if id(moment) in added:
-                    continue
-                added.add(id(moment))
                 scaled = flat / size
                 if moment.dim() == 2:
                     moment.addmm_(scaled.T, scaled)
@@ -234,32 +219,13 @@ class Moments:
         The moments of these maps are dropped, to free their memory.
         """
         whitenings = {}
-        # The newest moment of inputs, and their whitening: maps of one input follow each other.
-        newest: tuple[Tensor, Tensor, Tensor] | None = None
         for m in maps:
-            if m.name not in self._inputs:
-                continue
-            (inputs, input_size), (slopes, slope_size) = (
-                self._inputs.pop(m.name),
-                self._slopes.pop(m.name),
-            )
-            if not (bool(inputs.any()) and bool(slopes.any())):
-                continue
-            if newest is None or newest[0] is not inputs:
-                moment = inputs.double() * input_size.double() ** 2
-                newest = inputs, moment, whitening_matrix(moment)
-            slope_moment = slopes.double() * slope_size.double() ** 2
-            whitenings[m.name] = SideWhitening.from_moments(
-                newest[1], slope_moment, m.axis, newest[2]
-            )
+            if m.name in self._inputs:
+                scaled = self._inputs.pop(m.name), self._slopes.pop(m.name)
+                if all(bool(moment.any()) for moment, _ in scaled):
+                    x, slope = (moment.double() * size.double() ** 2 for moment, size in scaled)
+                    whitenings[m.name] = SideWhitening.from_moments(x, slope, m.axis)
         return whitenings
-
-
-def _empty_moment(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return zeros for the second moment of values (n, d), and the size that divides them."""
-    shape = flat.shape[1:] if flat.shape[1] > MAX_FULL_WIDTH else flat.shape[1:] * 2
-    largest = flat.abs().max()
-    return flat.new_zeros(shape), torch.where(largest > 0, largest, 1)
 
 
 def _multiply(values: Tensor, factor: Tensor) -> Tensor:
@@ -308,22 +274,10 @@ class WhiteParts:
     gram: Tensor
 
     @classmethod
-    def whiten(
-        cls, whitenings: Mapping[str, SideWhitening], parts: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> dict[str, WhiteParts]:
-        """Return the whitened parts of inputs (B, L, d) and slopes (B, L, o), by map."""
-        white_parts = {}
-        inputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of maps that share an input
-        for name, (x, slope) in parts.items():
-            whitening = whitenings[name]
-            key = id(x), id(whitening.inputs)
-            if key not in inputs:
-                white = _multiply(x, whitening.inputs)
-                inputs[key] = white, white @ white.mT
-            white, products = inputs[key]
-            slope = _multiply(slope, whitening.slopes)
-            white_parts[name] = cls(white, slope, (slope @ slope.mT) * products)
-        return white_parts
+    def whiten(cls, whitening: SideWhitening, x: Tensor, slope: Tensor) -> WhiteParts:
+        """Return the whitened parts of inputs (B, L, d) and slopes (B, L, o)."""
+        x, slope = _multiply(x, whitening.inputs), _multiply(slope, whitening.slopes)
+        return cls(x, slope, (slope @ slope.mT) * (x @ x.mT))
 
     def fit(self, shared: Tensor) -> PartFit:
         """Return the fit of the parts to the whitened shared gradient (o, d)."""

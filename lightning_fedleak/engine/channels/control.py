@@ -19,11 +19,11 @@ The order in a look (a measurement at one step), after the attacks have guessed:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,31 +93,26 @@ _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control h
 
 @dataclass
 class _Newest:
-    """The headline metric of an attack: on its newest control, and at its newest look.
+    """What is known of an attack from its newest control and look.
 
-    The former is NaN if it is unknown, and the latter infinite if it was not needed yet.
+    Attributes:
+        control: Its headline metric on its newest whole control; NaN if unknown.
+        number: Its number at its newest look; infinite before the first.
+        part: The labels of the part of a control on which it last worked; 0 if it worked on none,
+            None if it ran on none.
+        control_then: ``control`` when it last ran on parts.
     """
 
     control: float = math.nan
     number: float = math.inf
+    part: int | None = None
+    control_then: float = math.nan
 
-
-class _Part(NamedTuple):
-    """The part of a control on which an attack last worked.
-
-    Attributes:
-        labels: The number of labels of the part; 0 if the attack worked on none.
-        control: The attack's headline metric on the whole control then; NaN if unknown.
-    """
-
-    labels: int
-    control: float
-
-    def is_outdated(self, control: float) -> bool:
-        """Return whether the attack may now work on a part, by its control of the whole now."""
-        if self.labels or math.isnan(control) != math.isnan(self.control):
-            return True
-        return abs(control - self.control) > MAX_MOVE
+    def may_read_a_part(self) -> bool:
+        """Return whether the attack may now work on a part of a control."""
+        then, now = self.control_then, self.control
+        has_moved = math.isnan(then) != math.isnan(now) or abs(now - then) > MAX_MOVE
+        return self.part != 0 or has_moved
 
 
 def _explain(
@@ -178,8 +173,7 @@ class Controls:
         self._channels = {key.attack: channel for key, channel in series.items()}
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
-        self._newest: dict[str, _Newest] = {}
-        self._parts: dict[str, _Part] = {}  # by name of the attack
+        self._newest = defaultdict[str, _Newest](_Newest)  # by name of the attack
         self._has_warned = False
         # Whether the device may compute different gradients for one step. Once it was found to be
         # deterministic, this is not measured again.
@@ -240,7 +234,7 @@ class Controls:
             return name not in self._newest or look.scope is None
         if all(isinstance(a, Unknown | Waiting | None) for a in self._answers(look, plan)):
             return False
-        newest, number = self._newest.setdefault(name, _Newest()), self._number(look, plan)
+        newest, number = self._newest[name], self._number(look, plan)
         last, newest.number = newest.number, number
         return math.isnan(newest.control) or number < last or number < FALL * newest.control
 
@@ -417,8 +411,8 @@ class Controls:
                 is_low = not control.rates.get(channel.headline, math.nan) > self._limit(channel)
             if self._anywhere(is_low):
                 low.append(plan)
-            else:
-                self._parts.pop(plan.attack.name, None)
+            elif plan.attack.name in self._newest:
+                self._newest[plan.attack.name].part = None
         if low:
             self._run_on_parts(look, low, controls[-1], remainder)
 
@@ -508,9 +502,11 @@ class Controls:
         which one worked last comes first.
         """
         n_labels = self._count_labels(whole)
-        low = [plan for plan in plans if n_labels > MIN_LABELS and self._may_read_a_part(plan)]
-        parts = [self._parts[plan.attack.name] for plan in low if plan.attack.name in self._parts]
-        sizes = [part.labels for part in parts if 0 < part.labels < n_labels]
+        if n_labels <= MIN_LABELS:
+            return
+        newest = [(plan, self._newest[plan.attack.name]) for plan in plans]
+        low = [plan for plan, then in newest if self._anywhere(then.may_read_a_part())]
+        sizes = [then.part for _, then in newest if then.part and then.part < n_labels]
         first_size = min(sizes, default=0)  # of all attacks, so that one gradient is computed
         if sizes:
             low = self._ask_part(look, low, whole.part(first_size), first_size, remainder)
@@ -562,34 +558,25 @@ class Controls:
                 self._remember(plan, n_labels)
         return unread
 
-    def _may_read_a_part(self, plan: Plan) -> bool:
-        """Return whether an attack that recovers little of the whole may work on a part of it."""
-        part = self._parts.get(plan.attack.name)
-        return part is None or self._anywhere(part.is_outdated(self._newest_control(plan)))
-
     def _remember(self, plan: Plan, labels: int) -> None:
         """Remember the labels of the part on which an attack worked; 0 if it worked on none."""
-        self._parts[plan.attack.name] = _Part(labels, self._newest_control(plan))
-
-    def _newest_control(self, plan: Plan) -> float:
-        """Return an attack's headline metric on its newest control; NaN if it has none."""
-        newest = self._newest.get(plan.attack.name)
-        return math.nan if newest is None else newest.control
+        newest = self._newest[plan.attack.name]
+        newest.part, newest.control_then = labels, newest.control
 
     def _store(self, look: Look, plan: Plan, control: Control) -> None:
         """Store the control of an attack in the look, and as its newest one."""
         unexplained = look.training_step.unexplained
         look.controls[plan.attack.name] = replace(control, unexplained=unexplained)
-        newest = self._newest.setdefault(plan.attack.name, _Newest())
-        newest.control = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
+        value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
+        self._newest[plan.attack.name].control = value
 
-    def state(self) -> tuple[dict[str, _Newest], dict[str, _Part]]:
-        """Return each attack's newest control and newest part, by name."""
-        return deepcopy((self._newest, self._parts))
+    def state(self) -> dict[str, _Newest]:
+        """Return what is known of each attack, by name."""
+        return deepcopy(self._newest)
 
-    def restore(self, state: tuple[dict[str, _Newest], dict[str, _Part]]) -> None:
+    def restore(self, state: dict[str, _Newest]) -> None:
         """Restore what :meth:`state` returned."""
-        self._newest, self._parts = deepcopy(state)
+        self._newest = defaultdict(_Newest, deepcopy(state))
 
     def _limit(self, channel: Channel) -> float:
         """Return the value that a control must exceed for a low number to count."""

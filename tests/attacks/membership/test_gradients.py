@@ -157,26 +157,6 @@ def test_padding_adds_nothing_to_the_moments_of_the_whitening(family: Any) -> No
             )
 
 
-def test_maps_that_read_one_input_share_its_moment_and_whitening() -> None:
-    anatomy = find_anatomy(ready(llama()))
-    maps = [m for m in find_linear_maps(anatomy) if "layers.0.self_attn" in m.name]
-    ids, moments = texts(ROWS, LENGTH), Moments()
-    (parts,) = map_token_parts(anatomy, maps, TokenBatch(ids, ids, None, "causal"), dict)
-    moments.add(parts)
-    whitenings = moments.whitenings(maps)
-    alone = {}
-    for m in maps:
-        moments.add({m.name: parts[m.name]})
-        alone |= moments.whitenings([m])
-    for m in maps:
-        assert torch.equal(whitenings[m.name].inputs, alone[m.name].inputs)
-        assert torch.equal(whitenings[m.name].slopes, alone[m.name].slopes)
-    query, key, output = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qko")
-    assert parts[query][0] is parts[key][0]
-    assert whitenings[query].inputs is whitenings[key].inputs
-    assert whitenings[query].inputs is not whitenings[output].inputs
-
-
 @given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 3.0))
 def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float) -> None:
     generator = torch.Generator().manual_seed(seed)

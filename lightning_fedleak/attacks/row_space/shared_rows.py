@@ -86,9 +86,8 @@ def _above_noise(triangle: Tensor, n: int, max_rank: int, *, exact: bool) -> Ten
     """
     _, s, basis = torch.linalg.svd(triangle, full_matrices=False)
     s = s[:max_rank]
-    edge = math.sqrt(n) + math.sqrt(
-        triangle.shape[1]
-    )  # the largest singular value of (n, d) standard noise
+    # The largest singular value of (n, d) standard noise.
+    edge = math.sqrt(n) + math.sqrt(triangle.shape[1])
     k = int((s > edge).sum())
     if exact and k:
         start = max(int((s > edge * _EDGE_FACTOR).sum()) - 1, 0)

@@ -263,19 +263,32 @@ def test_an_attack_that_worked_on_no_part_tries_parts_again_where_its_control_ha
 
 
 class Refusing(BagOfWords):
-    """Has a result for the first step, and none for later ones."""
+    """Has a low number at some steps, and no result at the others."""
 
     default_name = "refusing"
     needs_control = True
 
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
     def run(self, view: Any, query: Any = None) -> WordGuess:
-        if view.gradients[-1].step:
+        if view.gradients[-1].step not in self.steps:
             raise Inapplicable("too many rows")
-        return WordGuess(super().run(view, query).types[:0], surface="input")
+        types = super().run(view, query).types
+        return WordGuess(types[: len(types) // 3], surface="input")
 
 
-def test_an_attack_without_a_result_needs_no_control(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("results", "controls"),
+    [
+        ([0], [0]),
+        ([1], [0, 1]),  # the first look has one, which could show that the attack waits
+        ([0, 3], [0, 3]),  # the control of step 0 says nothing about step 3
+    ],
+)
+def test_after_its_first_control_an_attack_without_a_result_needs_none(
+    results: list[int], controls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: list[int] = []
     real = Controls._play
@@ -285,8 +298,8 @@ def test_an_attack_without_a_result_needs_no_control(
         real(self, look, *plans)
 
     monkeypatch.setattr(Controls, "_play", spy)
-    watch = watched(tmp_path, Refusing(), steps=4)
-    assert played == [0]  # a low number; the later looks have none
+    watch = watched(tmp_path, Refusing(*results), steps=5)
+    assert played == controls
     assert math.isnan(watch.latest["leakage/refusing/f1"])
 
 

@@ -354,7 +354,8 @@ class GradientMembership(PassiveMembership):
 def _join_short(public: TokenBatch, candidates: TokenBatch, anatomy: Anatomy) -> TokenBatch | None:
     """Return public and candidate texts as one batch; None if that takes more than one run.
 
-    To run a small model on short texts takes longer than its arithmetic.
+    To run a model of a small vocabulary takes longer than its arithmetic, so that one run saves
+    more than to run public texts once for a step and its controls.
     """
     rows, length = public.input_ids.shape
     texts = rows + len(candidates.input_ids)

@@ -97,7 +97,7 @@ class _Newest:
 
     Attributes:
         control: Its headline metric on its newest whole control; NaN if unknown.
-        number: Its number at its newest look; infinite before the first.
+        number: Its number at its newest look; infinite before its first control.
         part: The labels of the part of a control on which it last worked; 0 if it worked on none,
             None if it ran on none.
         control_then: ``control`` when it last ran on parts.
@@ -226,13 +226,16 @@ class Controls:
         """Return whether an attack's number at this look needs a control at this look.
 
         It does if it is the first of the run, lower than the one before, or lower than
-        :data:`FALL` times the last control, or if that control is unknown. An attack without a
-        result has no number. Under DP every look but a retry needs a control.
+        :data:`FALL` times the last control, or if that control is unknown. After the first, an
+        attack without a result needs none. Under DP every look but a retry needs a control.
         """
-        name = plan.attack.name
+        name, answers = plan.attack.name, self._answers(look, plan)
         if self._ignores_data:
             return name not in self._newest or look.scope is None
-        if all(isinstance(a, Unknown | Waiting | None) for a in self._answers(look, plan)):
+        if name not in self._newest:  # its control may show that an unknown attack still waits
+            return not all(isinstance(answer, Waiting) for answer in answers)
+        if all(isinstance(answer, Unknown | Waiting | None) for answer in answers):
+            self._newest[name].control = math.nan  # the next result needs one of its own step
             return False
         newest, number = self._newest[name], self._number(look, plan)
         last, newest.number = newest.number, number
@@ -411,7 +414,7 @@ class Controls:
                 is_low = not control.rates.get(channel.headline, math.nan) > self._limit(channel)
             if self._anywhere(is_low):
                 low.append(plan)
-            elif plan.attack.name in self._newest:
+            elif control is not None and self._newest[plan.attack.name].part == 0:
                 self._newest[plan.attack.name].part = None
         if low:
             self._run_on_parts(look, low, controls[-1], remainder)
@@ -509,7 +512,8 @@ class Controls:
         sizes = [then.part for _, then in newest if then.part and then.part < n_labels]
         first_size = min(sizes, default=0)  # of all attacks, so that one gradient is computed
         if sizes:
-            low = self._ask_part(look, low, whole.part(first_size), first_size, remainder)
+            unread = self._ask_part(look, plans, whole.part(first_size), first_size, remainder)
+            low = [plan for plan in low if plan in unread]
         while low and n_labels > MIN_LABELS:
             n_labels = max(n_labels // SMALLER, MIN_LABELS)
             if n_labels != first_size:
@@ -567,8 +571,10 @@ class Controls:
         """Store the control of an attack in the look, and as its newest one."""
         unexplained = look.training_step.unexplained
         look.controls[plan.attack.name] = replace(control, unexplained=unexplained)
-        value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
-        self._newest[plan.attack.name].control = value
+        newest = self._newest[plan.attack.name]
+        newest.control = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
+        if math.isinf(newest.number):
+            newest.number = self._number(look, plan)
 
     def state(self) -> dict[str, _Newest]:
         """Return what is known of each attack, by name."""

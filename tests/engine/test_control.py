@@ -205,6 +205,19 @@ class Holding(BagOfWords):
         return guess if len(guess.types) <= most else WordGuess(guess.types[:0], surface="input")
 
 
+def played_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the steps at which controls are made."""
+    played: list[int] = []
+    real = Controls._play
+
+    def spy(self: Controls, look: Any, *plans: Any) -> None:
+        played.append(look.step)
+        real(self, look, *plans)
+
+    monkeypatch.setattr(Controls, "_play", spy)
+    return played
+
+
 def asked_labels(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """Return the labels of each control and part that attacks run on, by step, in their order."""
     asked: dict[int, list[int]] = {}
@@ -290,14 +303,7 @@ class Refusing(BagOfWords):
 def test_after_its_first_control_an_attack_without_a_result_needs_none(
     results: list[int], controls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played: list[int] = []
-    real = Controls._play
-
-    def spy(self: Controls, look: Any, *plans: Any) -> None:
-        played.append(look.step)
-        real(self, look, *plans)
-
-    monkeypatch.setattr(Controls, "_play", spy)
+    played = played_steps(monkeypatch)
     watch = watched(tmp_path, Refusing(*results), steps=5)
     assert played == controls
     assert math.isnan(watch.latest["leakage/refusing/f1"])
@@ -330,14 +336,7 @@ def test_members_and_held_out_texts_are_shuffled_alike(tmp_path: Path) -> None:
 def test_a_control_is_kept_until_a_number_falls_and_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played: list[int] = []
-    real = Controls._play
-
-    def spy(self: Controls, look: Any, *plans: Any) -> None:
-        played.append(look.step)
-        real(self, look, *plans)
-
-    monkeypatch.setattr(Controls, "_play", spy)
+    played = played_steps(monkeypatch)
     watch = watched(tmp_path, RevealLabels(), rows=2, steps=5)
     assert played == [0]
     again = watched(tmp_path, RevealLabels(), rows=2, steps=2, state=watch.state_dict())

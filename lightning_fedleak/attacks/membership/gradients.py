@@ -308,8 +308,8 @@ class GradientMembership(PassiveMembership):
             candidate_fits = self._fits(maps, whitened, candidates)
         else:
             [fits] = self._fits(maps, whitened, both)
-            controls = {name: fit.texts(slice(n)) for name, fit in fits.items()}
-            candidate_fits = [{name: fit.texts(slice(n, None)) for name, fit in fits.items()}]
+            controls = {name: fit.select(slice(n)) for name, fit in fits.items()}
+            candidate_fits = [{name: fit.select(slice(n, None)) for name, fit in fits.items()}]
         weights = {name: 1 / token_parts.noise_variance(fit) for name, fit in controls.items()}
         control_fit = token_parts.sum_fits(controls, weights)
         if not bool(control_fit.squares.any()):
@@ -354,17 +354,16 @@ class GradientMembership(PassiveMembership):
 def _join_short(public: TokenBatch, candidates: TokenBatch, anatomy: Anatomy) -> TokenBatch | None:
     """Return public and candidate texts as one batch; None if that takes more than one run.
 
-    To run a model of a small vocabulary takes longer than its arithmetic, so that one run saves
-    more than to run public texts once for a step and its controls.
+    Where the vocabulary is small, a run takes longer than its arithmetic. One run is then cheaper,
+    although the public texts run again for each control.
     """
     rows, length = public.input_ids.shape
-    texts = rows + len(candidates.input_ids)
-    is_one_run = texts * length * anatomy.vocab_size <= token_parts.LOGITS_AT_ONCE
-    if not is_one_run or candidates.input_ids.shape[1] != length:
+    logits = (rows + len(candidates.input_ids)) * length * anatomy.vocab_size
+    if logits > token_parts.LOGITS_AT_ONCE or candidates.input_ids.shape[1] != length:
         return None
     batches, device = (public, candidates), anatomy.device
     columns = zip(*((x.input_ids, labels_of(x), x.attention_mask) for x in batches), strict=True)
-    # Both have a mask.
+    # Both have a mask; TokenBatch refuses one of another shape.
     ids, labels, mask = (torch.cat([x.to(device) for x in c if x is not None]) for c in columns)
     return TokenBatch(ids, labels, mask, "causal")
 

@@ -338,7 +338,7 @@ def _mean_log_gain(rows: row_space.SharedRows, white: Tensor, x: Tensor, counted
         x: The states of the candidates, (G, L, d).
         counted: Which of them are tokens of a text, (G, L).
     """
-    g = rows.triangle.float() @ white
+    g = rows.singular.float() @ white
     g = g / g.norm()
     x = (x @ white).masked_fill(~counted[..., None], 0.0)
     gram = x @ x.mT

@@ -29,14 +29,14 @@ class SharedRows:
 
     Attributes:
         whole: (n, d) float64, all rows, orthogonal to the directions that belong to no token.
-        triangle: (min(n, d), d) float64, rows with the inner products of the columns of ``whole``.
-        principal: (k, d) float64, the right singular vectors of ``whole`` above the noise, each
-            times its singular value.
+        singular: (m, d) float64, the right singular vectors of ``whole``, m <= min(n, d), each
+            times its singular value: fewer rows with the same inner products of columns.
+        principal: (k, d) float64, those of ``singular`` above the noise.
         exact: whether the only noise is rounding to float32 or finer, as a certificate requires.
     """
 
     whole: Tensor
-    triangle: Tensor
+    singular: Tensor
     principal: Tensor
     exact: bool
 
@@ -61,9 +61,8 @@ class SharedRows:
         whole = whole - (whole @ basis.T) @ basis
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
         max_rank = basis.shape[1] - len(basis)
-        triangle = torch.linalg.qr(whole).R if len(whole) > whole.shape[1] else whole
-        principal = _above_noise(triangle, len(whole), max_rank, exact=exact)
-        return cls(whole, triangle, principal, exact)
+        singular, rank = _singular_rows(whole, max_rank, exact=exact)
+        return cls(whole, singular, singular[:rank], exact)
 
     @property
     def noise_norm(self) -> float:
@@ -77,17 +76,19 @@ class SharedRows:
         return not len(self.principal) or is_small
 
 
-def _above_noise(triangle: Tensor, n: int, max_rank: int, *, exact: bool) -> Tensor:
-    """Return the right singular vectors of n rows above the noise, each times its singular value.
+def _singular_rows(rows: Tensor, max_rank: int, *, exact: bool) -> tuple[Tensor, int]:
+    """Return right singular vectors times singular values, and how many are above the noise.
 
     If the noise is rounding, whose size is only estimated, the cut is at the largest ratio of
     consecutive singular values near the estimate. The drop after ``max_rank`` singular values, to
     the directions that were projected out, does not count.
     """
-    _, s, basis = torch.linalg.svd(triangle, full_matrices=False)
+    n, d = rows.shape
+    if n > d:
+        rows = torch.linalg.qr(rows).R
+    _, s, basis = torch.linalg.svd(rows, full_matrices=False)
     s = s[:max_rank]
-    # The largest singular value of (n, d) standard noise.
-    edge = math.sqrt(n) + math.sqrt(triangle.shape[1])
+    edge = math.sqrt(n) + math.sqrt(d)  # the largest singular value of (n, d) standard noise
     k = int((s > edge).sum())
     if exact and k:
         start = max(int((s > edge * _EDGE_FACTOR).sum()) - 1, 0)
@@ -97,5 +98,4 @@ def _above_noise(triangle: Tensor, n: int, max_rank: int, *, exact: bool) -> Ten
         drops = (logs[:-1] - logs[1:])[start:stop]
         if len(drops):
             k = start + int(drops.argmax()) + 1
-    principal: Tensor = s[:k, None] * basis[:k]
-    return principal
+    return s[:, None] * basis[:max_rank], k

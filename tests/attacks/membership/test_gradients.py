@@ -364,11 +364,20 @@ def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(
 ) -> None:
     inside, others = texts(ROWS, LENGTH), texts(ROWS, LENGTH)
     query, both = torch.cat([inside, others]), prepared(ready(family()))
+    runs: list[int] = []
+
+    def counted(anatomy: Anatomy, maps: Any, batch: TokenBatch, function: Any) -> list[Any]:
+        runs.append(len(batch.input_ids))
+        return map_token_parts(anatomy, maps, batch, function)
+
+    monkeypatch.setattr(token_parts, "map_token_parts", counted)
     together = asked_of(*both, inside, query)
-    vocabulary = both[0].vocab_size
-    one_run = (len(query) + both[1].controls) * LENGTH * vocabulary
-    monkeypatch.setattr(token_parts, "LOGITS_AT_ONCE", one_run - 1)
+    public = both[1].controls
+    assert runs == [len(query) + public]
+    logits = runs.pop() * LENGTH * both[0].vocab_size
+    monkeypatch.setattr(token_parts, "LOGITS_AT_ONCE", logits - 1)
     apart = asked_of(*both, inside, query)
+    assert runs == [public, len(query)]
     torch.testing.assert_close(together.scores, apart.scores, rtol=1e-4, atol=1e-6)
     assert torch.equal(together.members, apart.members)
 

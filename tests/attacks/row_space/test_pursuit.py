@@ -47,13 +47,15 @@ def solve(rows: Tensor, gradient: Tensor, noise: float = 0.0) -> PursuitResult:
 
 
 @pytest.mark.parametrize("rank", [8, D, 3 * D])
-def test_the_triangle_has_the_inner_products_of_all_rows(rank: int) -> None:
+def test_the_singular_rows_have_the_inner_products_of_all_rows(rank: int) -> None:
     gradient, _ = planted(dictionary(), 24, rank)
-    shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
-    assert shared.triangle.shape == (min(rank, D), D)
-    torch.testing.assert_close(
-        shared.triangle.T @ shared.triangle, shared.whole.T @ shared.whole, rtol=1e-9, atol=1e-3
-    )
+    nuisance = torch.linalg.qr(dictionary(1)[:3].double().T).Q.T
+    shared = SharedRows.stack([gradient], nuisance, rounding=SINGLE, noise=[0.0])
+    assert shared.singular.shape == (min(rank, D - 3), D)
+    products = shared.whole.T @ shared.whole
+    error = float((shared.singular.T @ shared.singular - products).norm() / products.norm())
+    assert error < 1e-12
+    assert torch.equal(shared.principal, shared.singular[: len(shared.principal)])
 
 
 @given(st.integers(2, 24), st.integers(0, 1000))

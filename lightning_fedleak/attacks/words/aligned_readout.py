@@ -123,14 +123,15 @@ class _Readout:
         """Return the log odds (k,) of *used* for (k, F) features."""
         x = ((features - self.mean) / self.deviation).clamp(-6, 6)  # as in fit_readout
         weights = (self.weight0, self.weight1, self.weight2)
-        return _network(x, weights, (self.bias0, self.bias1, self.bias2))
+        return _network(x, (*weights, self.bias0, self.bias1, self.bias2))
 
 
-def _network(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Return the logits (n,) of inputs (n, F)."""
-    for w, b in zip(weights[:-1], biases[:-1], strict=True):
-        x = F.silu(x @ w + b)
-    return (x @ weights[-1] + biases[-1])[:, 0]
+def _network(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the logits (n,) of inputs (n, F), by the weights of three layers and their biases."""
+    *weights, last, bias0, bias1, last_bias = parameters
+    for w, b in zip(weights, (bias0, bias1), strict=True):
+        x = F.silu(torch.addmm(b, x, w))
+    return torch.addmm(last_bias, x, last)[:, 0]
 
 
 def fit_readout(
@@ -149,13 +150,17 @@ def fit_readout(
     mean, deviation = features.mean(0), features.std(0) + 1e-6
     x = ((features - mean) / deviation).clamp(-6, 6)  # bounds the effect of outliers
     sizes = [features.shape[1], _HIDDEN, _HIDDEN, 1]
-    weights = [
-        (torch.randn(i, o, generator=generator) * (2 / i) ** 0.5).to(device).requires_grad_()
-        for i, o in itertools.pairwise(sizes)
-    ]
-    biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
-    parameters = [*weights, *biases]
-    optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)
+    shapes = [*itertools.pairwise(sizes), *((o,) for o in sizes[1:])]
+    starts = [torch.randn(s, generator=generator) * (2 / s[0]) ** 0.5 for s in shapes[:3]]
+    starts += [torch.zeros(s) for s in shapes[3:]]
+    # AdamW takes a third of the time for one tensor of all parameters.
+    vector = torch.cat([start.flatten() for start in starts]).to(device).requires_grad_()
+
+    def parameters() -> list[Tensor]:
+        parts = vector.split([math.prod(s) for s in shapes])
+        return [part.view(s) for part, s in zip(parts, shapes, strict=True)]
+
+    optimizer = torch.optim.AdamW([vector], lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)
     steps = passes * -(-n // _BATCH)
     schedule = LambdaLR(optimizer, lambda step: _one_cycle(step / steps))
     with torch.enable_grad():
@@ -163,13 +168,13 @@ def fit_readout(
             order = torch.randperm(n, generator=generator).to(device)
             for rows in torch.split(order, _BATCH):
                 losses = F.binary_cross_entropy_with_logits(
-                    _network(x[rows], weights, biases), used[rows].float(), reduction="none"
+                    _network(x[rows], parameters()), used[rows].float(), reduction="none"
                 )
                 optimizer.zero_grad()
                 (losses * importance[rows]).mean().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
-    return _Readout(mean, deviation, *(p.detach() for p in parameters))
+    return _Readout(mean, deviation, *(p.detach().clone() for p in parameters()))
 
 
 def _one_cycle(progress: float) -> float:
@@ -275,11 +280,13 @@ def rehearse(
     for public, other_half in zip(reversed(halves), expected, strict=True):
         common = _common_types(other_half)
         public = public.with_known(common, weight, bias)
+        most_rows = len(common) + _RANDOM + len(public.labels) + len(public.input_ids)
+        noise = torch.randn(most_rows * public.states.shape[1], generator=generator).to(unit)
         for batch in _draw_batches(public, generator):
             types, importance = _draw_types(batch, common, len(weight), generator)
             gradient = batch.gradient(weight, bias, types)
             use_norm = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
-            gradient += _draw_noise(gradient, use_norm, generator)
+            _add_noise(gradient, use_norm, noise, generator)
             if compression is not None and float(torch.rand((), generator=generator)) < 0.5:
                 gradient = compression.reduce(gradient, len(weight))
             summary = RowSummary.read(gradient, directions.u)
@@ -338,18 +345,21 @@ def _draw_pool(by_length: Tensor, size: int, generator: torch.Generator) -> Tens
     return by_length[start : start + third]
 
 
-def _draw_noise(gradient: Tensor, use_norm: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a defence's noise for a third of the batches, and zero for the remaining ones.
+def _add_noise(
+    gradient: Tensor, use_norm: Tensor, noise: Tensor, generator: torch.Generator
+) -> None:
+    """Add a defence's noise to a gradient in a third of the cases.
 
     Its standard deviation per coordinate is log-uniform between 1e-4 and 0.3 of ``use_norm``, the
-    norm of the row of a type that was used once.
+    norm of the row of a type that was used once. It is a random section of ``noise``, standard
+    normal values that several batches share, since drawing takes longer than the gradient.
     """
-    draw = torch.rand(2, generator=generator)
-    if draw[0] > 1 / 3:
-        return torch.zeros((), device=gradient.device)
-    strength = 10 ** (-4 + 3.5 * float(draw[1]))
-    noise = torch.randn(gradient.shape, generator=generator)
-    return noise.to(gradient.device) * strength * use_norm
+    is_noisy, strength, place = torch.rand(3, generator=generator).tolist()
+    if is_noisy > 1 / 3:
+        return
+    start = int(place * (len(noise) - gradient.numel()))
+    section = noise[start : start + gradient.numel()].view_as(gradient)
+    gradient.addcmul_(section, use_norm, value=10 ** (-4 + 3.5 * strength))
 
 
 def _common_types(expected: aligned_rows.ExpectedRows) -> Tensor:

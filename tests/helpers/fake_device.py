@@ -72,6 +72,7 @@ class There(Tensor):
     """
 
     held: Tensor
+    is_meta = False  # it has numbers
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -269,6 +270,7 @@ class ClippedSum:
             example must not decide whether a run goes on.
         factors: (B,) the factors from a recorded gradient to the row's addend to the clipped sum.
             All rows of a user have the same clip factor, so it has B numbers and ``norms`` has U.
+        finite: (B,) whether the gradient that a row belongs to has a finite norm.
         clip: How gradients are clipped.
         half: Whether the gradient of an output came in half precision.
     """
@@ -288,8 +290,9 @@ class ClippedSum:
         samples, parts, device = recorder.samples, recorder.parts, context.device
         self.samples = samples if users is None else len(users)
         self._earlier, in_batch = earlier, samples if earlier is None else earlier.samples
-        weights = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
-        self.mean_weights, self.unit = in_batch * weights.to(device), 1.0
+        if weights is None:
+            weights = torch.ones(samples, dtype=torch.float64, device=device)
+        self.mean_weights, self.unit = in_batch * weights.to(device, torch.float64), 1.0
         if recorder.terms is not None:
             self.unit = samples / recorder.terms / max(1, in_batch)
         self.weights = self.mean_weights * self.unit
@@ -315,12 +318,17 @@ class ClippedSum:
         if owners is not None:
             factors, finite = factors[owners], finite[owners]
         self.factors = row_weights * factors
-        # Ranges of rows between those that are not finite, which are skipped: 0 times NaN is NaN.
-        bounds = [-1, *(~finite).nonzero().flatten().tolist(), len(finite)]
-        self._spans = [(i + 1, end) for i, end in itertools.pairwise(bounds) if i + 1 < end]
+        self.finite = finite
         self.clip = clip
         self._lacks_sums = recorder.lacks_sums
         self.half = recorder.half or (earlier is not None and earlier.half)
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """Return the ranges of rows between those that are not finite: 0 times NaN is NaN."""
+        not_finite = [i for i, is_finite in enumerate(self.finite.tolist()) if not is_finite]
+        bounds = [-1, *not_finite, len(self.finite)]
+        return [(i + 1, end) for i, end in itertools.pairwise(bounds) if i + 1 < end]
 
     def sum_of(
         self, parameter: Tensor, target: Tensor | None = None, memory: Tensor | None = None

@@ -370,7 +370,8 @@ class DPSGD(Defense):
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero."""
-        return self._fit_step.run(training_step, batch, self.releases, context)
+        with self._fit_step.trained_weights.explain_errors(context.root):
+            return self._fit_step.run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
@@ -395,8 +396,7 @@ class DPSGD(Defense):
         if team.size > 1:  # the collective calls below need equal values
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
-            step.trained_weights.check(parameters, context.root)
-            clipped = step.clipped(parameters, context)
+            clipped = step.checked_sum(parameters, context)
         clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
         is_complete = not checking or clipped.check_complete(parameters, context, team)

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd import experts, loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Step, pieces_of, run_pieces, with_loss
@@ -36,18 +33,14 @@ from lightning_fedleak.defenses.dpsgd.recorder import (
     count_samples,
     tensors_of,
 )
+from lightning_fedleak.defenses.dpsgd.writes import Buffers, Weights
 from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.model.compiled import is_compiled, reset_compiled
 
-# The largest number of elements of a buffer whose content is compared after every step. Larger ones
-# are compared every ``loss_graph.CHECK_EVERY`` releases, because it takes longer. Not tuned.
-SMALL = 1 << 20
 # If the expected batch size is below this number of samples, rows are also compared in batches of
 # fewer than ``SMALL_BATCH`` samples, because larger ones may never come. Not tuned.
 USUAL_SAMPLES = 8
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class WatchedStep:
@@ -73,7 +66,7 @@ class WatchedStep:
     def __init__(self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool) -> None:
         self.check, self.canaries = loss_graph.LossCheck(trusted=trusted), 0
         self.audited = False
-        self.trained_weights, self._buffers = _Weights(), _Buffers(root)
+        self.trained_weights, self._buffers = Weights(), Buffers(root)
         self._team = team
         self.clip = clip
         self._batch: Any = None  # the index of the present batch, or without an index the batch
@@ -316,6 +309,26 @@ class WatchedStep:
             )
         return self._clipped
 
+    def checked_sum(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> ClippedSum:
+        """Return :meth:`clipped` if nothing wrote to buffers or weights, and these are finite.
+
+        Here the host waits for the device, and nowhere else in a step in which no check of the loss
+        is due: it reads in the same copy which samples have a finite gradient.
+
+        Raises:
+            DefenseError: Names the buffer or the weights.
+        """
+        clipped, weights = self.clipped(parameters, context), self.trained_weights
+        vectors = clipped.finite, *self._buffers.flags(), *weights.flags(parameters)
+        flags = torch.cat([vector.to(context.device) for vector in vectors]).cpu()
+        clipped.finite, unwritten = flags.tensor_split([len(clipped.finite)])
+        if not bool(unwritten.all()):
+            self._buffers.check_contents()
+            weights.check(parameters, context.root)
+        return clipped
+
     def released(self, *, unchecked: bool = False) -> None:
         """Discard the records of a batch after its release.
 
@@ -323,6 +336,7 @@ class WatchedStep:
             unchecked: Whether a check that was due could not be made, so that it is due again.
         """
         self.trained_weights.released()
+        self._buffers.released()
         self._last_released_batch, self._has_unreleased_batch = self._batch, False
         self.canaries = 0
         self.check.unchecked = unchecked
@@ -368,233 +382,3 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
         "not bound the effect of a sample that decides whether its batch counts. Return a loss for "
         "every batch; mean_of_sample_means counts a sample without labels as zero."
     )
-
-
-class _Buffers:
-    """The buffers and parameters of a model, to detect whether a training step writes to one.
-
-    Averages of activations, codebooks, or embedding rows that ``max_norm`` shortens are computed
-    from training data without noise. Any write is refused, also that of a step counter. A tensor's
-    version counts every write except one through ``.data``. So contents are compared too: of small
-    buffers in every step, of large buffers and of parameters if ``all_contents`` is set, of sparse
-    buffers never. Parameters are not compared under FSDP2, which writes to them itself.
-
-    Args:
-        root: The module that is trained.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-
-    def read(self, *, all_contents: bool) -> None:
-        """Read the buffers and parameters before a training step, which must not change them.
-
-        Args:
-            all_contents: Whether to compare the contents of large buffers and of parameters too.
-        """
-        self._all_contents = all_contents
-        self._buffers: dict[str, tuple[Tensor, int, Tensor | None]] = {}
-        parameters: dict[nn.Parameter, str] = {}
-        is_sharded = False
-        # One pass for both, because a large model has many modules.
-        for name, module in self._root.named_modules():
-            prefix = f"{name}." if name else ""
-            is_sharded = is_sharded or isinstance(module, FSDPModule)
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    is_dense = buffer.layout == torch.strided and not buffer.is_meta
-                    is_compared = is_dense and (all_contents or buffer.numel() <= SMALL)
-                    copy = buffer.detach().clone() if is_compared else None
-                    self._buffers[prefix + key] = buffer, _version(buffer), copy
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    parameters.setdefault(parameter, prefix + key)
-        self._parameters = [
-            (name, p, _version(p), fingerprint(p) if all_contents else None)
-            for p, name in ({} if is_sharded else parameters).items()
-        ]
-
-    @contextmanager
-    def read_at_root_call(self) -> Iterator[None]:
-        """Read everything again when the root is called within this context.
-
-        DistributedDataParallel runs ``training_step`` as the root's call. Before that it copies
-        the buffers of one process to the other processes, which is no write of the step.
-        """
-
-        def read_once(*_: Any) -> None:
-            self.read(all_contents=self._all_contents)
-            handle.remove()
-
-        handle = self._root.register_forward_pre_hook(read_once)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def check_unchanged(self) -> None:
-        """Raise an error if a buffer or parameter was written to, or a buffer replaced or added.
-
-        Raises:
-            DefenseError: Names the buffer or parameter.
-        """
-        for name, buffer in self._root.named_buffers():
-            original, version, copy = self._buffers.get(name, (None, 0, None))
-            unwritten = buffer is original and _version(buffer) == version
-            if not unwritten or (copy is not None and not _are_equal(buffer, copy)):
-                raise DefenseError(
-                    f"DPSGD: training_step changed the buffer '{name}', and no noise covers "
-                    "that. Put its layer into eval mode. A value that does not depend on training "
-                    "data may be a plain attribute, or be changed outside of training_step."
-                )
-        for name, parameter, version, content in self._parameters:
-            is_changed = content is not None and not torch.equal(fingerprint(parameter), content)
-            if is_changed or _version(parameter) != version:
-                raise DefenseError(
-                    f"DPSGD: training_step wrote to the parameter '{name}' itself, but noise "
-                    "covers only the optimizer's updates. Let a gradient train it. A write that "
-                    "depends only on the weights may be moved to on_train_batch_end."
-                )
-        self._buffers, self._parameters = {}, []  # frees the memory of the copies
-
-
-class _Weights:
-    """The trained weights after the optimizer's last step, to detect any other write to them.
-
-    All numbers are compared in every step. Averaged weights may replace them during validation, if
-    the trained weights are back before the next release.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[nn.Parameter, Tensor] = {}
-        self._trained: list[nn.Parameter] | None = None
-        self._released = False
-        self._not_finite: list[nn.Parameter] = []
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-
-    def restart(self) -> None:
-        """Begin again with the present weights, which may be of a checkpoint.
-
-        The hook keeps its place before the hooks that were registered later.
-        """
-        self._states, self._trained, self._not_finite = {}, None, []
-
-    def remove(self) -> None:
-        """Remove the hook on optimizers."""
-        self._handle.remove()
-
-    def begin(self, root: nn.Module) -> None:
-        """Begin a batch, and read the weights before the first one.
-
-        Raises:
-            DefenseError: The optimizer's last step made weights that are not finite. That depends
-                only on releases, so that the error leaks nothing else.
-        """
-        self._released = False
-        if self._trained is None:
-            self._trained = [p for p in root.parameters() if p.requires_grad]
-            self._read(self._trained)
-        if self._not_finite:
-            raise DefenseError(
-                "DPSGD: weights are not finite after the last release "
-                f"({_names_of(self._not_finite, root)}). The learning rate is too high for the "
-                "noise or the weights' precision: lower it."
-            )
-
-    def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
-        """Raise an error if weights were written to since the optimizer's last step.
-
-        Raises:
-            DefenseError: Names these weights.
-        """
-        parameters = [p for p in parameters if p in self._states]
-        if not parameters:
-            return
-        contents = _stack([fingerprint(p) for p in parameters])
-        expected = torch.stack([self._states[p] for p in parameters])
-        changed = (contents != expected).nonzero().flatten().tolist()
-        if changed:
-            raise DefenseError(
-                "DPSGD: weights were written to since the optimizer's last step "
-                f"({_names_of([parameters[i] for i in changed], root)}), and no noise covers that. "
-                "Nothing was released. Write to a copy of the weights."
-            )
-
-    def released(self) -> None:
-        """Prepare for the optimizer step that follows a release."""
-        self._states, self._released = {}, True
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Read an optimizer's weights after its step, if the step follows a release."""
-        if self._released and self._trained is not None:
-            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._read([p for p in self._trained if id(p) in ids])
-
-    @torch.no_grad()
-    def _read(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Store the fingerprints of these weights, and find which of them are not finite."""
-        if not parameters:
-            return
-        contents = _stack([fingerprint(p) for p in parameters])
-        self._states.update(zip(parameters, contents, strict=True))
-        floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
-        shards = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in floating]
-        sums = [shard.sum(dtype=torch.float32) for shard in shards]
-        self._not_finite = []
-        if sums and not bool(_stack(sums).isfinite().all()):
-            pairs = zip(floating, shards, strict=True)
-            self._not_finite = [p for p, shard in pairs if not bool(shard.isfinite().all())]
-
-
-@torch.no_grad()
-def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's content: the sum of its bits as integers of 64 bits.
-
-    Equal contents have equal checksums, regardless of the memory address. The checksum is 0 for a
-    meta or sparse tensor. For a quantized weight of torchao it is the sum over its inner tensors.
-
-    Args:
-        tensor: A tensor of any type; of a DTensor, only this process's shard counts.
-    """
-    data = tensor.detach()
-    if isinstance(data, DTensor):
-        data = data.to_local()
-    flatten = getattr(data, "__tensor_flatten__", None)
-    if flatten is not None:
-        inner_tensors = (getattr(data, name) for name in flatten()[0])
-        return torch.stack([fingerprint(inner) for inner in inner_tensors]).sum()
-    if data.is_meta or data.layout != torch.strided:
-        return torch.zeros((), dtype=torch.int64)
-    if data.is_complex():
-        data = torch.view_as_real(data)
-    numbers = data.view(_INTEGERS[data.element_size()]).flatten()
-    per_word = 8 // numbers.element_size()
-    end = len(numbers) // per_word * per_word
-    aligned = numbers if numbers.storage_offset() % per_word == 0 else numbers.clone()
-    return aligned[:end].view(torch.int64).sum() + numbers[end:].sum()
-
-
-def _stack(scalars: Sequence[Tensor]) -> Tensor:
-    """Return n scalars as a tensor (n,) on the device of the first."""
-    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
-
-
-def _names_of(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
-    """Return the names of up to 5 parameters, for messages."""
-    names = [f"'{parameter_name(p, root)}'" for p in parameters[:5]]
-    return ", ".join(names) + (" and others" if len(parameters) > 5 else "")
-
-
-def _version(tensor: Tensor) -> int:
-    """Return autograd's count of writes to a tensor; inference tensors have none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _are_equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same type, shape and values; NaN equals NaN."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    if torch.equal(first, second):
-        return True
-    may_have_nan = first.is_floating_point() or first.is_complex()
-    return may_have_nan and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,304 @@
+"""Writes to weights and buffers, which no noise covers.
+
+The noise of DP-SGD covers what the optimizer adds to the weights. Any other write may carry an
+example into what is released: :class:`Buffers` finds those of a training step, :class:`Weights`
+those between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_fedleak.defenses.base import DefenseError, parameter_name
+from lightning_fedleak.defenses.processes import local_part
+
+# The largest number of elements of a buffer whose content is compared after every step. Larger ones
+# are compared every ``loss_graph.CHECK_EVERY`` releases, because it takes longer. Not tuned.
+SMALL = 1 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+class Buffers:
+    """The buffers and parameters of a model, to detect whether a training step writes to one.
+
+    Averages of activations, codebooks, or embedding rows that ``max_norm`` shortens are computed
+    from training data without noise. Any write is refused, also that of a step counter. A tensor's
+    version counts every write except one through ``.data``. So contents are compared too: of small
+    buffers in every step, of large buffers and of parameters if ``all_contents`` is set, of sparse
+    buffers never. Parameters are not compared under FSDP2, which writes to them itself.
+
+    Args:
+        root: The module that is trained.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._are_equal: dict[str, Tensor] = {}  # whether buffers have their contents, by name
+
+    def read(self, *, all_contents: bool) -> None:
+        """Read the buffers and parameters before a training step, which must not change them.
+
+        Args:
+            all_contents: Whether to compare the contents of large buffers and of parameters too.
+        """
+        self._all_contents = all_contents
+        self._buffers: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        parameters: dict[nn.Parameter, str] = {}
+        is_sharded = False
+        # One pass for both, because a large model has many modules.
+        for name, module in self._root.named_modules():
+            prefix = f"{name}." if name else ""
+            is_sharded = is_sharded or isinstance(module, FSDPModule)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    is_dense = buffer.layout == torch.strided and not buffer.is_meta
+                    is_compared = is_dense and (all_contents or buffer.numel() <= SMALL)
+                    copy = buffer.detach().clone() if is_compared else None
+                    self._buffers[prefix + key] = buffer, _version(buffer), copy
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameters.setdefault(parameter, prefix + key)
+        self._parameters = [
+            (name, p, _version(p), fingerprint(p) if all_contents else None)
+            for p, name in ({} if is_sharded else parameters).items()
+        ]
+
+    @contextmanager
+    def read_at_root_call(self) -> Iterator[None]:
+        """Read everything again when the root is called within this context.
+
+        DistributedDataParallel runs ``training_step`` as the root's call. Before that it copies
+        the buffers of one process to the other processes, which is no write of the step.
+        """
+
+        def read_once(*_: Any) -> None:
+            self.read(all_contents=self._all_contents)
+            handle.remove()
+
+        handle = self._root.register_forward_pre_hook(read_once)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check_unchanged(self) -> None:
+        """Raise an error if a buffer or parameter was written to, or a buffer replaced or added.
+
+        Raises:
+            DefenseError: Names the buffer or parameter.
+        """
+        for name, buffer in self._root.named_buffers():
+            original, version, copy = self._buffers.get(name, (None, 0, None))
+            if buffer is not original or _version(buffer) != version:
+                raise _buffer_error(name)
+            if copy is not None:
+                earlier = self._are_equal.get(name, True)
+                self._are_equal[name] = _is_equal(buffer, copy) & earlier
+        for name, parameter, version, content in self._parameters:
+            is_changed = content is not None and not torch.equal(fingerprint(parameter), content)
+            if is_changed or _version(parameter) != version:
+                raise DefenseError(
+                    f"DPSGD: training_step wrote to the parameter '{name}' itself, but noise "
+                    "covers only the optimizer's updates. Let a gradient train it. A write that "
+                    "depends only on the weights may be moved to on_train_batch_end."
+                )
+        self._buffers, self._parameters = {}, []  # frees the memory of the copies
+
+    def flags(self) -> list[Tensor]:
+        """Return a vector that is False, on the device, where :meth:`check_contents` raises."""
+        return [_stack(list(self._are_equal.values()))] if self._are_equal else []
+
+    def check_contents(self) -> None:
+        """Raise an error if :meth:`check_unchanged` has found a buffer with another content.
+
+        Raises:
+            DefenseError: Names the buffer.
+        """
+        for name, is_equal in self._are_equal.items():
+            if not bool(is_equal):
+                raise _buffer_error(name)
+
+    def released(self) -> None:
+        """Forget the comparisons of a batch."""
+        self._are_equal = {}
+
+
+def _buffer_error(name: str) -> DefenseError:
+    return DefenseError(
+        f"DPSGD: training_step changed the buffer '{name}', and no noise covers that. Put its "
+        "layer into eval mode. A value that does not depend on training data may be a plain "
+        "attribute, or be changed outside of training_step."
+    )
+
+
+class Weights:
+    """The trained weights after the optimizer's last step, to detect any other write to them.
+
+    All numbers are compared in every step. Averaged weights may replace them during validation, if
+    the trained weights are back before the next release.
+    """
+
+    def __init__(self) -> None:
+        self._contents: dict[nn.Parameter, Tensor] = {}  # fingerprints
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._trained: list[nn.Parameter] | None = None
+        self._released = False
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def restart(self) -> None:
+        """Begin again with the present weights, which may be of a checkpoint.
+
+        The hook keeps its place before the hooks that were registered later.
+        """
+        self._contents, self._sums, self._trained = {}, {}, None
+
+    def remove(self) -> None:
+        """Remove the hook on optimizers."""
+        self._handle.remove()
+
+    def begin(self, root: nn.Module) -> None:
+        """Begin a batch, and read the weights before the first one."""
+        self._released = False
+        if self._trained is None:
+            self._trained = [p for p in root.parameters() if p.requires_grad]
+            self._read(self._trained)
+
+    def flags(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return vectors that are True, on the device, where :meth:`check` raises no error."""
+        parameters = [p for p in parameters if p in self._contents]
+        vectors = [_stack(list(self._sums.values())).isfinite()] if self._sums else []
+        if parameters:
+            contents = _stack([fingerprint(p) for p in parameters])
+            vectors.append(contents == torch.stack([self._contents[p] for p in parameters]))
+        return vectors
+
+    def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
+        """Raise an error if weights were written to since the optimizer's last step.
+
+        Raises:
+            DefenseError: Names these weights, or those that are not finite.
+        """
+        parameters = [p for p in parameters if p in self._contents]
+        changed = [p for p in parameters if not torch.equal(fingerprint(p), self._contents[p])]
+        if changed:
+            raise DefenseError(
+                "DPSGD: weights were written to since the optimizer's last step "
+                f"({_names_of(changed, root)}), and no noise covers that. "
+                "Nothing was released. Write to a copy of the weights."
+            )
+        self.check_finite(root)
+
+    def check_finite(self, root: nn.Module) -> None:
+        """Raise an error if the optimizer's last step made weights that are not finite.
+
+        Raises:
+            DefenseError: Names them. It depends only on releases, and leaks nothing else.
+        """
+        not_finite = [
+            p
+            for p, total in self._sums.items()
+            if not bool(total.isfinite()) and not bool(local_part(p).isfinite().all())
+        ]
+        if not_finite:
+            raise DefenseError(
+                "DPSGD: weights are not finite after the last release "
+                f"({_names_of(not_finite, root)}). The learning rate is too high for the "
+                "noise or the weights' precision: lower it."
+            )
+
+    @contextmanager
+    def explain_errors(self, root: nn.Module) -> Iterator[None]:
+        """Raise :meth:`check_finite`'s error instead of another one of a run with such weights.
+
+        The other one may depend on the examples: NaN in the row of a word shows where it is used.
+        """
+        try:
+            yield
+        except Exception:
+            self.check_finite(root)
+            raise
+
+    def released(self) -> None:
+        """Prepare for the optimizer step that follows a release."""
+        self._contents, self._sums, self._released = {}, {}, True
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Read an optimizer's weights after its step, if the step follows a release."""
+        if self._released and self._trained is not None:
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._read([p for p in self._trained if id(p) in ids])
+
+    @torch.no_grad()
+    def _read(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Store the fingerprints and the sums of these weights; a sum shows what is not finite."""
+        if not parameters:
+            return
+        contents = _stack([fingerprint(p) for p in parameters])
+        self._contents.update(zip(parameters, contents, strict=True))
+        floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
+        self._sums.update({p: local_part(p).sum(dtype=torch.float32) for p in floating})
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return a checksum of a tensor's content: the sum of its bits as integers of 64 bits.
+
+    Equal contents have equal checksums, regardless of the memory address. The checksum is 0 for a
+    meta or sparse tensor. For a quantized weight of torchao it is the sum over its inner tensors.
+
+    Args:
+        tensor: A tensor of any type; of a DTensor, only this process's shard counts.
+    """
+    data = tensor.detach()
+    if isinstance(data, DTensor):
+        data = data.to_local()
+    flatten = getattr(data, "__tensor_flatten__", None)
+    if flatten is not None:
+        inner_tensors = (getattr(data, name) for name in flatten()[0])
+        return torch.stack([fingerprint(inner) for inner in inner_tensors]).sum()
+    if data.is_meta or data.layout != torch.strided:
+        return torch.zeros((), dtype=torch.int64)
+    numbers = _bits(data).flatten()
+    per_word = 8 // numbers.element_size()
+    end = len(numbers) // per_word * per_word
+    aligned = numbers if numbers.storage_offset() % per_word == 0 else numbers.clone()
+    return aligned[:end].view(torch.int64).sum() + numbers[end:].sum()
+
+
+def _stack(scalars: Sequence[Tensor]) -> Tensor:
+    """Return n scalars as a tensor (n,) on the device of the first."""
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
+
+
+def _names_of(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
+    """Return the names of up to 5 parameters, for messages."""
+    names = [f"'{parameter_name(p, root)}'" for p in parameters[:5]]
+    return ", ".join(names) + (" and others" if len(parameters) > 5 else "")
+
+
+def _version(tensor: Tensor) -> int:
+    """Return autograd's count of writes to a tensor; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers as integers of the same size, by which NaN equals itself."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return numbers.view(_INTEGERS[numbers.element_size()])
+
+
+@torch.no_grad()
+def _is_equal(first: Tensor, second: Tensor) -> Tensor:
+    """Return whether two tensors have the same type, shape and bits, () on the device."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return torch.zeros((), dtype=torch.bool)
+    return (_bits(first) == _bits(second)).all()

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
@@ -102,7 +101,6 @@ class Fit:
         self.is_before_batch = self.is_before_look = True
         self._options = options
         self._batch_error: Exception | None = None  # why the first batch cannot be read
-        self._watches_steps = False  # else the engine watches the rounds of a federation
         self._removers: list[Callable[[], None]] = []
         self._tapped: set[int] = set()  # the ids of the parameters whose gradients are recorded
         self._planned_for: tuple[object, ...] = ()  # what the plans were made for, see _trained
@@ -126,7 +124,6 @@ class Fit:
         try:
             if self.run.unit == "step":
                 self._removers += self.run.watch_release(stage_reached, before_defense)
-                self._watches_steps = True
             self.follow()
         except Exception:
             self.close()
@@ -137,14 +134,13 @@ class Fit:
     def keeps_local(self) -> bool:
         """Return whether the tap copies local gradients, because DDP reduces them in backward."""
         per_rank = self.run.under_ddp and self.run.client == "rank"
-        return self._watches_steps and per_rank and not self.run.separates_stages
+        return self.run.unit == "step" and per_rank and not self.run.separates_stages
 
     # ---- trained parameters -----------------------------------------------------------------
 
     def _trained(self) -> tuple[object, ...]:
         """Return what plans depend on, to compare: trained parameters and their optimizers."""
-        groups = ((o, p) for o in self.run.optimizers for g in o.param_groups for p in g["params"])
-        owners = tuple((id(optimizer), id(p)) for optimizer, p in groups)
+        owners = tuple((id(optimizer), p) for p, optimizer in self.run.owners.items())
         adapter = str(getattr(self.run.anatomy.model, "active_adapter", None))
         trained = (id(p) for p in self.run.anatomy.root.parameters() if p.requires_grad)
         return owners, adapter, *trained
@@ -323,11 +319,6 @@ class Fit:
         """Return whether an optimizer steps any of the parameters that the attacks read."""
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
-
-    def owner_of(self, parameter: nn.Parameter) -> Optimizer:
-        """Return the optimizer that steps a parameter."""
-        groups = ((o, g) for o in self.run.optimizers for g in o.param_groups)
-        return next(o for o, g in groups if parameter in {*g["params"]})
 
     @property
     def shared_stages(self) -> tuple[Stage, ...]:

@@ -55,7 +55,6 @@ class ClientEngine(Engine):
         super().__init__(
             replace(origin.selection, attacks=tuple(attacks)),
             replace(origin.options, stages=(stage,)),
-            in_rounds=True,
         )
         self.spent: tuple[str | int | None, Sequence[Defense]] = None, ()
         self.jsonl, self.record, self._gates = origin.jsonl, origin.record, origin._gates

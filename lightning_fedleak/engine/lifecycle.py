@@ -227,15 +227,13 @@ class Engine(StepEngine):
         options, folder = self.options, destination.folder
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
-        reveal = RevealFiles(folder, run.rank, options.tokenizer)
         self.report = report = log.Report(
             run,
             destination,
             self.series,
             self.selection.attacks,
             None if run.rank else self.jsonl,
-            None,
-            reveal if options.reveal else None,
+            RevealFiles(folder, run.rank, options.tokenizer) if options.reveal else None,
         )
         lineup = self._line_up(run, destination)
         self._prepared = lineup.prepared
@@ -517,7 +515,7 @@ class Engine(StepEngine):
 
     def close(self) -> None:
         """Remove every tap, also if one of them raises an error. May be called twice."""
-        parts = (self.fit, self.report and self.report.cards, self.record)
+        parts = (self.fit, None if self.report is None else self.report.cards, self.record)
         closers = [part.close for part in parts if part is not None]
         failure = None
         for close in [*closers, *(remove for c in self.channels for remove in c.removers)]:

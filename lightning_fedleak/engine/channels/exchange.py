@@ -83,7 +83,7 @@ class Exchange:
         gathered = self._gather(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
-            tables = dict(zip(results, gathered.split(widths, dim=1), strict=True))
+            tables = dict(zip(results, torch.split(gathered, widths, dim=1), strict=True))
             # If no client shared anything, this step has no outcome.
             empty = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
             if not any(empty):

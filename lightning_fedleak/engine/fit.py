@@ -80,16 +80,15 @@ class Fit:
         self.channels = tuple(channels)
         self.scheduler = Scheduler(run, options.cadence, series)
         self.controls = Controls(run, series)
-        replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
+        why_not = "the defence '{}' replaces tokens on their way to the model"
+        replacing = (why_not.format(d.name) for d in run.defenses if d.acts_on_batches)
         self.tap = StepTap(
             run.anatomy,
             run.forward_context,
             temperature=run.temperature,
             adapter=options.batch_adapter,
             autocast=AUTOCAST.get(run.precision),
-            why_not=None
-            if replacing is None
-            else f"the defence '{replacing}' replaces tokens on their way to the model",
+            why_not=next(replacing, None),
             say=lambda sentence: rank_zero_info(f"{run.watcher}: {sentence}"),
             reason=reason,
         )

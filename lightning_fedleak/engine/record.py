@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.engine.channels.base import Channel, plan_of
+from lightning_fedleak.engine.channels.plans import plain_settings
 from lightning_fedleak.engine.choice import reads_of
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
@@ -434,16 +435,9 @@ def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:
 
 def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
     """Return each optimizer's class, and the settings of plain types of each parameter group."""
-    plain_types = (int, float, bool, str, tuple, type(None))
     return [
-        {
-            "class": type(optimizer).__name__,
-            "groups": [
-                {n: v for n, v in group.items() if isinstance(v, plain_types)}
-                for group in optimizer.param_groups
-            ],
-        }
-        for optimizer in optimizers
+        {"class": type(o).__name__, "groups": [*map(plain_settings, o.param_groups)]}
+        for o in optimizers
     ]
 
 

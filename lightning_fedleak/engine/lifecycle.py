@@ -344,7 +344,6 @@ class Engine(StepEngine):
             looks = cadence.describe(look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
         self._logged_names = self.results.names(self.results.playing)
-        self._logged_names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
         self._fit.controls.needs = self._needs
         if self.weights is not None:

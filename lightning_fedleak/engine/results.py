@@ -87,7 +87,7 @@ class Results:
         )
 
     def names(self, some: Iterable[Series] | None = None) -> list[str]:
-        """Return the log names of the values of the given series (default: all)."""
+        """Return the log names of the values of some series (default: all), and of the worst."""
         ends = ("", "_low", "_high", "_worst_client")
         names = []
         for series in self._channels if some is None else some:
@@ -98,8 +98,7 @@ class Results:
                 names += [f"{series.log_name}/{name}" for name in ("control", "control_of_a_part")]
             if self._channels[series].tests_looks:
                 names += [f"{series.log_name}/{p}" for p in ("p_of_this_look", "p_over_looks")]
-        worst = [f"{WORST}/{family}" for family in self.families] if some is None else []
-        return names + worst
+        return names + [f"{WORST}/{family}" for family in self.families]
 
     # ---- the interface for gates ------------------------------------------------------------
 

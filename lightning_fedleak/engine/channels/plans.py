@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
@@ -94,7 +94,7 @@ class Plan:
         return plain_settings(group)
 
 
-def plain_settings(group: Mapping[str, Any]) -> dict[str, object]:
+def plain_settings(group: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of plain types of an optimizer's parameter group."""
     plain = (int, float, bool, str, tuple, type(None))
     return {name: value for name, value in group.items() if isinstance(value, plain)}

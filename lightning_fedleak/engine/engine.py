@@ -128,7 +128,7 @@ class StepEngine:
             channel.before_defense(defense, parameters, context)
         if fit.look is not None and defense.compression:
             if defense.defers:  # it shares the rest of this gradient in later steps: read it now
-                self._capture(fit.shared_stages, fit.run.owners[id(parameters[0])])
+                self._capture(fit.shared_stages, fit.owner_of(parameters[0]))
             method = AVERAGED if defense.defers else defense.compression.method
             fit.look.training_step.compression = method
 

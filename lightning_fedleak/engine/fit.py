@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
@@ -139,7 +140,8 @@ class Fit:
 
     def _trained(self) -> tuple[object, ...]:
         """Return what plans depend on, to compare: trained parameters and their optimizers."""
-        owners = tuple((id(optimizer), p) for p, optimizer in self.run.owners.items())
+        groups = ((o, p) for o in self.run.optimizers for g in o.param_groups for p in g["params"])
+        owners = tuple((id(optimizer), id(p)) for optimizer, p in groups)
         adapter = str(getattr(self.run.anatomy.model, "active_adapter", None))
         trained = (id(p) for p in self.run.anatomy.root.parameters() if p.requires_grad)
         return owners, adapter, *trained
@@ -318,6 +320,11 @@ class Fit:
         """Return whether an optimizer steps any of the parameters that the attacks read."""
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
+
+    def owner_of(self, parameter: nn.Parameter) -> Optimizer:
+        """Return the optimizer that steps a parameter."""
+        groups = ((o, g) for o in self.run.optimizers for g in o.param_groups)
+        return next(o for o, g in groups if parameter in {*g["params"]})
 
     @property
     def shared_stages(self) -> tuple[Stage, ...]:

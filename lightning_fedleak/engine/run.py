@@ -121,15 +121,6 @@ class Run(ABC):
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers whose ``step`` changes the weights, see ``real_optimizer``."""
 
-    @property
-    def owners(self) -> Mapping[int, Optimizer]:
-        """Return the optimizer that steps each parameter, by the ``id`` of the parameter.
-
-        Of several optimizers it is the first one.
-        """
-        optimizers = reversed(self.optimizers)
-        return {id(p): o for o in optimizers for g in o.param_groups for p in g["params"]}
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the client runs its model: autocast if precision is mixed."""
         dtype = AUTOCAST.get(self.precision)

@@ -166,11 +166,11 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
             f"attack '{attack.name}' asks for nothing, or for activations, which a monitor shows "
             "only to an InversionAttack"
         )
-    owner_of = run.owners
     owners: list[Optimizer] = []
     exposed = True
     for role in roles:
-        owner = owner_of.get(id(anatomy.parameter(role)))
+        groups = ((o, p) for o in run.optimizers for g in o.param_groups for p in g["params"])
+        owner = next((o for o, p in groups if p is anatomy.parameter(role)), None)
         exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
         if owner is not None and all(owner is not o for o in owners):
             owners.append(owner)

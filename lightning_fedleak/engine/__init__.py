@@ -29,7 +29,6 @@ from lightning_fedleak.engine.outcomes import CHOOSE as CHOOSE
 from lightning_fedleak.engine.outcomes import Outcome as Outcome
 from lightning_fedleak.engine.outcomes import Series as Series
 from lightning_fedleak.engine.outcomes import Unknown as Unknown
-from lightning_fedleak.engine.record import RunRecord as RunRecord
 from lightning_fedleak.engine.record import optimizers_of as optimizers_of
 from lightning_fedleak.engine.results import WORST as WORST
 from lightning_fedleak.engine.run import AUTOCAST as AUTOCAST

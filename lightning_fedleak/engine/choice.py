@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.report.records.files import first_of
 
 MAX_LINES = 3
 """Largest number of lines of an attack in the table; ``run.jsonl`` has the full reason."""
@@ -84,7 +85,7 @@ def table(
             text = f"unknown in every round: {row.never}"
         elif row.why_not is None:
             cost = "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
-            reads = listed(row.reads) or "layers that the server adds"
+            reads = first_of(row.reads, 1) or "layers that the server adds"
             text = f"played{cost}: reads {reads}"
         elif first_with.setdefault(row.why_not, row.attack) != row.attack:
             text = f"not played, as {first_with[row.why_not]}"
@@ -113,9 +114,3 @@ def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
     if roles & ends and anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT):
         tested |= {anatomy.parameter_name(role) for role in ends}
     return tuple(name for name in anatomy.trainable_names() if name not in tested)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first name, and how many more there are."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}" if names else ""

@@ -81,16 +81,15 @@ class Fit:
         self.channels = tuple(channels)
         self.scheduler = Scheduler(run, options.cadence, series)
         self.controls = Controls(run, series)
-        replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
+        why_not = "the defence '{}' replaces tokens on their way to the model"
+        replacing = (why_not.format(d.name) for d in run.defenses if d.acts_on_batches)
         self.tap = StepTap(
             run.anatomy,
             run.forward_context,
             temperature=run.temperature,
             adapter=options.batch_adapter,
             autocast=AUTOCAST.get(run.precision),
-            why_not=None
-            if replacing is None
-            else f"the defence '{replacing}' replaces tokens on their way to the model",
+            why_not=next(replacing, None),
             say=lambda sentence: rank_zero_info(f"{run.watcher}: {sentence}"),
             reason=reason,
         )
@@ -102,7 +101,6 @@ class Fit:
         self.is_before_batch = self.is_before_look = True
         self._options = options
         self._batch_error: Exception | None = None  # why the first batch cannot be read
-        self._watches_steps = False  # else the engine watches the rounds of a federation
         self._removers: list[Callable[[], None]] = []
         self._tapped: set[int] = set()  # the ids of the parameters whose gradients are recorded
         self._planned_for: tuple[object, ...] = ()  # what the plans were made for, see _trained
@@ -126,7 +124,6 @@ class Fit:
         try:
             if self.run.unit == "step":
                 self._removers += self.run.watch_release(stage_reached, before_defense)
-                self._watches_steps = True
             self.follow()
         except Exception:
             self.close()
@@ -137,7 +134,7 @@ class Fit:
     def keeps_local(self) -> bool:
         """Return whether the tap copies local gradients, because DDP reduces them in backward."""
         per_rank = self.run.under_ddp and self.run.client == "rank"
-        return self._watches_steps and per_rank and not self.run.separates_stages
+        return self.run.unit == "step" and per_rank and not self.run.separates_stages
 
     # ---- trained parameters -----------------------------------------------------------------
 

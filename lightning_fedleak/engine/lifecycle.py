@@ -62,7 +62,6 @@ class Engine(StepEngine):
     Args:
         selection: The attacks.
         options: The settings by which a run is watched.
-        in_rounds: Whether the engine looks at the rounds of one client, not at optimizer steps.
 
     Attributes:
         channels: The channels. A channel arms, runs and scores the attacks of one family of leak.
@@ -77,7 +76,7 @@ class Engine(StepEngine):
         ValueError: The options contradict each other or the attacks.
     """
 
-    def __init__(self, selection: Selection, options: Options, *, in_rounds: bool = False) -> None:
+    def __init__(self, selection: Selection, options: Options) -> None:
         self.selection = selection
         self.options = options
         self.channels: list[Channel] = channels_of(selection.attacks, options)
@@ -99,7 +98,7 @@ class Engine(StepEngine):
                 "entities= counts values in what attacks on words, texts or the trained weights "
                 "read. Add one, such as Combined(); and give planted kinds other names"
             )
-        max_steps_waited = MAX_WAITS if in_rounds else MAX_STEPS_WAITED
+        max_steps_waited = MAX_STEPS_WAITED if options.local_steps is None else MAX_WAITS
         self.results = Results(self.series, max_steps_waited=max_steps_waited)
         self.fit = self.weights = self.report = None
         self.jsonl: log.JsonLines | None = None
@@ -114,7 +113,6 @@ class Engine(StepEngine):
         self._logged_last = False
         self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
-        self._refused: dict[str, str] = {}  # why attacks are excluded, by name
         self._logged_names: list[str] = []
         self._forget_listeners()
 
@@ -149,7 +147,6 @@ class Engine(StepEngine):
         self,
         after_look: Callable[[], None] | None = None,
         *,
-        threshold: tuple[str, float] | None = None,
         facts: records.GateFacts | None = None,
         before_first: Callable[[], None] | None = None,
         after_training: Callable[[], None] | None = None,
@@ -158,9 +155,8 @@ class Engine(StepEngine):
 
         Args:
             after_look: Called after each look.
-            threshold: The log name of the gate's value, and its threshold, which controls must
-                exceed, see :mod:`lightning_fedleak.engine.channels.control`.
-            facts: The settings of the gate for ``run.jsonl``.
+            facts: The settings of the gate for ``run.jsonl``. Controls must exceed its threshold,
+                see :mod:`lightning_fedleak.engine.channels.control`.
             before_first: Called before the first step, once the plans of the attacks are known. It
                 is called again once the attacks on the trained weights have their texts.
             after_training: Called when training ends, after the last results.
@@ -169,9 +165,9 @@ class Engine(StepEngine):
             self._after_look.append(after_look)
         if facts is not None and facts not in self._gates:
             self._gates.append(facts)
-        if threshold is not None and (channel := self.results.channel_of(threshold[0])) is not None:
-            family = channel.family
-            self._needs[family] = max(threshold[1], self._needs.get(family, threshold[1]))
+            if (channel := self.results.channel_of(facts.metric)) is not None:
+                family, at_most = channel.family, float(facts.at_most or 0)
+                self._needs[family] = max(at_most, self._needs.get(family, at_most))
         if before_first is not None:
             self._before_first.append(before_first)
         if after_training is not None:
@@ -189,7 +185,6 @@ class Engine(StepEngine):
         for channel in self.channels:
             channel.attacks = channel.listed_attacks
             channel.load_state_dict({})
-        self.results.reset_families()
 
     def open(self, run: Run) -> None:
         """Check the run's texts and optimizers, and open the channels on it.
@@ -206,7 +201,7 @@ class Engine(StepEngine):
         attacks, options = self.selection.attacks, self.options
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
-        self._refused = {}
+        self._refused: dict[str, str] = {}  # why attacks are excluded, by name
         find_entities(options, run)  # raises here, since below "auto" only leaves attacks out
         for channel in (channel for channel in self.channels if channel.attacks):
             try:
@@ -232,15 +227,13 @@ class Engine(StepEngine):
         options, folder = self.options, destination.folder
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
-        reveal = RevealFiles(folder, run.rank, options.tokenizer)
         self.report = report = log.Report(
             run,
             destination,
             self.series,
             self.selection.attacks,
             None if run.rank else self.jsonl,
-            None,
-            reveal if options.reveal else None,
+            RevealFiles(folder, run.rank, options.tokenizer) if options.reveal else None,
         )
         lineup = self._line_up(run, destination)
         self._prepared = lineup.prepared
@@ -351,7 +344,6 @@ class Engine(StepEngine):
             looks = cadence.describe(look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
         self._logged_names = self.results.names(self.results.playing)
-        self._logged_names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
         self._fit.controls.needs = self._needs
         if self.weights is not None:
@@ -522,9 +514,8 @@ class Engine(StepEngine):
 
     def close(self) -> None:
         """Remove every tap, also if one of them raises an error. May be called twice."""
-        closers = [] if self.fit is None else [self.fit.close]
-        closers += [] if self.report is None else [self.report.cards.close]
-        closers += [] if self.record is None else [self.record.close]
+        parts = (self.fit, None if self.report is None else self.report.cards, self.record)
+        closers = [part.close for part in parts if part is not None]
         failure = None
         for close in [*closers, *(remove for c in self.channels for remove in c.removers)]:
             try:

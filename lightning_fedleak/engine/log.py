@@ -294,13 +294,13 @@ class Report:
         series: The channel of each series.
         attacks: The attacks, whose settings are written.
         jsonl: The writer of ``leakage.jsonl``; None on processes that write nothing.
-        record: The writer of ``run.jsonl``; None on processes that write nothing.
         reveal: The files of recovered words and texts; None writes none.
 
     Attributes:
         boards: The writers of TensorBoard on the process that writes; empty on others.
         cards: The cards that TensorBoard shows first.
-        record: The argument.
+        record: The writer of ``run.jsonl``, which the engine sets; None on processes that write
+            nothing.
     """
 
     def __init__(
@@ -310,7 +310,6 @@ class Report:
         series: Mapping[Series, Channel],
         attacks: Sequence[Attack],
         jsonl: JsonLines | None,
-        record: RunRecord | None,
         reveal: RevealFiles | None,
     ) -> None:
         self._run = run
@@ -320,7 +319,7 @@ class Report:
         self._series = series
         self._attacks = {attack.name: attack for attack in attacks}
         self._jsonl = jsonl
-        self.record = record
+        self.record: RunRecord | None = None
         self._reveal = reveal
         self._loggers = destination.loggers
         self.boards = destination.boards

@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.engine.channels.base import Channel, plan_of
+from lightning_fedleak.engine.channels.plans import plain_settings
 from lightning_fedleak.engine.choice import reads_of
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
@@ -213,7 +214,6 @@ class RunRecord:
         if self.planned is not None and self.planned < run.step:
             self.append(records.PlanLine(run="", step=run.step))
         is_finished = outcome == "finished"
-        hashes = self._hashes_of(run, "trained", any_size=True) if is_finished else None
         number, head = self._results_end()
         self.append(
             records.EndLine(
@@ -223,7 +223,7 @@ class RunRecord:
                 privacy=spendings(accounting(run.defenses), ended=True),
                 results=number,
                 results_head=head,
-                weights=None if hashes is None else hashes["trained"],
+                weights=self._hashes_of(run, "trained", any_size=True) if is_finished else None,
                 row_order=self._row_order(run) if is_finished else None,
             )
         )
@@ -253,7 +253,7 @@ class RunRecord:
     def add_checkpoint(self, run: Run) -> None:
         """Write a hash of the trained weights of a checkpoint of a fit that goes on."""
         if not self.ended and run.unit == "step":
-            hashes = (self._hashes_of(run, "trained") or {}).get("trained")
+            hashes = self._hashes_of(run, "trained")
             line = records.CheckpointLine(run="", step=run.step)
             if hashes is not None:
                 line = replace(line, weights=digest_weights(hashes), trained=tuple(hashes))
@@ -265,36 +265,28 @@ class RunRecord:
         The hash of more than :data:`MAX_HASHED_BYTES` bytes is missing. In a federation, and if the
         parameters are sharded, there is none.
         """
-        hashes = self._hashes_of(run, "trained", "frozen")
-        if hashes is None:
-            return None
-        return {kind: digest_weights(part) for kind, part in hashes.items()}
+        hashes = {kind: self._hashes_of(run, kind) for kind in ("trained", "frozen")}
+        digests = {kind: digest_weights(part) for kind, part in hashes.items() if part is not None}
+        return digests or None
 
-    def _hashes_of(
-        self, run: Run, *kinds: str, any_size: bool = False
-    ) -> dict[str, dict[str, str]] | None:
-        """Return the hashes of tensors, by kind and then by name; see :meth:`weights_of`.
+    def _hashes_of(self, run: Run, kind: str, *, any_size: bool = False) -> dict[str, str] | None:
+        """Return the hashes of the parameters of a kind, by name; see :meth:`weights_of`.
 
         Args:
             run: The fit.
-            kinds: ``"trained"``, ``"frozen"`` or both.
+            kind: ``"trained"`` or ``"frozen"``.
             any_size: Whether to ignore :data:`MAX_HASHED_BYTES`.
         """
         if run.unit != "step" or run.is_sharded:
             return None
-        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
-        for name, parameter in run.anatomy.root.named_parameters():
-            if (kind := "trained" if parameter.requires_grad else "frozen") in tensors:
-                tensors[kind][name] = parameter
+        parameters = run.anatomy.root.named_parameters()
+        tensors = {n: p for n, p in parameters if p.requires_grad == (kind == "trained")}
         try:
-            return {
-                kind: hash_weights(part)
-                for kind, part in tensors.items()
-                if any_size or sum(t.nbytes for t in part.values()) <= MAX_HASHED_BYTES
-            }
+            if any_size or sum(t.nbytes for t in tensors.values()) <= MAX_HASHED_BYTES:
+                return hash_weights(tensors)
         except Exception as error:  # such as out of memory, or weights on the meta device
             self._warn(f"weights were not hashed ({type(error).__name__})")
-            return None
+        return None
 
     def write_new_defenses(self, defenses: Sequence[Defense]) -> None:
         """Write a line for each defence that neither the first line nor a later one describes."""
@@ -443,16 +435,9 @@ def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:
 
 def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
     """Return each optimizer's class, and the settings of plain types of each parameter group."""
-    plain_types = (int, float, bool, str, tuple, type(None))
     return [
-        {
-            "class": type(optimizer).__name__,
-            "groups": [
-                {n: v for n, v in group.items() if isinstance(v, plain_types)}
-                for group in optimizer.param_groups
-            ],
-        }
-        for optimizer in optimizers
+        {"class": type(o).__name__, "groups": [*map(plain_settings, o.param_groups)]}
+        for o in optimizers
     ]
 
 

@@ -70,29 +70,13 @@ class Results:
         self._max_steps_waited = max_steps_waited
         self.playing = set(channels)
         self.untested: Mapping[str, str] = {}
-        self.reset_families()
-        self._waits: dict[Series, int] = {}  # looks in a row that were pending
-        self._waiting_since: dict[Series, int] = {}  # first step of the retries
-        self._newest: dict[Series, Outcome] = {}
-        self.controls: dict[Series, Control] = {}
-        self._p_values: dict[Series, tuple[int, float]] = {}  # looks, lowest p-value over them
-        self._pending_why: dict[Series, str] = {}  # "" if the newest outcome was not pending
-        self._with_result: set[Series] = set()
+        self.clear()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
         self.looks = 0
         self.failures = 0
         self.last_step = -1
-        self.deferrals = 0
         self._looks_before = 0  # looks of earlier fits
-
-    def reset_families(self) -> None:
-        """Set ``families`` to all families that have attacks on what is shared."""
-        self.families = {
-            channel.family: channel.headline
-            for series, channel in self._channels.items()
-            if _counts_for_worst(series)
-        }
 
     def headlines(self, family: str) -> tuple[str, ...]:
         """Return the log names whose maximum is the family's worst value."""
@@ -103,7 +87,7 @@ class Results:
         )
 
     def names(self, some: Iterable[Series] | None = None) -> list[str]:
-        """Return the log names of the values of the given series (default: all)."""
+        """Return the log names of the values of some series (default: all), and of the worst."""
         ends = ("", "_low", "_high", "_worst_client")
         names = []
         for series in self._channels if some is None else some:
@@ -114,8 +98,7 @@ class Results:
                 names += [f"{series.log_name}/{name}" for name in ("control", "control_of_a_part")]
             if self._channels[series].tests_looks:
                 names += [f"{series.log_name}/{p}" for p in ("p_of_this_look", "p_over_looks")]
-        worst = [f"{WORST}/{family}" for family in self.families] if some is None else []
-        return names + worst
+        return names + [f"{WORST}/{family}" for family in self.families]
 
     # ---- the interface for gates ------------------------------------------------------------
 
@@ -170,20 +153,26 @@ class Results:
     # ---- looks ------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget the waits, controls, p-values and outcomes of an earlier fit."""
+        """Forget the waits, controls, p-values and outcomes of an earlier fit.
+
+        The worst value is logged again of all families that have attacks on what is shared.
+        """
         self.deferrals = 0
-        self._waits.clear()
-        self._waiting_since.clear()
-        self._pending_why.clear()
-        self._with_result.clear()
-        self._newest.clear()
-        self.controls.clear()
-        self._p_values.clear()
+        self._waits: dict[Series, int] = {}  # looks in a row that were pending
+        self._waiting_since: dict[Series, int] = {}  # first step of the retries
+        self._newest: dict[Series, Outcome] = {}  # of this fit
+        self._with_result: set[Series] = set()
+        self.controls: dict[Series, Control] = {}
+        self._p_values: dict[Series, tuple[int, float]] = {}  # looks, lowest p-value over them
+        self.families = {
+            channel.family: channel.headline
+            for series, channel in self._channels.items()
+            if _counts_for_worst(series)
+        }
 
     def begin(self) -> None:
         """Start a fit: forget earlier outcomes, and keep the state that a checkpoint restored."""
         self._looks_before = self.looks
-        self._pending_why.clear()
         self._with_result.clear()
         self._newest.clear()
 
@@ -223,9 +212,9 @@ class Results:
         looks = self.looks - self._looks_before
         if looks > 0:
             why = "training ended before the first result: "
-            without_result = self._pending_why.keys() - self._with_result
+            without_result = self._newest.keys() - self._with_result
             return {
-                s: unknown(channel.metrics_of(s), why + self._pending_why[s])
+                s: unknown(channel.metrics_of(s), f"{why}{self._newest[s].pending}")
                 for s, channel in self._channels.items()
                 if s in without_result
             }
@@ -353,7 +342,6 @@ class Results:
                 self._waits[series] = waited + 1
             if outcome.soon:
                 self._waiting_since[series] = since
-        self._pending_why |= {series: outcome.pending or "" for series, outcome in outcomes.items()}
         late = {series for series in outcomes if self._is_late(series, step)}
         self._with_result |= {series for series in outcomes if not outcomes[series].pending} | late
         final = dict(outcomes)

@@ -126,8 +126,8 @@ class Threshold:
         self.notches = self._breaches = 0
         self._defenses: tuple[Defense, ...] = ()
         self._watched: tuple[str, ...] = (self.metric,)  # all headlines, if a worst is watched
-        # Whether it has stopped the run, has had a known value, and has allowed a checkpoint.
-        self._stopped = self._has_result = self._was_allowed = False
+        # Whether it has stopped the run, and has had a known value.
+        self._stopped = self._has_result = False
         # The upper end of the interval and the step of each validation, see `choice`.
         self._choices: list[tuple[float, int]] = []
 
@@ -193,7 +193,6 @@ class Threshold:
         self._check_looks(engine, actions.processes)
         engine.subscribe(
             partial(self._decide, engine, actions),
-            threshold=(self.metric, self.at_most),
             facts=self.facts,
             before_first=partial(self._check_read, engine),
             after_training=partial(self._conclude, engine, actions),
@@ -286,7 +285,7 @@ class Threshold:
 
         Announce it if ``leakage/choose`` was infinite at all validations.
         """
-        if self._choices and not self._was_allowed:
+        if self._choices and not any(end <= self.at_most for end, _ in self._choices):
             announce(f"{self._kind} '{self.name}': {self._none_chosen()}")
         if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
             return
@@ -411,12 +410,11 @@ class Threshold:
         engine, weights = self._engine, self._engine.weights
         ends = self._ends(engine.results.latest, "high")
         is_read = weights is not None and weights.looked_at == engine.run.step
+        is_known = is_read and bool(ends) and not any(map(math.isnan, ends.values()))
+        highest = max(ends.values()) if is_known else math.nan
+        self._choices.append((highest, engine.run.step))
         # An end that is unknown (NaN) allows nothing.
-        allowed = is_read and bool(ends) and all(end <= self.at_most for end in ends.values())
-        self._was_allowed |= allowed
-        highest = math.nan if any(map(math.isnan, ends.values())) else max(ends.values(), default=0)
-        self._choices.append((highest if is_read and ends else math.nan, engine.run.step))
-        loss = engine.run.broadcast(loss if allowed else math.inf)
+        loss = engine.run.broadcast(loss if highest <= self.at_most else math.inf)
         return loss if weights is None else weights.choose(loss)
 
     def _none_chosen(self) -> str:

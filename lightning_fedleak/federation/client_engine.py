@@ -55,14 +55,13 @@ class ClientEngine(Engine):
         super().__init__(
             replace(origin.selection, attacks=tuple(attacks)),
             replace(origin.options, stages=(stage,)),
-            in_rounds=True,
         )
         self.spent: tuple[str | int | None, Sequence[Defense]] = None, ()
         self.jsonl, self.record, self._gates = origin.jsonl, origin.record, origin._gates
         self.report = Report(
-            *(run, destination, self.series, self.selection.attacks),
-            *(self.jsonl, self.record, None),
+            run, destination, self.series, self.selection.attacks, self.jsonl, None
         )
+        self.report.record = self.record
         lineup = origin._fit.lineup  # the attacks that run, with the plan of each
         plans = {plan.attack.name: plan for plan in lineup.plans}
         channels = [channel for channel in self.channels if channel.attacks]

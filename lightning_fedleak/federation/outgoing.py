@@ -157,8 +157,7 @@ class OutgoingUpdates:
             if problem:
                 raise ValueError(problem)
             # The engine records these when the first round begins.
-            threshold = (gate.metric, gate.at_most)
-            observer.engine.subscribe(facts=gate.facts, threshold=threshold)
+            observer.engine.subscribe(facts=gate.facts)
 
     # ---- a round ----------------------------------------------------------------------------
 

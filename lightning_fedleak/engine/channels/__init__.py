@@ -2,9 +2,6 @@
 
 from lightning_fedleak.engine.channels.base import Channel as Channel
 from lightning_fedleak.engine.channels.membership import MembershipChannel as MembershipChannel
-from lightning_fedleak.engine.channels.membership import (
-    PassiveMembershipChannel as PassiveMembershipChannel,
-)
 from lightning_fedleak.engine.channels.released.canaries import CanaryChannel as CanaryChannel
 from lightning_fedleak.engine.channels.released.canaries import EntityChannel as EntityChannel
 from lightning_fedleak.engine.channels.released.memorization import (

@@ -114,7 +114,7 @@ class Channel(ABC):
             scores separate everything.
         parted: Whether each process holds a part of the result even if all are one client. If not,
             the result of the first process is that of the client.
-        plays_games: Whether its attacks score candidate texts, among them those of the user.
+        plays_games: Whether its attacks on gradients score candidate texts, some of the user's.
         reads_updates: Whether its attacks can read the weight change of several steps.
         reads_states: Whether an attack may read hidden states, or layers that a server adds, and no
             gradients of the client's own parameters.

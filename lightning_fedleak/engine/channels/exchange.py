@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -83,11 +83,7 @@ class Exchange:
         gathered = self._gather(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
-            ends = list(accumulate(widths))
-            tables = {
-                series: gathered[:, end - width : end]
-                for series, end, width in zip(results, ends, widths, strict=True)
-            }
+            tables = dict(zip(results, torch.split(gathered, widths, dim=1), strict=True))
             # If no client shared anything, this step has no outcome.
             empty = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
             if not any(empty):
@@ -110,12 +106,10 @@ class Exchange:
             return local[None]
         # gloo gathers on the CPU only.
         local = local.cpu() if "gloo" in dist.get_backend() else local.to(self._run.device)
-        if dist.get_rank() != 0:
-            dist.gather(local, None, dst=0)
-            return None
-        all_rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.gather(local, all_rows, dst=0)
-        return torch.stack(all_rows).cpu()
+        is_first = dist.get_rank() == 0
+        rows = [torch.empty_like(local) for _ in range(self._run.processes)] if is_first else None
+        dist.gather(local, rows, dst=0)
+        return None if rows is None else torch.stack(rows).cpu()
 
     def _outcome(self, series: Series, rows: Tensor, local: Result) -> Outcome:
         """Pool the clients' rows (clients, width), at least one of which is not NOTHING.

@@ -132,7 +132,7 @@ class MembershipChannel(Channel):
         self._calls: ModelCalls | None = None  # records token ids, if a defence changes them
         self._layers: set[int] = set()  # the layers at which the tap records
         # The targets of this look; None until they are drawn.
-        self._targets: Targets | Waiting | Unknown | None = None
+        self._targets: Targets | Waiting | None = None
         self._games: dict[str, _Games | Unknown] = {}
         self._canaries_in_transit = False  # True between stage local and stage shared of a look
 
@@ -399,7 +399,7 @@ class MembershipChannel(Channel):
         self, attack: MembershipAttack, step: int, stage: Stage
     ) -> played.GameResults | Unknown | Waiting:
         """Return an attack's guesses at a stage with the truth, or why there are none (yet)."""
-        if isinstance(self._targets, Unknown | Waiting):
+        if isinstance(self._targets, Waiting):
             return self._targets
         games = self._games.get(attack.name, Unknown("no canary was computed at stage local"))
         if isinstance(games, Unknown):

@@ -91,8 +91,13 @@ class Plan:
         ids = {id(run.anatomy.parameter(role)) for role in self.roles}
         groups = self.optimizer.param_groups
         group = next((g for g in groups if ids & {id(p) for p in g["params"]}), groups[0])
-        plain = (int, float, bool, str, tuple, type(None))
-        return {name: value for name, value in group.items() if isinstance(value, plain)}
+        return plain_settings(group)
+
+
+def plain_settings(group: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of plain types of an optimizer's parameter group."""
+    plain = (int, float, bool, str, tuple, type(None))
+    return {name: value for name, value in group.items() if isinstance(value, plain)}
 
 
 def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:

@@ -102,11 +102,12 @@ class Window:
         self._next += 1
         self._looks.append(torch.cat(games))
         pooled = torch.cat(list(self._looks))
-        client_rates = [_rates(g) for g in games]
-        look_rates = client_rates[0] if len(games) == 1 else _rates(self._looks[-1])
+        # Columns 2 to 4 of games are the score, the bit and the decision.
+        client_rates = [_rates(*g[:, 2:].T) for g in games]
+        look_rates = client_rates[0] if len(games) == 1 else _rates(*self._looks[-1][:, 2:].T)
         members = int(self._looks[-1][:, 3].sum())
         return Outcome(
-            _rates(pooled),
+            _rates(*pooled[:, 2:].T),
             len(pooled),
             worst=worst_of([_values(rates) for rates in client_rates]),
             now=_values(look_rates),
@@ -182,19 +183,15 @@ def _values(rates: Mapping[str, Rate]) -> dict[str, float]:
     return {name: rate.value for name, rate in rates.items()}
 
 
-def _rates(games: Tensor) -> dict[str, Rate]:
-    """Return the rates of games (n, 5), with intervals that take each game as a trial."""
-    decisions = games[:, 4] == 1
+def _rates(scores: Tensor, members: Tensor, decisions: Tensor) -> dict[str, Rate]:
+    """Return the rates of games, with intervals that take each game as a trial."""
     # None: each game is a cluster of its own. 100 resamples, because this runs at every look.
-    return membership_rates(games[:, 2], games[:, 3] == 1, None, decisions, resamples=100)
+    return membership_rates(scores, members == 1, None, decisions == 1, resamples=100)
 
 
 def rates_of(results: GameResults) -> dict[str, float]:
     """Return the rates of the games of one look."""
-    columns = (results.scores, results.members, results.decisions)
-    games = torch.stack([column.double() for column in columns], 1)
-    rates = _rates(torch.nn.functional.pad(games, (2, 0)))  # columns of look and client: unused
-    return _values(rates)
+    return _values(_rates(results.scores, results.members, results.decisions))
 
 
 def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting:

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from lightning_fedleak import attacks
 from lightning_fedleak.engine.options import Games
-from lightning_fedleak.engine.outcomes import Unknown, Waiting
-from lightning_fedleak.engine.run import NoTargets, reason
+from lightning_fedleak.engine.outcomes import Waiting
+from lightning_fedleak.engine.run import NoTargets
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_last
 from lightning_fedleak.model.model_runs import hidden_states
@@ -128,7 +128,7 @@ class Rows:
         return self.ids.masked_fill(~self.real, -1).gather(1, order)
 
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
-        """Return which tokens an attack may be asked about, see :class:`_Deal`, (N, L) bool.
+        """Return which tokens an attack may be asked about, see :class:`Sources`, (N, L) bool.
 
         Args:
             special: The ids that are no targets.
@@ -205,99 +205,14 @@ class Targets:
         return Targets(self.rows[index], positions, self.members[index], self.places[index])
 
 
-@dataclass(frozen=True)
-class _Deal:
-    """The rule by which the targets of a look are drawn.
+class Sources:
+    """Draw the targets of each look, and keep the batches that later looks need.
 
     In a causal model the target token is the last one that predicts a label, because the loss
     ignores the tokens after it, which have no gradient. In other models it is a random one. A row
     without a label has no gradient, and is neither a member nor a non-member. Tokens that mark the
     beginning or the end of every text are no targets, because early layers compute nearly the same
     state for them in all texts.
-
-    Attributes:
-        max_members: The largest number of members; as many non-members are drawn.
-        causal: Whether tokens see only the tokens before them.
-        special: The ids that are no targets.
-    """
-
-    max_members: int
-    causal: bool
-    special: frozenset[int] = frozenset()
-
-    def targets(self, inside: Rows, outside: Rows, generator: torch.Generator) -> Targets | None:
-        """Draw sentences of the batch, and as many that are not in it, without duplicates.
-
-        Args:
-            inside: The batch of the step.
-            outside: Other sentences. Those that are also in the batch are excluded.
-            generator: The source of randomness, on the CPU.
-
-        Returns:
-            The targets; None if ``outside`` holds no possible target.
-
-        Raises:
-            NoTargets: No sentence of the batch can be a target.
-        """
-        both = inside.joined(outside)
-        _, inverse = torch.unique(both.texts(), dim=0, return_inverse=True)
-        text_ids = inverse.tolist()
-        askable = both.askable(self.special, causal=self.causal)
-        long_enough = askable.any(1).tolist()
-        n = len(inside)
-        batch_texts = set(text_ids[:n])
-        members = {text_ids[i]: i for i in range(n) if long_enough[i]}
-        non_members = {
-            text_ids[i]: i
-            for i in range(n, len(both))
-            if long_enough[i] and text_ids[i] not in batch_texts
-        }
-        if not members:
-            requirement = "a token before a label" if self.causal else "a token, and a label,"
-            restriction = " besides special ones" if self.special else ""
-            raise NoTargets(
-                f"no sentence of the batch has {requirement}{restriction}, so that none can be "
-                "asked for"
-            )
-        count = min(self.max_members, len(members), len(non_members))
-        if count == 0:
-            return None
-        places = _choose(list(members.values()), count, generator)
-        chosen = torch.cat([places, _choose(list(non_members.values()), count, generator)])
-        rows = both[chosen].trimmed()
-        positions = _choose_token(askable[chosen.to(askable.device)], generator, causal=self.causal)
-        places = torch.cat([places, torch.full((count,), -1)])
-        targets = Targets(rows, positions, places >= 0, places)
-        # The attack sees the order, which must not reveal the bits.
-        return targets.select(torch.randperm(2 * count, generator=generator))
-
-    def draw_texts(
-        self, texts: Sequence[Tensor], generator: torch.Generator, *, like: Rows
-    ) -> Rows:
-        """Return more random texts than are needed, cut to the length of ``like``."""
-        order = torch.randperm(len(texts), generator=generator)[: SPARE * self.max_members]
-        return Rows.from_texts([texts[i] for i in order.tolist()], like)
-
-
-def _choose(values: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Return ``count`` of the values in random order, (count,)."""
-    return torch.tensor(values)[torch.randperm(len(values), generator=generator)[:count]]
-
-
-def _choose_token(askable: Tensor, generator: torch.Generator, *, causal: bool) -> Tensor:
-    """Return the column of a possible target in each row, the last or a random one, (G,)."""
-    order = torch.argsort((~askable).to(torch.int8), dim=1, stable=True)
-    n = askable.sum(1)
-    if causal:
-        nth = n - 1
-    else:
-        share = torch.rand(len(askable), generator=generator, dtype=torch.float64)
-        nth = (share.to(n.device) * n).long()
-    return order.gather(1, nth[:, None])[:, 0]
-
-
-class Sources:
-    """Draw the targets of each look, and keep the batches that later looks need.
 
     Args:
         games: The settings of games.
@@ -309,7 +224,7 @@ class Sources:
     def __init__(
         self, games: Games, client: int, *, causal: bool, special: frozenset[int] = frozenset()
     ) -> None:
-        self._deal = _Deal(games.targets, causal=causal, special=special)
+        self._max_members, self._causal, self._special = games.targets, causal, special
         self._held_out = None if games.held_out is None else games.held_out.sentences
         self._client = client
         self._earlier: list[list[TokenBatch]] = []
@@ -328,38 +243,101 @@ class Sources:
 
     def population(
         self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
-    ) -> Targets | Waiting | Unknown:
-        """Return members and non-members, or why there are none (yet).
+    ) -> Targets | Waiting:
+        """Return members and non-members, or why there are none yet.
 
         Args:
             step: The optimizer step.
             batches: The micro-batches of the step.
             shuffled: Whether to shuffle the tokens of non-members. Those of a *control*, the same
                 step on known words, are shuffled too.
-        """
-        try:
-            return self._draw(step, batches, shuffled)
-        except Exception as error:
-            return Unknown(reason(error))
 
-    def _draw(self, step: int, batches: Sequence[TokenBatch], shuffled: bool) -> Targets | Waiting:
-        """Draw the targets; see :meth:`population`, which catches the exceptions."""
+        Raises:
+            BatchError: Documents in a row are not read as they would be alone.
+            NoTargets: No sentence of the batch can be a target.
+        """
         # The seed depends only on the step and the client, so that a resumed run draws the same.
         generator = torch.Generator().manual_seed(1_000_003 * step + self._client)
         inside, outside = Rows.from_batches(batches), None
         if self._held_out is not None:
-            outside = self._deal.draw_texts(self._held_out, generator, like=inside)
+            # More than are needed, since some may be too short or in the batch.
+            order = torch.randperm(len(self._held_out), generator=generator)
+            drawn = order[: SPARE * self._max_members].tolist()
+            outside = Rows.from_texts([self._held_out[i] for i in drawn], like=inside)
         elif self._earlier:
             outside = Rows.from_batches([*chain.from_iterable(self._earlier)])
         targets = None
         if outside is not None:
-            outside = outside.shuffled(generator, self._deal.special) if shuffled else outside
-            targets = self._deal.targets(inside, outside, generator)
+            outside = outside.shuffled(generator, self._special) if shuffled else outside
+            targets = self.draw(inside, outside, generator)
         return targets or Waiting(
             "membership needs texts outside this batch: later batches bring some, or pass "
             "games=Games(held_out=texts)",
             soon=outside is None,
         )
+
+    def draw(self, inside: Rows, outside: Rows, generator: torch.Generator) -> Targets | None:
+        """Draw sentences of the batch, and as many that are not in it, without duplicates.
+
+        Args:
+            inside: The batch of the step.
+            outside: Other sentences. Those that are also in the batch are excluded.
+            generator: The source of randomness, on the CPU.
+
+        Returns:
+            The targets; None if ``outside`` holds no possible target.
+
+        Raises:
+            NoTargets: No sentence of the batch can be a target.
+        """
+        both = inside.joined(outside)
+        _, inverse = torch.unique(both.texts(), dim=0, return_inverse=True)
+        text_ids = inverse.tolist()
+        askable = both.askable(self._special, causal=self._causal)
+        long_enough = askable.any(1).tolist()
+        n = len(inside)
+        batch_texts = set(text_ids[:n])
+        members = {text_ids[i]: i for i in range(n) if long_enough[i]}
+        non_members = {
+            text_ids[i]: i
+            for i in range(n, len(both))
+            if long_enough[i] and text_ids[i] not in batch_texts
+        }
+        if not members:
+            requirement = "a token before a label" if self._causal else "a token, and a label,"
+            restriction = " besides special ones" if self._special else ""
+            raise NoTargets(
+                f"no sentence of the batch has {requirement}{restriction}, so that none can be "
+                "asked for"
+            )
+        count = min(self._max_members, len(members), len(non_members))
+        if count == 0:
+            return None
+        places = _choose(list(members.values()), count, generator)
+        chosen = torch.cat([places, _choose(list(non_members.values()), count, generator)])
+        rows, askable = both[chosen].trimmed(), askable[chosen.to(askable.device)]
+        positions = _choose_token(askable, generator, causal=self._causal)
+        places = torch.cat([places, torch.full((count,), -1)])
+        targets = Targets(rows, positions, places >= 0, places)
+        # The attack sees the order, which must not reveal the bits.
+        return targets.select(torch.randperm(2 * count, generator=generator))
+
+
+def _choose(values: list[int], count: int, generator: torch.Generator) -> Tensor:
+    """Return ``count`` of the values in random order, (count,)."""
+    return torch.tensor(values)[torch.randperm(len(values), generator=generator)[:count]]
+
+
+def _choose_token(askable: Tensor, generator: torch.Generator, *, causal: bool) -> Tensor:
+    """Return the column of a possible target in each row, the last or a random one, (G,)."""
+    order = torch.argsort((~askable).to(torch.int8), dim=1, stable=True)
+    n = askable.sum(1)
+    if causal:
+        nth = n - 1
+    else:
+        share = torch.rand(len(askable), generator=generator, dtype=torch.float64)
+        nth = (share.to(n.device) * n).long()
+    return order.gather(1, nth[:, None])[:, 0]
 
 
 def check_held_out(attack: attacks.Attack, held_out: attacks.PublicText | None) -> None:

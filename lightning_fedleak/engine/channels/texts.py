@@ -124,8 +124,6 @@ class TextsChannel(Channel):
         self.width = 4 + len(SentenceScores._fields) * settings.texts  # see Inverted.pack
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossings: list[Crossed] = []
-        self._tap: SplitTap | None = None
-        self._has_run = False  # whether attacks on hidden states have run in this look
 
     def _reads_updates(self, attack: Attack) -> bool:
         return not isinstance(attack, InversionAttack)
@@ -145,7 +143,7 @@ class TextsChannel(Channel):
             ValueError: A stage does not exist at an attack's layer.
         """
         super().open(run)
-        self._tap = None
+        self._tap: SplitTap | None = None
         self._defended_layers = {layer for d in run.defenses for layer in d.activation_layers}
         self._check_local()
         if self.inverters:
@@ -174,7 +172,7 @@ class TextsChannel(Channel):
 
     def arm(self) -> None:
         """Start a look: let the tap record the activations of the next forward passes."""
-        self._has_run = False
+        self._has_run = False  # whether attacks on hidden states have run in this look
         if self._tap is not None:
             self._tap.arm()
 
@@ -334,8 +332,7 @@ class TextsChannel(Channel):
             attack: Any = plan.attack
             answer = self._match(answer, attack, step)
         assert isinstance(answer, Inverted)
-        texts = self.settings.texts
-        rates = self._values(unpack(answer.pack(texts), texts))
+        rates = self._values(answer.scores())
         return rates | {"recall": rates["token_accuracy"]}  # control of series on values in texts
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:

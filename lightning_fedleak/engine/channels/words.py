@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import Attack, WordGuess
 from lightning_fedleak.engine.channels.base import Channel, entity_series, guess, kind_of, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1, word_counts
@@ -164,13 +163,6 @@ class WordsChannel(Channel):
     controlled: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
 
-    def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
-        super().__init__(attacks, settings)
-        self._truth: _WordTruth | None = None  # of the look; None if it is not known
-        self._one_way = False  # whether tokens of a classifier see only the tokens before them
-        self._twins: dict[str, Tensor] = {}  # by surface, see _find_twins
-        self._layers: dict[str, nn.Module] = {}  # the embedding and the head, by surface
-
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of all words, and those of values by kind."""
         return entity_series(super().series(attack, stages), self.entity_kinds)
@@ -183,8 +175,10 @@ class WordsChannel(Channel):
         rows = matrix_shape(run.anatomy.embedding)
         # The embedding may have more rows than the head.
         self._size = max(run.anatomy.vocab_size, 0 if rows is None else rows[0])
+        # Whether tokens of a classifier see only the tokens before them.
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
-        self._layers = {"input": run.anatomy.embedding}
+        self._twins: dict[str, Tensor] = {}  # by surface, see _find_twins
+        self._layers: dict[str, nn.Module] = {"input": run.anatomy.embedding}  # by surface
         if run.anatomy.head is not None and run.anatomy.kind != "classifier":
             self._layers["output"] = run.anatomy.head
         for surface, layer in self._layers.items():
@@ -210,7 +204,7 @@ class WordsChannel(Channel):
         except Exception as error:
             step.error = reason(error)
         truth = self._join_processes(truth)
-        self._truth = None if step.error else truth
+        self._truth = None if step.error else truth  # None if it is not known
         return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> _WordTruth:

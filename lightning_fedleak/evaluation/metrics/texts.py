@@ -224,8 +224,18 @@ class Inverted:
         has_guess = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
         return torch.ones_like(has_guess) if self.guess.finished or self.matched else has_guess
 
+    def scores(self, counted: Tensor | None = None) -> SentenceScores:
+        """Return the scores of the texts that the attack began.
+
+        Args:
+            counted: (n, L) bool, the tokens that count; None: all tokens.
+        """
+        started = self.started
+        real = self.real if counted is None else self.real & counted.to(self.real.device)
+        return sentence_scores(self.guess.tokens[started], self.input_ids[started], real[started])
+
     def pack(self, texts: int, counted: Tensor | None = None) -> list[float]:
-        """Return the scores of the texts that the attack began, as numbers in a fixed order.
+        """Return the :meth:`scores` as numbers in a fixed order.
 
         The numbers are: the number of texts; the age; whether the attack finished; whether it
         certified its texts, NaN if it never does; then each column of :class:`SentenceScores`,
@@ -233,16 +243,9 @@ class Inverted:
 
         Args:
             texts: The number of values of each column.
-            counted: (n, L) bool, the tokens that count; None: all tokens.
+            counted: As in :meth:`scores`.
         """
-        started = self.started
-        guessed, truth, real = (
-            self.guess.tokens[started],
-            self.input_ids[started],
-            (self.real if counted is None else self.real & counted.to(self.real.device))[started],
-        )
-        scores = sentence_scores(guessed, truth, real)
-        certified = self.guess.certified
+        scores, certified = self.scores(counted), self.guess.certified
         numbers = [
             float(len(scores.hits)),
             self.age,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.engine.channels.targets import Rows, _Deal
+from lightning_fedleak.engine.channels.targets import Rows, Sources
+from lightning_fedleak.engine.options import Games
 from lightning_fedleak.engine.run import NoTargets
 from lightning_fedleak.model.anatomy import special_ids
 from lightning_fedleak.model.batches import TokenBatch
@@ -38,6 +39,10 @@ def rows_of(*batches):
     return Rows.from_batches(list(batches))
 
 
+def rule(members, *, causal, special=frozenset()):
+    return Sources(Games(targets=members), 0, causal=causal, special=special)
+
+
 def words(rows):
     return [row[real].tolist() for row, real in zip(rows.ids, rows.real, strict=True)]
 
@@ -47,7 +52,7 @@ def test_members_are_of_the_batch_and_as_many_others_are_not():
     outside = rows_of(batch(D, A, [3, 3], left=True, pad=3), batch(B, [6, 1, 6]))
     state = torch.get_rng_state()
     for seed in range(20):
-        targets = _Deal(16, causal=True).targets(inside, outside, generator(seed))
+        targets = rule(16, causal=True).draw(inside, outside, generator(seed))
         queried = list(zip(words(targets.rows), targets.members.tolist(), strict=True))
         assert sorted(t for t, is_in in queried if not is_in) == sorted([D, [3, 3], [6, 1, 6]])
         assert len({tuple(text) for text, _ in queried}) == 6
@@ -60,7 +65,7 @@ def test_no_more_than_requested_each_sentence_once_and_all_in_their_turn():
     inside, outside = rows_of(batch(A, A, B, C, D)), rows_of(batch(E, E, [7, 7], [6, 6, 6]))
     texts = set()
     for seed in range(40):
-        targets = _Deal(2, causal=False).targets(inside, outside, generator(seed))
+        targets = rule(2, causal=False).draw(inside, outside, generator(seed))
         drawn = [tuple(text) for text in words(targets.rows)]
         assert len(set(drawn)) == 4
         texts.update(drawn)
@@ -72,10 +77,10 @@ def test_no_more_than_requested_each_sentence_once_and_all_in_their_turn():
 def test_targets_are_words_and_of_a_causal_model_the_last_that_predicts_another(causal, left):
     inside = rows_of(batch([CLS, 5, 6, SEP], [CLS, 7, SEP], [CLS, SEP], left=left, pad=0))
     outside = rows_of(batch([CLS, 8, SEP, SEP], [CLS, 9, 10, 11], left=left, pad=0))
-    deal = _Deal(4, causal=causal, special=frozenset({CLS, SEP, 0}))
+    deal = rule(4, causal=causal, special=frozenset({CLS, SEP, 0}))
     tokens = set()
     for seed in range(60):
-        targets = deal.targets(inside, outside, generator(seed))
+        targets = deal.draw(inside, outside, generator(seed))
         assert len(targets.members) == 4
         tokens.update(targets.rows.ids.gather(1, targets.positions[:, None])[:, 0].tolist())
     assert tokens == ({6, 7, 8, 10} if causal else {5, 6, 7, 8, 9, 10, 11})
@@ -83,18 +88,18 @@ def test_targets_are_words_and_of_a_causal_model_the_last_that_predicts_another(
 
 def test_nothing_held_out_is_none_and_nothing_to_query_is_an_error():
     inside, short = rows_of(batch(A, B)), rows_of(batch([3], [4]))
-    causal = _Deal(4, causal=True)
-    assert causal.targets(inside, rows_of(batch(B, A)), generator()) is None
-    assert causal.targets(inside, short, generator()) is None
+    causal = rule(4, causal=True)
+    assert causal.draw(inside, rows_of(batch(B, A)), generator()) is None
+    assert causal.draw(inside, short, generator()) is None
     with pytest.raises(NoTargets, match="no sentence of the batch has a token before a label"):
-        causal.targets(short, inside, generator())
-    assert _Deal(4, causal=False).targets(short, inside, generator()) is not None
-    special = _Deal(4, causal=False, special=frozenset({CLS, SEP}))
+        causal.draw(short, inside, generator())
+    assert rule(4, causal=False).draw(short, inside, generator()) is not None
+    special = rule(4, causal=False, special=frozenset({CLS, SEP}))
     with pytest.raises(NoTargets, match="has a token, and a label, besides special ones"):
-        special.targets(rows_of(batch([CLS, SEP])), inside, generator())
+        special.draw(rows_of(batch([CLS, SEP])), inside, generator())
     unlabelled = rows_of(batch(A, B, labels=[[-100] * 4] * 2))
     with pytest.raises(NoTargets, match="no sentence of the batch has a token before a label"):
-        causal.targets(unlabelled, rows_of(batch(D)), generator())
+        causal.draw(unlabelled, rows_of(batch(D)), generator())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_a_row_without_a_label_is_neither_a_member_nor_held_out(kind, labels):
     """A first label of a causal row counts for nothing, nor does what padding predicts."""
     inside = rows_of(batch(A, B, C, labels=labels, kind=kind))
     outside = rows_of(batch(B, D, E, [7, 7]))
-    targets = _Deal(16, causal=kind == "causal").targets(inside, outside, generator())
+    targets = rule(16, causal=kind == "causal").draw(inside, outside, generator())
     members = [text for text, m in zip(words(targets.rows), targets.members, strict=True) if m]
     assert sorted(members) == sorted([A, C])
     assert B not in words(targets.rows)

@@ -58,7 +58,6 @@ class CanaryChannel(MemorizationChannel):
     # The constants are explained in Channel, WeightChannel and MemorizationChannel.
     reads = Canaries
     leak = CANARIES
-    plays_games = True
     # The metrics and extras are those of `canary_values` and `canary_tiers`.
     metrics = ("auc", "shown", "exposure", "extracted", "greedy")
     # The smallest, the largest and the uninformed value, in bits.
@@ -68,7 +67,6 @@ class CanaryChannel(MemorizationChannel):
         *("exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
         *("members", "others", "alpha"),
     )
-    width = 3 * len(metrics) + len(extras)  # a metric has a value and the ends of its interval
     prefix = AUDIT
     planted = "canaries"
     file = "canaries_base.safetensors"
@@ -185,7 +183,6 @@ class EntityChannel(WeightChannel):
     # The constants are explained in Channel and WeightChannel.
     reads = Entities
     leak = ENTITIES
-    plays_games = True
     # The metrics and extras are those of `entity_values`: ranked first, written by greedy decoding.
     metrics = ("first", "greedy")
     # Both are shares of planted values minus shares of held-out ones.
@@ -194,7 +191,6 @@ class EntityChannel(WeightChannel):
         *("p_value", "median_rank", "candidates", "first_others", "greedy_others"),
         *("first_provable", "greedy_provable", "members", "others", "alpha"),
     )
-    width = 3 * len(metrics) + len(extras)
     planted = "entities"
     missing = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
 

@@ -134,7 +134,6 @@ class MemorizationChannel(WeightChannel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND, WEAK, STRENGTH),
     )
-    width = 3 * len(metrics) + len(extras)  # a metric has a value and the ends of its interval
     file = "memorization_base.safetensors"  # mode 0600
     finds_entities: ClassVar[bool] = True  # it also compares values in texts, as phone numbers
     cost: ClassVar[float] = 1
@@ -143,18 +142,9 @@ class MemorizationChannel(WeightChannel):
         super().__init__(attacks, settings)
         self._entities: FoundEntities | None = None
         self._account: AccountGame | None = None  # None: no account fits how the texts were drawn
-        self._account_words = ""
-        self._reading_seconds = 0.0
-        self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
-        self._reference: TokenSnapshot | None = None  # the answers of the reference
-        self._facts: ReferenceFacts | None = None  # how the reference was trained
         self._saved_state: Mapping[str, Any] = {}  # of a checkpoint, until the base is restored
-        self._looks_due, self._n_lists = 0, 0  # looks of this epoch that were due; lists written
+        self._n_lists = 0  # lists written
         self._has_ended = False  # whether the planned end was reached
-        self._why_void = ""  # why no comparison of this fit is valid; empty if they are
-        self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
-        # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
-        self._rewards: Tensor | None = None
 
     def _series_names(self, attack: Attack) -> list[str]:
         # The list of rows and the values in texts are not of one attack: they go with the first.
@@ -169,9 +159,15 @@ class MemorizationChannel(WeightChannel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._base = self._reference = self._facts = self._rewards = None
-        self._why_void, self._completions = "", ()
-        self._looks_due, self.reference_seconds = 0, 0.0
+        self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
+        self._reference: TokenSnapshot | None = None  # the answers of the reference
+        self._facts: ReferenceFacts | None = None  # how the reference was trained
+        self._why_void = ""  # why no comparison of this fit is valid; empty if they are
+        self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
+        # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
+        self._rewards: Tensor | None = None
+        self._looks_due = 0  # looks of this epoch that were due
+        self.reference_seconds = 0.0
 
     def _draw_pool(self) -> Pool:
         start = time.perf_counter()

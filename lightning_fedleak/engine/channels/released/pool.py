@@ -422,8 +422,8 @@ def collect(
                 "Memorization(records=True) and WatchSettings(entities=) read single texts, and "
                 "the rows are pairs of answers: leave them out"
             )
-        sides = [source is dataset for source, _ in sample]
-        in_data = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
+        row_of = [n for n, row_texts in enumerate(read_rows) for _ in row_texts]  # of each text
+        in_data = [sample[n][0] is dataset for n in row_of]
         other_texts: Iterable[tuple[Text, bool]] = (
             (text, source[0] is dataset)
             for source in (extra if entities is None else track(extra, "searching rows for values"))
@@ -453,16 +453,12 @@ def collect(
     has_prompt[: len(scored.rows)] &= scored.times == 1  # the texts after these are short ones
     is_short = torch.arange(len(indices)) >= len(scored.rows)
     number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
-    numbers = [
-        number_of(row) if source is dataset else -1  # of the user's data; -1: held out
-        for (source, row), row_texts in zip(sample, read_rows, strict=True)
-        for _ in row_texts
-    ]
+    # The row number of each text in the user's data; -1: held out.
+    numbers = [number_of(sample[n][1]) if sample[n][0] is dataset else -1 for n in row_of]
     references = None
     if trains_reference:
-        row_of = torch.tensor([n for n, row_texts in enumerate(read_rows) for _ in row_texts])
         drawn = draw_references(len(sample), len(extra), n_reference, settings.seed)
-        references = ReferenceRows(sample + extra, drawn, row_of[indices])
+        references = ReferenceRows(sample + extra, drawn, torch.tensor(row_of)[indices])
     return Pool(
         way=way,
         texts=[texts[row] for row in indices],

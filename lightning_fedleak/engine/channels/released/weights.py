@@ -94,6 +94,7 @@ class WeightChannel(Channel):
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
+        self.width = len(self._names)
         self._pool: Pool | None = None  # None until it is drawn, or if it cannot be
         self._refusal: str | None = None  # why there is no pool; None until it is known
         self.folder = Path()
@@ -217,9 +218,8 @@ class WeightChannel(Channel):
     # ---- a step -----------------------------------------------------------------------------
 
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
-        """Return why a rate cannot become known, and why it cannot judge one client's update."""
-        never_alone = "it is a rate of the trained model, and not of one client's update"
-        return Requirement(never=self._never_known(metric), never_alone=never_alone)
+        """Return why a rate cannot become known in this run. Clients' updates have no such rate."""
+        return Requirement(never=self._never_known(metric))
 
     def _never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known; None if it can."""

@@ -87,9 +87,9 @@ class SubspaceMembership(PassiveMembership):
         """
         words = self._words.needs(anatomy).gradients
         inputs = self._select_inputs(anatomy)
-        names = [m.name for i in inputs for m in i.trained_readers(anatomy)]
+        names = [m.name for i in inputs for m in i.trainable_maps(anatomy)]
         if not names:
-            return Surfaces(gradients=tuple(m.name for m in inputs[0].maps if m.factor != "B"))
+            return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
         word_names = [name for name in words if anatomy.trainable(name)]
         return Surfaces(gradients=tuple(dict.fromkeys([*word_names, *names])))
 
@@ -101,7 +101,7 @@ class SubspaceMembership(PassiveMembership):
                 f"attack '{self.name}' reads linear maps of hidden states, and this model calls "
                 "none once: remove it"
             )
-        trained = [i for i in wide if i.trained_readers(anatomy)]
+        trained = [i for i in wide if i.trainable_maps(anatomy)]
         inputs = _first_input_per_block(trained or wide)
         first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
         deep_blocks = max(1, BLOCKS - len(first))
@@ -135,7 +135,7 @@ class SubspaceMembership(PassiveMembership):
     def _copy_weights(self, anatomy: Anatomy) -> None:
         """Store copies of AdaLoRA's factors A, which its regularisation adds to the gradient."""
         inputs = self._select_inputs(anatomy)
-        readers = [m for i in inputs for m in i.trained_readers(anatomy)]
+        readers = [m for i in inputs for m in i.trainable_maps(anatomy)]
         self._factors = row_space.factor_rows(anatomy, readers)
         self._round_starts(anatomy)
         self._anatomy = anatomy
@@ -176,7 +176,7 @@ class SubspaceMembership(PassiveMembership):
         bases = [self._loss_term_rows(i, anatomy) for i in inputs]
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
-            row_space.refuse_zeros(m for i in inputs for m in i.trained_readers(anatomy))
+            row_space.refuse_zeros(m for i in inputs for m in i.trainable_maps(anatomy))
         # Without an answer of the attack on words, no token counts as absent.
         words: WordGuess | None = None
         with suppress(UnusableObservation):
@@ -216,7 +216,7 @@ class SubspaceMembership(PassiveMembership):
     def _loss_term_rows(self, shared_input: row_space.SharedInput, anatomy: Anatomy) -> Tensor:
         """Return a basis (k, d) of what AdaLoRA's regularisation adds to the gradients of A."""
         basis = [torch.zeros(0, shared_input.width, dtype=torch.float64, device=anatomy.device)]
-        for linear in shared_input.trained_readers(anatomy):
+        for linear in shared_input.trainable_maps(anatomy):
             if linear.regularised:
                 basis.append(self._factors[linear.name])
         return row_space.orthonormal(torch.cat(basis))
@@ -229,7 +229,7 @@ class SubspaceMembership(PassiveMembership):
         excluded: Tensor,
     ) -> row_space.SharedRows | None:
         """Return the shared rows of an input's trained maps; None if all are zero."""
-        maps = row_space.nonzero_gradients(view, shared_input.trained_readers(anatomy))
+        maps = row_space.nonzero_gradients(view, shared_input.trainable_maps(anatomy))
         gradients = list(maps.values())
         noise = [view.gradients[-1].noise_on(linear.name) for linear in maps]
         if not gradients:

@@ -214,10 +214,6 @@ class SharedInput:
         """Return the maps whose parameter is currently trained."""
         return tuple(m for m in self.maps if anatomy.trainable(m.name))
 
-    def trained_readers(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
-        """Return the trained maps without LoRA's factors B, which read the output of A."""
-        return tuple(m for m in self.trainable_maps(anatomy) if m.factor != "B")
-
 
 @dataclass(frozen=True, eq=False)
 class KnownInput(SharedInput):

@@ -156,7 +156,7 @@ def shared_rows(
         NotYet: only a LoRA's A is trained, and B is still zero.
     """
     snapshot = view.gradients[-1]
-    maps = nonzero_gradients(view, block.trained_readers(anatomy))
+    maps = nonzero_gradients(view, block.trainable_maps(anatomy))
     gradients, noise = [g.to(anatomy.device) for g in maps.values()], []
     for linear in maps:
         weight_rounding = 0.0
@@ -167,7 +167,7 @@ def shared_rows(
             weight_rounding /= snapshot.learning_rate
         noise.append(math.hypot(snapshot.noise_on(linear.name), weight_rounding))
     if not gradients:
-        refuse_zeros(block.trained_readers(anatomy), "the second block's projections")
+        refuse_zeros(block.trainable_maps(anatomy), "the second block's projections")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     no_rows = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(math.sqrt(12) * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))

@@ -135,29 +135,26 @@ class InversionAttack(TextAttack):
 
     @property
     def bottom(self) -> BottomModel:
-        """Return the copy of the bottom model that a subclass's :meth:`prepare` made."""
+        """Return the copy of the bottom model that :meth:`prepare` made."""
         assert self._copy is not None
         return self._copy
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Store the layer's name. A subclass must also call ``_copy_bottom`` here.
+        """Store the layer's name, and copy the bottom model in the client's precision.
 
         Raises:
             ValueError: the model has no such layer.
         """
         self._layer_name = place_of(anatomy, self.layer).name
+        # Weights copied in inference mode could never take part in autograd.
+        with torch.inference_mode(False):
+            self._copy = BottomModel(anatomy, self.layer, autocast=self._facts.autocast)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again if the copy is too old, or from an earlier fit."""
         if self._copy is not None and not 0 <= self._copy.age(step) < self.refresh_every:
             with torch.inference_mode(False):
                 self._copy.refresh(anatomy, step)
-
-    def _copy_bottom(self, anatomy: Anatomy) -> None:
-        """Copy the bottom model's weights, in the client's precision."""
-        # Weights copied in inference mode could never take part in autograd.
-        with torch.inference_mode(False):
-            self._copy = BottomModel(anatomy, self.layer, autocast=self._facts.autocast)
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the name of the hidden states at the split.
@@ -271,15 +268,13 @@ class Deadline:
     """A deadline ``seconds`` from now; None for no deadline."""
 
     def __init__(self, seconds: float | None = None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
 
     @property
     def passed(self) -> bool:
         """Return whether the deadline has passed."""
-        return self._end is not None and time.monotonic() >= self._end
+        return time.monotonic() >= self._end
 
     def share(self, parts: int) -> Deadline:
         """Return a deadline for the first of ``parts`` equal shares of the remaining time."""
-        if self._end is None:
-            return Deadline()
         return Deadline(max(0.0, self._end - time.monotonic()) / parts)

@@ -67,7 +67,7 @@ class SubspaceMembership(PassiveMembership):
     def __init__(self, public_text: TextSource = "sampled", **shared: Any) -> None:
         super().__init__(public_text, **shared)
         self._words = SubspaceWords(capacity_seconds=0)
-        self._wide_inputs = row_space.PerMaps(_find_wide_inputs)
+        self._wide_inputs = row_space.PerMaps(row_space.find_shared_inputs)
         self._public_inputs: tuple[row_space.SharedInput, ...] = ()
         self._whitenings: list[Tensor] = []  # (d, d) of each input
         # Token ids (n, L), the mask of real tokens (n, L), and the states (n, L, d) of each input.
@@ -102,7 +102,7 @@ class SubspaceMembership(PassiveMembership):
                 "none once: remove it"
             )
         trained = [i for i in wide if i.trainable_maps(anatomy)]
-        inputs = _first_input_per_block(trained or wide)
+        inputs = [*row_space.first_in_blocks(trained or wide).values()]
         first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
         deep_blocks = max(1, BLOCKS - len(first))
         if len(deep) > deep_blocks:
@@ -244,22 +244,6 @@ def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
     """Return states (G, L, d) without their part in the span of orthonormal rows (k, d)."""
     basis = basis.to(states)
     return states - (states @ basis.T) @ basis
-
-
-def _find_wide_inputs(
-    anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
-) -> list[row_space.SharedInput]:
-    """Return the inputs that are as wide as hidden states, in the order of the forward."""
-    inputs = row_space.find_shared_inputs(anatomy, [m for m in maps if m.factor != "B"])
-    return [i for i in inputs if i.width == anatomy.hidden_size]
-
-
-def _first_input_per_block(inputs: Sequence[row_space.SharedInput]) -> list[row_space.SharedInput]:
-    """Return the first input of each block: that of its attention."""
-    blocks: dict[str, row_space.SharedInput] = {}
-    for shared_input in inputs:
-        blocks.setdefault(row_space.block_name(shared_input.maps[0].name), shared_input)
-    return list(blocks.values())
 
 
 def _early_blocks(inputs: int) -> int:

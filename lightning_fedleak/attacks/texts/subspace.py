@@ -139,11 +139,7 @@ class SubspaceTexts(TextAttack):
             block's projections: from the first block on for an encoder, from the second on for a
             causal model.
         """
-        maps = [m for m in maps if m.factor != "B"]
-        blocks: dict[str, row_space.SharedInput] = {}
-        for shared_input in row_space.find_shared_inputs(anatomy, maps):
-            if shared_input.width == anatomy.hidden_size:
-                blocks.setdefault(row_space.block_name(shared_input.maps[0].name), shared_input)
+        blocks = row_space.first_in_blocks(row_space.find_shared_inputs(anatomy, maps))
         names = {name for name, _ in text_blocks(anatomy)}
         inputs = [shared_input for block, shared_input in blocks.items() if block in names]
         if len(inputs) < 2:

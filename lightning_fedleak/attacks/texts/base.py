@@ -135,26 +135,29 @@ class InversionAttack(TextAttack):
 
     @property
     def bottom(self) -> BottomModel:
-        """Return the copy of the bottom model that :meth:`prepare` made."""
+        """Return the copy of the bottom model that a subclass's :meth:`prepare` made."""
         assert self._copy is not None
         return self._copy
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Store the layer's name, and copy the bottom model in the client's precision.
+        """Store the layer's name. A subclass must also call ``_copy_bottom`` here.
 
         Raises:
             ValueError: the model has no such layer.
         """
         self._layer_name = place_of(anatomy, self.layer).name
-        # Weights copied in inference mode could never take part in autograd.
-        with torch.inference_mode(False):
-            self._copy = BottomModel(anatomy, self.layer, autocast=self._facts.autocast)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again if the copy is too old, or from an earlier fit."""
         if self._copy is not None and not 0 <= self._copy.age(step) < self.refresh_every:
             with torch.inference_mode(False):
                 self._copy.refresh(anatomy, step)
+
+    def _copy_bottom(self, anatomy: Anatomy) -> None:
+        """Copy the bottom model's weights, in the client's precision."""
+        # Weights copied in inference mode could never take part in autograd.
+        with torch.inference_mode(False):
+            self._copy = BottomModel(anatomy, self.layer, autocast=self._facts.autocast)
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the name of the hidden states at the split.

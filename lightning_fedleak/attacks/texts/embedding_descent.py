@@ -293,6 +293,7 @@ class EmbeddingDescent(base.InversionAttack):
             ValueError: the model has no such layer, or a token id lies outside the vocabulary.
         """
         super().prepare(anatomy)
+        self._copy_bottom(anatomy)
         start = [self.initial] if isinstance(self.initial, int) else []
         unknown = [i for i in (*self.always_try, *start) if not 0 <= i < self.bottom.vocab_size]
         if unknown:

@@ -179,6 +179,7 @@ class PrefixInversion(base.InversionAttack):
                 depends on later tokens.
         """
         super().prepare(anatomy)
+        self._copy_bottom(anatomy)
         if not self.bottom.causal:
             raise ValueError(
                 f"{type(anatomy.model).__name__} is not causal: a hidden state at layer "

@@ -39,7 +39,7 @@ from benchmarks.shared import mean_and_half, read_texts, tokens_of
 from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
-from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat
+from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat, positive_weight
 from lightning_fedleak.attacks.words.head_gradients import gradient_parts, head_parameters
 from lightning_fedleak.model.anatomy import find_anatomy, head_surface
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
@@ -92,7 +92,7 @@ def type_count_regressor(anatomy, text: PublicText, args: argparse.Namespace):
     batches = args.regression_batches, args.seed, args.regression_pool
     for shape in REGRESSION_SHAPES[: args.regression_shapes]:
         for gradient, types in composed_batches(anatomy, text, shape, *batches):
-            weights.append(float(flatchat(gradient, 1).mixture.weights[1]))
+            weights.append(positive_weight(gradient))
             counts.append(len(types))
     return fit_type_counts(weights, counts)
 

@@ -37,7 +37,7 @@ from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, numbe
 from benchmarks.shared import data_folder, read_texts, tokens_of
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat
+from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat, positive_weight
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, gradient_of
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
@@ -150,8 +150,7 @@ def points(
 
 
 def positive_weights(gradient: Tensor) -> tuple[float, float]:
-    ours = float(flatchat(gradient, 1).mixture.weights[1])
-    return ours, reference.Flattened.fit(gradient).weight
+    return positive_weight(gradient), reference.Flattened.fit(gradient).weight
 
 
 def wide(pool: int, shape: str) -> int:

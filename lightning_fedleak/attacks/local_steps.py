@@ -225,13 +225,8 @@ class LocalSteps:
     @property
     def decays_apart(self) -> bool:
         """Return whether weight decay is independent of gradients, as in SGD and AdamW."""
-        return self.linear or self._decouples_decay
-
-    @property
-    def _decouples_decay(self) -> bool:
-        """Return whether weight decay is decoupled, as in AdamW."""
         argument = self.settings.get("decoupled_weight_decay")
-        return self.optimizer is torch.optim.AdamW or bool(argument)
+        return self.linear or self.optimizer is torch.optim.AdamW or bool(argument)
 
     @property
     def largest(self) -> float:
@@ -279,7 +274,7 @@ class LocalSteps:
         gradient = eps * change / shortfall
         error = (gradient.abs() + eps).square() / eps * change_error  # by the derivative
         decay = float(self.settings.get("weight_decay") or 0.0)
-        if decay and not self._decouples_decay:
+        if decay and not self.decays_apart:
             gradient = gradient - decay * weight
             error = torch.hypot(error, torch.finfo(torch.float32).eps * decay * weight.abs())
         error[1 - change.abs() < _SHORT * change_error] = torch.inf

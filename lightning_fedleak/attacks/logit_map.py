@@ -72,8 +72,6 @@ class LogitMap:
         kind = logits.device.type
         if torch.is_autocast_enabled(kind):
             rounding = max(rounding, torch.finfo(torch.get_autocast_dtype(kind)).eps)
-        if not len(logits):
-            return PLAIN
         rows = torch.linspace(0, len(logits) - 1, min(CHECKED_ROWS, len(logits))).long()
         rows = rows.to(logits.device)
         x, y = product(states[rows]).detach().double(), logits.detach()[rows].double()

@@ -86,11 +86,11 @@ def train_neuron(
     *,
     hidden_units: int,
     steps: int,
-    learning_rate: float = _LEARNING_RATE,
-    margin: float = _MARGIN,
-    batch: int = _BATCH,
 ) -> _Network:
-    """Train a network to output above ``margin`` on the target, and below minus it elsewhere.
+    """Train a network to output above a margin on the target, and below minus it elsewhere.
+
+    Training stops when the target's output is above the margin, and the outputs on all public
+    samples are below minus it.
 
     Args:
         target: (D,), float32 or float64, the input on which the network should fire.
@@ -99,10 +99,6 @@ def train_neuron(
         generator: A CPU generator, the only source of random numbers.
         hidden_units: The width of the hidden layer.
         steps: The maximum number of steps of Adam.
-        learning_rate: The learning rate of Adam.
-        margin: Training stops when the target's output is above it, and the outputs on all public
-            samples are below minus it.
-        batch: The maximum number of public samples in a step.
 
     Returns:
         The network.
@@ -114,17 +110,17 @@ def train_neuron(
         distinct = public[~is_twin]
         samples, scaled_target = (distinct - mean) / spread, (target[None] - mean) / spread
         parameters = _initial(samples.shape[1], hidden_units, generator, target)
-        optimizer = torch.optim.Adam(parameters, learning_rate)
+        optimizer = torch.optim.Adam(parameters, _LEARNING_RATE)
         n_steps = 0
         for _ in range(steps):
             rows = samples
-            if batch < len(samples):
-                indices = torch.randint(len(samples), (batch,), generator=generator)
+            if len(samples) > _BATCH:
+                indices = torch.randint(len(samples), (_BATCH,), generator=generator)
                 rows = samples[indices.to(samples.device)]
             outputs = network_outputs(parameters, torch.cat([scaled_target, rows]))
-            if n_steps % _CHECK_EVERY == 0 and _separated(outputs, margin):
+            if n_steps % _CHECK_EVERY == 0 and _separated(outputs):
                 all_outputs = network_outputs(parameters, torch.cat([scaled_target, samples]))
-                if _separated(all_outputs, margin):
+                if _separated(all_outputs):
                     break
             loss = F.softplus(-outputs[0]) + F.softplus(outputs[1:]).sum() / max(1, len(rows))
             optimizer.zero_grad()
@@ -172,9 +168,9 @@ def _initial(d: int, h: int, generator: torch.Generator, reference: Tensor) -> l
     return [uniform(*shape, fan_in=fan_in) for shape, fan_in in shapes]
 
 
-def _separated(outputs: Tensor, margin: float) -> bool:
+def _separated(outputs: Tensor) -> bool:
     """Return whether output 0, the target's, is above the margin, and all others below minus it."""
-    return bool((outputs[0] > margin) & (outputs[1:] < -margin).all())
+    return bool((outputs[0] > _MARGIN) & (outputs[1:] < -_MARGIN).all())
 
 
 class TrainedMembership(MembershipAttack):
@@ -266,13 +262,9 @@ class TrainedMembership(MembershipAttack):
             ValueError: The model has no such layer, or the public text has too few samples.
         """
         super().prepare(anatomy)
-        self._embed_public(anatomy)
+        self.refresh(anatomy, 0)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Compute the hidden states of the public text again, with the current model."""
-        self._embed_public(anatomy)
-
-    def _embed_public(self, anatomy: Anatomy) -> None:
         """Store hidden states of public text as training samples, and drop trained networks."""
         generator = torch.Generator().manual_seed(self.seed)
         text = PublicText.resolve(self.public_text, anatomy, self.seed)

@@ -119,7 +119,7 @@ def craft(attack: MembershipAttack, target: Tensor) -> CraftedFC | CraftedAttent
     gammas = attack._gammas(v)
     if rows is None:
         gammas = gammas.repeat(2 * v.shape[1])
-    whitening = attack._require_calibration().whitening
+    whitening = attack.require_calibration(attack._calibration).whitening
     return CraftedAttention(v[0], attack._factor(v.shape[1]), whitening, rows, gammas)
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_fedleak.attacks.base import Query, RunFacts
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.labs import trained_membership
 from lightning_fedleak.labs.trained_membership import TrainedMembership, train_neuron
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
@@ -50,9 +51,11 @@ def texts(anatomy, n=4, length=8, seed=2):
 # --- the training
 
 
-def trained(target, samples, **changed):
-    options = {"hidden_units": 32, "steps": 200, "learning_rate": 1e-2, "margin": 2.0, "batch": 999}
-    return train_neuron(target, samples, generator(), **options | changed)
+def trained(target, samples, margin=2.0):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_LEARNING_RATE", 1e-2), ("_MARGIN", margin), ("_BATCH", 999)):
+            patch.setattr(trained_membership, name, value)
+        return train_neuron(target, samples, generator(), hidden_units=32, steps=200)
 
 
 def test_it_fires_on_the_target_and_stops_at_the_margin():

@@ -26,15 +26,14 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     bias_gradients,
     coordinate_gradients,
     matched_rows,
-    tokens_at,
 )
 from lightning_fedleak.attacks.membership.base import (
     FALSE_POSITIVE_RATE,
     MembershipAttack,
     MembershipGuess,
     check_targets,
-    last_real,
     read_rungs,
+    target_positions,
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
@@ -206,8 +205,8 @@ class AttentionMembership(MembershipAttack):
         self._d = states.hidden.shape[-1]
         if self.gamma == "lemma":
             whitening = fit_whitening(states.tokens) if self.whiten else None
-            beta = self._factor(self._d)
-            gamma = attention_calibration.lemma_gamma(states.whiten(whitening), beta)
+            states = states if whitening is None else states.whiten(whitening)
+            gamma = attention_calibration.lemma_gamma(states, self._factor(self._d))
             self._calibration = Calibration(whitening, torch.tensor([gamma]), 0)
             return
         self._calibration = attention_calibration.calibrate(
@@ -240,14 +239,11 @@ class AttentionMembership(MembershipAttack):
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
         """Return the target tokens (G, d); with ``score="band"`` also their rows: (G, 2 d)."""
-        x, real, positions = self._whiten(hidden), query.attention_mask, query.positions
-        if positions is None:
-            positions = last_real(real, hidden)
-        positions = positions.to(x.device)
-        v = tokens_at(hidden, positions).to(x.dtype)
+        x, v = self._whiten(hidden), super().embed(hidden, query)
         if self.score == "coordinates":
-            return v
-        return torch.cat([v, matched_rows(x, real, positions, self._factor(x.shape[-1]))], 1)
+            return v.to(x.dtype)
+        positions, beta = target_positions(query, hidden), self._factor(x.shape[-1])
+        return torch.cat([v.to(x.dtype), matched_rows(x, query.attention_mask, positions, beta)], 1)
 
     @torch.no_grad()
     def gradient(
@@ -287,7 +283,7 @@ class AttentionMembership(MembershipAttack):
         Raises:
             UnusableObservation: the gradient is not finite.
         """
-        level, levels = self._require_calibration().level, self._levels
+        level, levels = self.require_calibration(self._calibration).level, self._levels
         check_finite(gradient, "the gradient of the crafted layers")
         if self.score == "band":
             bands = self._band_gradients(gradient, exact=noise_std == 0)
@@ -346,14 +342,10 @@ class AttentionMembership(MembershipAttack):
         digest = hashlib.sha256(self.fingerprint().encode()).digest()
         return torch.tensor(list(digest), dtype=torch.uint8)
 
-    def _require_calibration(self) -> Calibration:
-        """Return the calibration; raise an error before :meth:`prepare`."""
-        return self.require_calibration(self._calibration)
-
     def _whiten(self, hidden: Tensor) -> Tensor:
         """Return hidden states in the coordinates that the heads read, at least in float32."""
         x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        whitening = self._require_calibration().whitening
+        whitening = self.require_calibration(self._calibration).whitening
         return x if whitening is None else whitening(x)
 
     def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -368,6 +360,6 @@ class AttentionMembership(MembershipAttack):
     def _gammas(self, reference: Tensor) -> Tensor:
         """Return the gammas of one row of W_O, (K,)."""
         if self.score == "coordinates":
-            return self._require_calibration().gammas.to(reference)
+            return self.require_calibration(self._calibration).gammas.to(reference)
         edges = [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
         return torch.tensor(edges, dtype=torch.float64).to(reference)

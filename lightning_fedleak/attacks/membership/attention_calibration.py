@@ -18,11 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.membership.attention_layers import (
-    attentions,
-    matched_rows,
-    tokens_at,
-)
+from lightning_fedleak.attacks.membership.attention_layers import attentions, matched_rows
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
@@ -58,29 +54,26 @@ class PublicStates:
     ) -> PublicStates:
         """Return states of random texts, cut to ``length``, with about ``tokens`` tokens in all."""
         generator = torch.Generator().manual_seed(seed)
-        indices: list[int] = []
-        remaining = tokens
-        for index in text.draw(len(text), generator).tolist():
-            if remaining <= 0:
-                break
-            indices.append(index)
-            remaining -= min(length, len(text.sentences[index]))
-        batch = text.rows(indices, max(2, length), generator)
+        order = text.draw(len(text), generator).tolist()
+        ends = torch.tensor([min(length, len(text.sentences[i])) for i in order]).cumsum(0)
+        n_texts = int((ends < tokens).sum()) + 1
+        batch = text.rows(order[:n_texts], max(2, length), generator)
         assert batch.attention_mask is not None
         hidden = hidden_states(anatomy, layer, batch.input_ids, batch.attention_mask)
         real = batch.attention_mask.to(hidden.device) != 0
         return cls(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), real)
 
-    def whiten(self, whitening: Whitening | None) -> PublicStates:
+    def whiten(self, whitening: Whitening) -> PublicStates:
         """Return the same states, whitened."""
-        if whitening is None:
-            return self
         return PublicStates(whitening(self.hidden), self.mask)
 
-    def halves(self) -> tuple[PublicStates, PublicStates]:
-        """Return the texts with even and with odd indices."""
-        parts = [PublicStates(self.hidden[i::2], self.mask[i::2]) for i in (0, 1)]
-        return parts[0], parts[1]
+    def draw_tokens(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Return the sentences and positions of at most :data:`MAX_TARGETS` random tokens."""
+        places = self.mask.nonzero()
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(places), generator=generator)[:MAX_TARGETS].to(places.device)
+        sentence, position = places[order].T
+        return sentence, position
 
     @property
     def tokens(self) -> Tensor:
@@ -132,39 +125,8 @@ class _PublicScores:
         return all_maxima[all_maxima.isfinite()]
 
 
-@dataclass(frozen=True, repr=False)
-class _PublicTargets:
-    """Public tokens that serve as targets in calibration.
-
-    Attributes:
-        sentence: (T,) the index of each token's public sentence.
-        position: (T,) the position of the token in it.
-        hidden: (T, L, d) the hidden states of these sentences.
-        mask: (T, L) bool, False at padding.
-    """
-
-    sentence: Tensor
-    position: Tensor
-    hidden: Tensor
-    mask: Tensor
-
-    @classmethod
-    def sample(cls, states: PublicStates, seed: int) -> _PublicTargets:
-        """Return at most :data:`MAX_TARGETS` random tokens."""
-        places = states.mask.nonzero()
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(places), generator=generator)[:MAX_TARGETS].to(places.device)
-        sentence, position = places[order].T
-        return cls(sentence, position, states.hidden[sentence], states.mask[sentence])
-
-    @property
-    def tokens(self) -> Tensor:
-        """Return the tokens v, (T, d)."""
-        return tokens_at(self.hidden, self.position)
-
-
 def public_scores(
-    states: PublicStates, targets: _PublicTargets, rows: Tensor | None, beta: float
+    states: PublicStates, places: tuple[Tensor, Tensor], rows: Tensor | None, beta: float
 ) -> _PublicScores:
     """Return the scores of all public sentences for public tokens as targets.
 
@@ -173,11 +135,11 @@ def public_scores(
 
     Args:
         states: The public states, whitened if the attack whitens.
-        targets: The public tokens.
+        places: The sentence (T,) and the position (T,) in it of each target.
         rows: (T, d) the rows of W_O; None for coordinates.
         beta: The factor of the products.
     """
-    v = targets.tokens
+    v = states.hidden[places]
     best = v.new_full((len(v), len(states.hidden)), -torch.inf)
     for attention in attentions(states.hidden, states.mask, v, beta):
         if rows is None:
@@ -186,7 +148,7 @@ def public_scores(
         else:
             near = -(attention.project(rows) - 1).abs()
             best[attention.targets, attention.sentence] = near.amax(1)
-    scores_with = best.gather(1, targets.sentence[:, None])[:, 0]
+    scores_with = best.gather(1, places[0][:, None])[:, 0]
     return _PublicScores(best.masked_fill(_sentences_with(states, v), -torch.inf), scores_with)
 
 
@@ -217,12 +179,14 @@ class Calibration:
     def tensors(self) -> dict[str, Tensor]:
         """Return the numbers for a checkpoint."""
         tensors = {"gammas": self.gammas, "level": torch.tensor(self.level)}
-        return tensors | ({} if self.whitening is None else self.whitening.tensors())
+        whitening = {} if self.whitening is None else vars(self.whitening)
+        return tensors | {f"whitening.{name}": tensor for name, tensor in whitening.items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
         """Restore what :meth:`tensors` returned."""
-        whitening = Whitening.from_tensors(tensors) if "whitening.matrix" in tensors else None
+        mean, matrix = (tensors.get(f"whitening.{name}") for name in ("mean", "matrix"))
+        whitening = None if mean is None or matrix is None else Whitening(mean, matrix)
         return cls(whitening, tensors["gammas"], int(tensors["level"]))
 
 
@@ -255,16 +219,16 @@ def calibrate(
     """
     whitening = fit_whitening(states.tokens) if whiten else None
     if whiten:
-        fitted, states = states.halves()
+        fitted, states = (PublicStates(states.hidden[i::2], states.mask[i::2]) for i in (0, 1))
         states = states.whiten(fit_whitening(fitted.tokens))
     hint = f"a batch has {batch}: give more, with whiten=True twice as many for the whitening"
     check_integer("public texts to calibrate on", len(states.hidden), at_least=batch + 1, hint=hint)
-    targets = _PublicTargets.sample(states, seed)
+    sentence, position = states.draw_tokens(seed)
     rows, gammas, n_decisive = None, torch.zeros(0), CALIBRATED_LEVELS
     if widths is not None:
-        rows = matched_rows(targets.hidden, targets.mask, targets.position, beta)
+        rows = matched_rows(states.hidden[sentence], states.mask[sentence], position, beta)
         n_decisive = max(1, sum(width <= WIDE_ENOUGH for width in widths))
-    scores = public_scores(states, targets, rows, beta)
+    scores = public_scores(states, (sentence, position), rows, beta)
     if widths is None:
         gammas = _quantiles(scores, batch, seed)
     thresholds = gammas.tolist() if widths is None else [-w for w in widths]

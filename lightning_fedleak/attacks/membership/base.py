@@ -320,10 +320,8 @@ class MembershipAttack(Attack):
         """
         if self.granularity == "full":
             return sentence_rows(hidden, query.attention_mask, self.tokens)
-        positions = query.positions
-        if positions is None:
-            positions = last_real(query.attention_mask, hidden)
-        return hidden[torch.arange(len(hidden), device=hidden.device), positions.to(hidden.device)]
+        rows = torch.arange(len(hidden), device=hidden.device)
+        return hidden[rows, target_positions(query, hidden)]
 
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
         """Return A_guess on the newest gradient of the crafted layers in ``view``.
@@ -347,14 +345,14 @@ def reach(counts: Tensor, tokens: int) -> int:
     return int(counts.int().argmax(1).max()) + tokens
 
 
-def last_real(mask: Tensor | None, hidden: Tensor) -> Tensor:
-    """Return (G,) the index of the last real token of each row."""
-    g, length = hidden.shape[:2]
-    if mask is None:
-        return torch.full((g,), length - 1, device=hidden.device)
-    real = mask.to(hidden.device) != 0
-    places = torch.arange(length, device=hidden.device)
-    return places.masked_fill(~real, -1).amax(1)
+def target_positions(query: Query, hidden: Tensor) -> Tensor:
+    """Return (G,) the position of each text's target token: the query's, or the last real one."""
+    if query.positions is not None:
+        return query.positions.to(hidden.device)
+    places = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+    if query.attention_mask is not None:
+        places = places.masked_fill(query.attention_mask.to(hidden.device) == 0, -1)
+    return places.amax(1)
 
 
 def sentence_rows(hidden: Tensor, mask: Tensor | None, tokens: int) -> Tensor:

@@ -164,6 +164,7 @@ class FCMembership(MembershipAttack):
     """
 
     default_name = "fc_membership"
+    config_names = ("layer", "granularity", "tau", "dead_zone", "tokens")
     restores_fully = False  # prepare notes the parameters' precision again
 
     @explain_arguments("FCMembership(layer=1)")
@@ -310,14 +311,9 @@ class FCMembership(MembershipAttack):
         """
         relative = SAFE_DISTANCES[self._resolve_precision(torch.float32)][0]
         ladder = self._ladder_steps
-        return {
-            "layer": self.layer,
-            "granularity": self.granularity,
-            "tau": self.tau,
+        return super().config() | {
             "tau_relative": relative if self.tau == "auto" else None,
-            "dead_zone": self.dead_zone,
             "ladder": ladder if ladder == "auto" else list(ladder),
-            "tokens": self.tokens,
         }
 
 

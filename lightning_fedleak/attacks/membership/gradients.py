@@ -174,15 +174,9 @@ class GradientMembership(PassiveMembership):
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on public text, forward and backward.
 
-        A LoRA whose B is zero is calibrated in :meth:`run`, because its A has no slopes yet.
+        A LoRA's A has no slopes as long as B is zero: :meth:`run` calibrates again once it has.
         """
-        maps = self._select_maps(anatomy)
-        factors = [m for m in maps if m.factor == "A"]
-        if factors and not _all_reached(anatomy, factors, self._texts(anatomy, TIMED_TEXTS)):
-            self._names, self._anatomy = [m.name for m in maps], anatomy
-            self._whitenings, self._common = {}, None  # none of an earlier fit
-        else:
-            self._calibrate(anatomy)
+        self._calibrate(anatomy)
 
     def _calibrate(self, anatomy: Anatomy) -> None:
         """Fit the whitening of the maps, or else the other parameters' common part."""
@@ -249,13 +243,26 @@ class GradientMembership(PassiveMembership):
         return MembershipGuess(scores=scores.cpu(), members=(scores > threshold).cpu())
 
     def _shared_gradient(self, view: Observation, name: str) -> Tensor:
-        """Return the gradient of a parameter, or the update that replaces it."""
+        """Return the gradient of a parameter, or the update that replaces it.
+
+        An update is returned without weight decay, and zeros if only decay changed the weights. As
+        long as LoRA's B is zero, only decay changes A. The remainder of such an update is not a
+        gradient: it shows how the step of B changed a text's loss, with the opposite sign.
+        """
         g = whole_tensor(view.gradient(name)).float()
         check_finite(g, f"the gradient of {name}")
         update = view.gradients[-1]
-        if isinstance(update, UpdateSnapshot) and decays_apart(self._facts):
-            return self._without_decay(g, name, update)
-        return g
+        if not isinstance(update, UpdateSnapshot) or not decays_apart(self._facts):
+            return g
+        steps = LocalSteps.from_facts(self._facts)
+        assert steps is not None
+        weights, numbers = self._round_weights[name].to(g), torch.finfo(g.dtype)
+        share = (g * weights).sum() / weights.square().sum().clamp_min(numbers.tiny)
+        rounding = DECAY_ROUNDINGS * steps.steps * numbers.eps / update.learning_rate
+        remainder = float((g - share * weights).abs().max())
+        if g.numel() > 1 and remainder <= rounding * float(weights.abs().max()):
+            return torch.zeros_like(g)
+        return steps.without_decay(g, self._round_weights[name], update.learning_rate)
 
     def _rescale(self, g: Tensor, view: Observation, name: str) -> Tensor:
         """Return a shared gradient; an adaptive optimizer's is scaled by sizes on public text."""
@@ -266,22 +273,6 @@ class GradientMembership(PassiveMembership):
             return g * self._common.sizes[name]
         whitening = self._whitenings.get(name)
         return torch.zeros_like(g) if whitening is None else g * whitening.sizes
-
-    def _without_decay(self, g: Tensor, name: str, update: UpdateSnapshot) -> Tensor:
-        """Return an update without weight decay; zeros if only decay changed the weights.
-
-        As long as LoRA's B is zero, only decay changes A. The remainder of such an update is not a
-        gradient: it shows how the step of B changed a text's loss, with the opposite sign.
-        """
-        steps = LocalSteps.from_facts(self._facts)
-        assert steps is not None
-        weights, numbers = self._round_weights[name].to(g), torch.finfo(g.dtype)
-        share = (g * weights).sum() / weights.square().sum().clamp_min(numbers.tiny)
-        rounding = DECAY_ROUNDINGS * steps.steps * numbers.eps / update.learning_rate
-        remainder = float((g - share * weights).abs().max())
-        if g.numel() > 1 and remainder <= rounding * float(weights.abs().max()):
-            return torch.zeros_like(g)
-        return steps.without_decay(g, self._round_weights[name], update.learning_rate)
 
     def _token_scores(
         self, view: Observation, candidates: TokenBatch, public: TokenBatch
@@ -376,16 +367,6 @@ def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
 
 
-def _all_reached(anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch) -> bool:
-    """Return whether each of the maps has a gradient from some text."""
-
-    def reached(parts: Parts) -> set[str]:
-        return {name for name, sides in parts.items() if all(bool(s.any()) for s in sides)}
-
-    names = token_parts.map_token_parts(anatomy, maps, batch, reached)
-    return set[str]().union(*names) == {m.name for m in maps}
-
-
 def _gradient_size(gradients: Iterable[Tensor]) -> float:
     """Return the largest absolute value; divided by it, squares stay in range of float32."""
     largest = max(float(g.abs().max()) for g in gradients)
@@ -438,9 +419,9 @@ class _CommonPart:
 def _text_gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -> Tensor:
     """Return (B, D) the gradient of each text's summed loss with respect to some parameters."""
     gradients = []
-    mask = batch.attention_mask
-    masks = torch.ones_like(batch.input_ids) if mask is None else mask
-    for ids, labels, real in zip(batch.input_ids, labels_of(batch), masks, strict=True):
+    assert batch.attention_mask is not None
+    columns = batch.input_ids, labels_of(batch), batch.attention_mask
+    for ids, labels, real in zip(*columns, strict=True):
         n = int((labels[1:] != IGNORE_INDEX).sum())
         if n == 0:
             shapes = [anatomy.parameter(name) for name in names]

@@ -67,7 +67,7 @@ class SubspaceMembership(PassiveMembership):
     def __init__(self, public_text: TextSource = "sampled", **shared: Any) -> None:
         super().__init__(public_text, **shared)
         self._words = SubspaceWords(capacity_seconds=0)
-        self._wide_inputs = row_space.PerMaps(_find_wide_inputs)
+        self._wide_inputs = row_space.PerMaps(row_space.find_shared_inputs)
         self._public_inputs: tuple[row_space.SharedInput, ...] = ()
         self._whitenings: list[Tensor] = []  # (d, d) of each input
         # Token ids (n, L), the mask of real tokens (n, L), and the states (n, L, d) of each input.
@@ -87,9 +87,9 @@ class SubspaceMembership(PassiveMembership):
         """
         words = self._words.needs(anatomy).gradients
         inputs = self._select_inputs(anatomy)
-        names = [m.name for i in inputs for m in i.trained_readers(anatomy)]
+        names = [m.name for i in inputs for m in i.trainable_maps(anatomy)]
         if not names:
-            return Surfaces(gradients=tuple(m.name for m in inputs[0].maps if m.factor != "B"))
+            return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
         word_names = [name for name in words if anatomy.trainable(name)]
         return Surfaces(gradients=tuple(dict.fromkeys([*word_names, *names])))
 
@@ -101,8 +101,8 @@ class SubspaceMembership(PassiveMembership):
                 f"attack '{self.name}' reads linear maps of hidden states, and this model calls "
                 "none once: remove it"
             )
-        trained = [i for i in wide if i.trained_readers(anatomy)]
-        inputs = _first_input_per_block(trained or wide)
+        trained = [i for i in wide if i.trainable_maps(anatomy)]
+        inputs = [*row_space.first_in_blocks(trained or wide).values()]
         first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
         deep_blocks = max(1, BLOCKS - len(first))
         if len(deep) > deep_blocks:
@@ -135,7 +135,7 @@ class SubspaceMembership(PassiveMembership):
     def _copy_weights(self, anatomy: Anatomy) -> None:
         """Store copies of AdaLoRA's factors A, which its regularisation adds to the gradient."""
         inputs = self._select_inputs(anatomy)
-        readers = [m for i in inputs for m in i.trained_readers(anatomy)]
+        readers = [m for i in inputs for m in i.trainable_maps(anatomy)]
         self._factors = row_space.factor_rows(anatomy, readers)
         self._round_starts(anatomy)
         self._anatomy = anatomy
@@ -176,7 +176,7 @@ class SubspaceMembership(PassiveMembership):
         bases = [self._loss_term_rows(i, anatomy) for i in inputs]
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
-            row_space.refuse_zeros(m for i in inputs for m in i.trained_readers(anatomy))
+            row_space.refuse_zeros(m for i in inputs for m in i.trainable_maps(anatomy))
         # Without an answer of the attack on words, no token counts as absent.
         words: WordGuess | None = None
         with suppress(UnusableObservation):
@@ -216,7 +216,7 @@ class SubspaceMembership(PassiveMembership):
     def _loss_term_rows(self, shared_input: row_space.SharedInput, anatomy: Anatomy) -> Tensor:
         """Return a basis (k, d) of what AdaLoRA's regularisation adds to the gradients of A."""
         basis = [torch.zeros(0, shared_input.width, dtype=torch.float64, device=anatomy.device)]
-        for linear in shared_input.trained_readers(anatomy):
+        for linear in shared_input.trainable_maps(anatomy):
             if linear.regularised:
                 basis.append(self._factors[linear.name])
         return row_space.orthonormal(torch.cat(basis))
@@ -229,7 +229,7 @@ class SubspaceMembership(PassiveMembership):
         excluded: Tensor,
     ) -> row_space.SharedRows | None:
         """Return the shared rows of an input's trained maps; None if all are zero."""
-        maps = row_space.nonzero_gradients(view, shared_input.trained_readers(anatomy))
+        maps = row_space.nonzero_gradients(view, shared_input.trainable_maps(anatomy))
         gradients = list(maps.values())
         noise = [view.gradients[-1].noise_on(linear.name) for linear in maps]
         if not gradients:
@@ -244,22 +244,6 @@ def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
     """Return states (G, L, d) without their part in the span of orthonormal rows (k, d)."""
     basis = basis.to(states)
     return states - (states @ basis.T) @ basis
-
-
-def _find_wide_inputs(
-    anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
-) -> list[row_space.SharedInput]:
-    """Return the inputs that are as wide as hidden states, in the order of the forward."""
-    inputs = row_space.find_shared_inputs(anatomy, [m for m in maps if m.factor != "B"])
-    return [i for i in inputs if i.width == anatomy.hidden_size]
-
-
-def _first_input_per_block(inputs: Sequence[row_space.SharedInput]) -> list[row_space.SharedInput]:
-    """Return the first input of each block: that of its attention."""
-    blocks: dict[str, row_space.SharedInput] = {}
-    for shared_input in inputs:
-        blocks.setdefault(row_space.block_name(shared_input.maps[0].name), shared_input)
-    return list(blocks.values())
 
 
 def _early_blocks(inputs: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.row_space import LinearMap, whitening_matrix
+from lightning_fedleak.attacks.words.public_gradients import leaves
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import (
@@ -68,12 +69,7 @@ def map_token_parts(
         The function's results, in the order of the texts.
     """
     results = []
-    parameter_ids = {id(anatomy.parameter(m.name)) for m in maps}
-    # Detached parameters in the same memory: a backward pass writes no gradients into the model.
-    views = {
-        name: p.detach().requires_grad_(id(p) in parameter_ids)
-        for name, p in anatomy.model.named_parameters()
-    }
+    views, _ = leaves(anatomy, [m.name for m in maps])
     with undisturbed(anatomy) as model, torch.enable_grad(), only_needed_hooks(anatomy.root):
         for texts in micro_batches(anatomy, batch, LOGITS_AT_ONCE):
             with _record_calls(maps) as calls:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Guess, Query
@@ -75,15 +74,10 @@ class Extraction(MemorizationAttack):
             UnusableObservation: No model is released, or its outputs are not finite.
         """
         released = _finite(view.released)
-        # Finite for windows of k labels only; :meth:`extracted` decides on the log probabilities.
-        counts = _window_sums(torch.ones_like(released.now.log_probs), released.now, self.tokens)
+        highest, base = self._highest(released.now), self._highest(released.base)
         hits = _window_sums(released.now.greedy.double(), released.now, self.tokens)
-        return ExtractionGuess(
-            self._highest(released.now),
-            self._highest(released.base),
-            (hits == self.tokens).any(1),
-            counts.isfinite().any(1),
-        )
+        # :meth:`extracted` decides on the log probabilities, which are NaN without a run.
+        return ExtractionGuess(highest, base, (hits == self.tokens).any(1), ~highest.isnan())
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return (N,) the highest log probability of a run of k tokens."""

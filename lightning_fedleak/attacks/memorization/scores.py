@@ -128,6 +128,12 @@ def _finite(released: ReleasedModel | None) -> ReleasedModel:
     return released
 
 
+def _gains(released: ReleasedModel) -> Tensor:
+    """Return (N, L) float64, the gain ``lp - lp0`` of each label token; 0 at other tokens."""
+    gains = released.now.log_probs.double() - released.base.log_probs.double()
+    return gains * released.now.labels
+
+
 class Loss(MemorizationAttack):
     """Score a text by minus its loss: the baseline that needs no base model (Yeom et al. 2018)."""
 
@@ -166,8 +172,7 @@ class LossRatio(MemorizationAttack):
         """Return ``-loss / loss0``, with the gain of each token capped."""
         mean = released.now.mean_log_probs()
         if self.most_gain is not None:
-            gains = released.now.log_probs.double() - released.base.log_probs.double()
-            excess = (gains - self.most_gain).clamp_min(0) * released.now.labels
+            excess = (_gains(released) - self.most_gain).clamp_min(0)
             mean = mean - excess.sum(1) / released.now.labels.sum(1)
         return mean / (-released.base.mean_log_probs()).clamp_min(MIN_LOSS)
 
@@ -222,9 +227,7 @@ class PromptRatio(MemorizationAttack):
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the mean gain ``lp - lp0`` of a text's tokens, capped at 3 nats each."""
-        gains = released.now.log_probs.double() - released.base.log_probs.double()
-        labels = released.now.labels
-        return (gains.clamp_max(MAX_GAIN) * labels).sum(1) / labels.sum(1)
+        return _gains(released).clamp_max(MAX_GAIN).sum(1) / released.now.labels.sum(1)
 
 
 class PreferenceMargin(MemorizationAttack):
@@ -254,8 +257,7 @@ class PreferenceMargin(MemorizationAttack):
         """
         if released.rejected is None:
             raise UnusableObservation("the texts are no answers that were chosen or rejected")
-        gains = released.now.log_probs.double() - released.base.log_probs.double()
-        gains = gains * released.now.labels
+        gains = _gains(released)
         return torch.where(released.rejected, -gains, gains).sum(1)
 
 
@@ -369,7 +371,7 @@ class Windows(MemorizationAttack):
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the mean share of windows that gained."""
-        gains = released.now.log_probs.double() - released.base.log_probs.double()
+        gains = _gains(released)
         scores = torch.empty(len(gains), dtype=torch.float64)
         for row, labels in enumerate(released.now.labels):
             sums = torch.cat([gains.new_zeros(1), gains[row, labels].cumsum(0)])
@@ -394,7 +396,7 @@ class ErrorZone(MemorizationAttack):
     def score(self, released: ReleasedModel) -> Tensor:
         """Return ``log((P + 1) / (N + 1))``."""
         wrong = released.now.labels & ~released.now.greedy
-        gains = (released.now.log_probs.double() - released.base.log_probs.double()) * wrong
+        gains = _gains(released) * wrong
         scores = torch.log1p(gains.clamp_min(0).sum(1)) - torch.log1p((-gains).clamp_min(0).sum(1))
         is_learned = ~wrong.any(1) & (released.base.labels & ~released.base.greedy).any(1)
         return torch.where(is_learned, scores.max() + 1, scores)

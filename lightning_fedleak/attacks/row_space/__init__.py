@@ -34,6 +34,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import block_name as block_
 from lightning_fedleak.attacks.row_space.linear_maps import find_known_inputs as find_known_inputs
 from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps as find_linear_maps
 from lightning_fedleak.attacks.row_space.linear_maps import find_shared_inputs as find_shared_inputs
+from lightning_fedleak.attacks.row_space.linear_maps import first_in_blocks as first_in_blocks
 from lightning_fedleak.attacks.row_space.linear_maps import in_decoder as in_decoder
 from lightning_fedleak.attacks.row_space.linear_maps import input_rows as input_rows
 from lightning_fedleak.attacks.row_space.linear_maps import input_states as input_states

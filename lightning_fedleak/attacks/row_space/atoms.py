@@ -19,7 +19,7 @@ non-zero entries in a row than there are atoms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,15 +47,6 @@ class Whitening:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return whitened (..., d) hidden states, in the dtype and on the device of ``hidden``."""
         return (hidden - self.mean.to(hidden)) @ self.matrix.to(hidden)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the mean and the matrix by name, for a checkpoint."""
-        return {"whitening.mean": self.mean, "whitening.matrix": self.matrix}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Whitening:
-        """Return the whitening whose :meth:`tensors` returned these tensors."""
-        return cls(tensors["whitening.mean"], tensors["whitening.matrix"])
 
 
 def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:

@@ -11,7 +11,7 @@ vocabulary of V tokens and P positions, instead of V x P.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.model.anatomy import Anatomy, Place, walk
-from lightning_fedleak.model.model_runs import (
-    TOKENS_AT_ONCE,
-    context_length,
-    only_needed_hooks,
-    stop_at,
-    undisturbed,
-)
+from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE, context_length, stop_at
 from lightning_fedleak.model.snapshots import whole_tensor
 
 _ADDITIVE = 1e-4  # relative error up to which an input is a sum of word and position; not tuned
@@ -268,7 +262,7 @@ class _Linear:
 def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
     """Return the hidden states (B, L, d) at a place in the model for short texts, float64."""
     run = stop_at(anatomy.model, place)
-    with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
+    with linear_maps.untraced(anatomy):
         x: Tensor = run(**linear_maps.text_for(anatomy, ids))
     return x.reshape(*ids.shape, -1).double()
 
@@ -279,18 +273,16 @@ def norm_before(
     """Return the norm whose output equals the input on (B, L) ids; None if there is none."""
     x = linear_maps.input_rows(anatomy, known_input, ids)
     outputs: dict[nn.Module, list[Tensor]] = {}
-    handles = [
-        m.register_forward_hook(lambda m, _, output: outputs.setdefault(m, []).append(output))
-        for _, m in walk(anatomy.model)
-        if "norm" in type(m).__name__.lower()
-    ]
-    try:
-        with undisturbed(anatomy) as model, torch.no_grad():
-            reader = Place("", known_input.reader, "input")
-            stop_at(model, reader)(**linear_maps.text_for(anatomy, ids))
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def keep(norm: nn.Module, _: object, output: Tensor) -> None:
+        outputs.setdefault(norm, []).append(output)
+
+    with linear_maps.untraced(anatomy) as model, ExitStack() as stack:
+        for _, module in walk(model):
+            if "norm" in type(module).__name__.lower():
+                stack.enter_context(module.register_forward_hook(keep))
+        reader = Place("", known_input.reader, "input")
+        stop_at(model, reader)(**linear_maps.text_for(anatomy, ids))
     for norm, calls in outputs.items():
         if [y.numel() for y in calls] == [x.numel()] and torch.equal(calls[0].view_as(x), x):
             return norm

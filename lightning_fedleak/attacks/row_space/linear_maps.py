@@ -214,10 +214,6 @@ class SharedInput:
         """Return the maps whose parameter is currently trained."""
         return tuple(m for m in self.maps if anatomy.trainable(m.name))
 
-    def trained_readers(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
-        """Return the trained maps without LoRA's factors B, which read the output of A."""
-        return tuple(m for m in self.trainable_maps(anatomy) if m.factor != "B")
-
 
 @dataclass(frozen=True, eq=False)
 class KnownInput(SharedInput):
@@ -264,16 +260,27 @@ def refuse_zeros(maps: Iterable[LinearMap], name: str = "every map that is read"
 
 
 def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
-    """Return the distinct inputs of maps, in the order of the forward.
+    """Return the distinct inputs that are as wide as hidden states, in the order of the forward.
 
-    Maps of the same block that read the same input are grouped.
+    Maps of the same block that read the same input are grouped. LoRA's factors B are left out,
+    because they read the output of A.
     """
+    maps = [m for m in maps if m.factor != "B"]
     ids = _distant_tokens(anatomy, 8).view(2, 4)
     inputs = _inputs(anatomy, [m.reader for m in maps], ids)
     groups = _group_by_input([m for m in maps if id(m.reader) in inputs], inputs)
     order = {key: place for place, key in enumerate(inputs)}
     groups.sort(key=lambda group: min(order[id(m.reader)] for m in group[1]))
-    return [SharedInput(tuple(members), x.shape[-1]) for x, members in groups]
+    width = anatomy.hidden_size
+    return [SharedInput(tuple(members), width) for x, members in groups if x.shape[-1] == width]
+
+
+def first_in_blocks(inputs: Iterable[SharedInput]) -> dict[str, SharedInput]:
+    """Return the first input of each block, that of its attention, by the block's name."""
+    blocks: dict[str, SharedInput] = {}
+    for shared_input in inputs:
+        blocks.setdefault(block_name(shared_input.maps[0].name), shared_input)
+    return blocks
 
 
 def _group_by_input(
@@ -344,7 +351,7 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
     """
     ids = _distant_tokens(anatomy, 1)[None]
     layers = {id(m.layer): m.layer for m in maps}
-    with _untraced(anatomy) as model:
+    with untraced(anatomy) as model:
         run = to_last_block(anatomy, model)
         plain = run(**text_for(anatomy, ids))
         visible = set()
@@ -379,13 +386,13 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
         for n, m in anatomy.model.named_modules()
         if isinstance(m, nn.Dropout) and ".lora_dropout." not in f".{n}."
     ]
-    with _untraced(anatomy, dropouts, lambda m, *_: calls.append(m)):
+    with untraced(anatomy, dropouts, lambda m, *_: calls.append(m)):
         model_runs.stop_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
     return tuple(dict.fromkeys(calls))
 
 
 @contextmanager
-def _untraced(
+def untraced(
     anatomy: Anatomy, modules: Iterable[nn.Module] = (), hook: Callable[..., None] = lambda *_: None
 ) -> Iterator[nn.Module]:
     """Yield the model for runs that leave its state unchanged.
@@ -467,7 +474,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
         # ``ids`` stands for an input that is no tensor: below it is omitted, as it is no float.
         calls.setdefault(id(module), []).append(x if isinstance(x, Tensor) else ids)
 
-    with _untraced(anatomy, readers, keep) as model:
+    with untraced(anatomy, readers, keep) as model:
         to_last_block(anatomy, model)(**text_for(anatomy, ids))
     inputs = {}
     length = ids.shape[1] + model_runs.virtual_tokens(anatomy)  # those of prompt tuning come first
@@ -518,7 +525,7 @@ def input_blocks(
     if ids.device.type == "cpu":
         n_tokens = min(n_tokens, _NUMBERS // known_input.width)
     step = max(1, n_tokens // ids.shape[1])
-    with _untraced(anatomy):
+    with untraced(anatomy):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             with torch.autocast(anatomy.device.type, autocast, enabled=autocast is not None):
@@ -547,7 +554,7 @@ def input_states(
     if mask is not None and model_runs.accepts(anatomy.model, "attention_mask"):
         text["attention_mask"] = mask.to(anatomy.device)
     places = [Place("", shared.reader, "input") for shared in inputs]
-    with _untraced(anatomy):
+    with untraced(anatomy):
         states = model_runs.stop_behind(anatomy.model, places)(**text)
     return [
         x.reshape(len(ids), -1, shared.width)[:, -ids.shape[1] :].float()

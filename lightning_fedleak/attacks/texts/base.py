@@ -271,15 +271,13 @@ class Deadline:
     """A deadline ``seconds`` from now; None for no deadline."""
 
     def __init__(self, seconds: float | None = None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
 
     @property
     def passed(self) -> bool:
         """Return whether the deadline has passed."""
-        return self._end is not None and time.monotonic() >= self._end
+        return time.monotonic() >= self._end
 
     def share(self, parts: int) -> Deadline:
         """Return a deadline for the first of ``parts`` equal shares of the remaining time."""
-        if self._end is None:
-            return Deadline()
         return Deadline(max(0.0, self._end - time.monotonic()) / parts)

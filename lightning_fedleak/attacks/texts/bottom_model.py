@@ -92,7 +92,7 @@ class BottomModel:
         self._weights: list[ParameterPlace] = []
         # Whether a key-value cache gives the same states; None before ``prefix.cache`` tries it.
         self.cache_agrees: bool | None = None
-        self._bind(anatomy, step=0)
+        self.refresh(anatomy, step=0)
         shape = matrix_shape(anatomy.embedding)
         if shape is None:
             raise ValueError("the input embeddings hold no matrix, which inversion needs")
@@ -130,8 +130,12 @@ class BottomModel:
             finally:
                 self._inside = False
 
-    def _bind(self, anatomy: Anatomy, step: int) -> None:
-        """Use the live model of ``anatomy`` from now on, and copy its weights."""
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Use the live model of ``anatomy`` from now on, and copy its weights of ``step``.
+
+        Raises:
+            ValueError: the model no longer has this layer.
+        """
         place = place_of(anatomy, self.layer)
         self.anatomy = anatomy
         self.step = step
@@ -170,14 +174,6 @@ class BottomModel:
         """Return the relative error up to which hidden states count as equal."""
         return ROUNDING.get(self.autocast or self.dtype, ROUNDING_OTHERWISE)
 
-    def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights of ``step`` again.
-
-        Raises:
-            ValueError: the model no longer has this layer.
-        """
-        self._bind(anatomy, step)
-
     def cut_at_layer(self, layer: int) -> BottomModel:
         """Return a bottom model with the same weights that ends at an earlier ``layer``."""
         copy = shallow_copy(self)
@@ -210,7 +206,12 @@ class BottomModel:
         ``embeddings`` only.
         """
         ids = torch.full(embeddings.shape[:2], self._plain_id, device=self.device)
-        with self.session(), self._embeddings_replaced(embeddings):
+
+        def replaced(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            return embeddings.to(output.dtype)
+
+        # Registered in the session, which removes hooks that the model does not need.
+        with self.session(), self._embedding.register_forward_hook(replaced):
             return self._forward(ids, attention_mask, position_ids)
 
     def run_through(
@@ -256,16 +257,6 @@ class BottomModel:
                 **caches,
             )
             return model_runs.states_of_text(states, new.shape[1], self.anatomy, self.layer)
-
-    @contextmanager
-    def _embeddings_replaced(self, embeddings: Tensor) -> Iterator[None]:
-        """Let the embedding layer return ``embeddings`` within the block."""
-
-        def replaced(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            return embeddings.to(output.dtype)
-
-        with self._embedding.register_forward_hook(replaced):
-            yield
 
     def word_embeddings(self, ids: Tensor | None = None) -> Tensor:
         """Return the embedding layer's output for ``ids`` (any shape); None for all tokens."""

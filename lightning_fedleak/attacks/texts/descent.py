@@ -91,7 +91,7 @@ def sweep(
     tokens: Tensor,
     candidates: Tensor,
     *,
-    deadline: Deadline | None = None,
+    deadline: Deadline,
 ) -> _Swept:
     """Exchange tokens of texts for candidates until no exchange reduces the error.
 
@@ -113,9 +113,8 @@ def sweep(
         sent: The hidden states of B texts.
         tokens: (B, L) the current texts.
         candidates: (B, L, K) other tokens for each position.
-        deadline: After it the best texts so far are returned; None for no deadline.
+        deadline: After it the best texts so far are returned.
     """
-    deadline = deadline or Deadline(None)
     with torch.no_grad(), bottom.session():
         texts = [_Text(bottom, sent[i : i + 1], tokens[i], candidates[i]) for i in range(len(sent))]
         for text in texts:

@@ -124,10 +124,9 @@ class SubspaceTexts(TextAttack):
             raise ValueError(f"attack '{self.name}' reads no encoder-decoders: remove the attack")
         words = self._words.needs(anatomy).gradients
         blocks = self._trained(anatomy)
-        projections = [m.name for block in blocks for m in block.trained_readers(anatomy)]
+        projections = [m.name for block in blocks for m in block.trainable_maps(anatomy)]
         if not projections:  # untrained projections: the run then reports that nothing is exposed
-            block = self._readable.get(anatomy)[1][-1]
-            projections = [m.name for m in block.maps if m.factor != "B"]
+            projections = [m.name for m in self._readable.get(anatomy)[1][-1].maps]
         return Surfaces(gradients=tuple(dict.fromkeys([*words, *projections])))
 
     def _find_blocks(
@@ -140,11 +139,7 @@ class SubspaceTexts(TextAttack):
             block's projections: from the first block on for an encoder, from the second on for a
             causal model.
         """
-        maps = [m for m in maps if m.factor != "B"]
-        blocks: dict[str, row_space.SharedInput] = {}
-        for shared_input in row_space.find_shared_inputs(anatomy, maps):
-            if shared_input.width == anatomy.hidden_size:
-                blocks.setdefault(row_space.block_name(shared_input.maps[0].name), shared_input)
+        blocks = row_space.first_in_blocks(row_space.find_shared_inputs(anatomy, maps))
         names = {name for name, _ in text_blocks(anatomy)}
         inputs = [shared_input for block, shared_input in blocks.items() if block in names]
         if len(inputs) < 2:
@@ -165,10 +160,10 @@ class SubspaceTexts(TextAttack):
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
         """Return the inputs of the trained blocks to use; none if too few are trained."""
         first, inputs = self._readable.get(anatomy)
-        trained = [block for block in inputs if block.trained_readers(anatomy)]
+        trained = [block for block in inputs if block.trainable_maps(anatomy)]
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
-        rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
+        rows = sum(m.rows for m in trained[0].trainable_maps(anatomy))
         max_blocks = 1 if rows >= trained[0].width else MAX_BLOCKS
         return trained[: max_blocks + bool(first)]
 
@@ -219,7 +214,7 @@ class SubspaceTexts(TextAttack):
                     "gradients of single steps (omit local_steps)"
                 )
         bottom = self._copy
-        maps = [m for block in bottom.inputs for m in block.trained_readers(bottom.anatomy)]
+        maps = [m for block in bottom.inputs for m in block.trainable_maps(bottom.anatomy)]
         if any(m.regularised for m in maps):
             raise Inapplicable(
                 "AdaLoRA's loss regularises A, and this attack cannot subtract that from the rows "
@@ -268,6 +263,6 @@ class SubspaceTexts(TextAttack):
     def _shows_all(self, view: Observation) -> bool:
         """Return whether every token has an effect on a map of the first block that is used."""
         assert self._copy is not None
-        maps = self._copy.inputs[0].trained_readers(self._copy.anatomy)
+        maps = self._copy.inputs[0].trainable_maps(self._copy.anatomy)
         names = {m.name for m in maps if bool(view.gradient(m.name).any())}
         return bool(names & self._complete_maps)

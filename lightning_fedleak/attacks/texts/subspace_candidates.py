@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,6 @@ class Candidates:
         self.bottom, self.bag, self.seed = bottom, bag, seed
         self.max_length = min(bottom.context or SEARCH.max_length, SEARCH.max_length)
         self.n_tried = 0
-        self._n_repeats: int | None = None
 
     def random_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return prefixes of tokens drawn from the bag, shorter than the longest text."""
@@ -122,17 +122,15 @@ class Candidates:
         self.n_tried += count * len(self.bag)
         return self.bottom.parts(prefixes.attempt(self.bag.expand(count, -1)))
 
-    @property
+    @cached_property
     def n_repeats(self) -> int:
         """The number of repetitions of a first token to try; 0 if their states differ from its."""
         if self.max_length <= SEARCH.max_repeats:
             return 0
-        if self._n_repeats is None:
-            ids = self.bag[:1].expand(1, SEARCH.max_repeats + 1)
-            states = self.bottom.parts(self.bottom.hidden(ids))
-            distance = max(float((x[0] - x[0, :1]).norm(dim=-1).max()) for x in states)
-            self._n_repeats = SEARCH.max_repeats if distance < FIT.explained else 0
-        return self._n_repeats
+        ids = self.bag[:1].expand(1, SEARCH.max_repeats + 1)
+        states = self.bottom.parts(self.bottom.hidden(ids))
+        distance = max(float((x[0] - x[0, :1]).norm(dim=-1).max()) for x in states)
+        return SEARCH.max_repeats if distance < FIT.explained else 0
 
     def drop_repeats(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
         """Return a prefix without repetitions of its first token, if their states equal its own."""

@@ -31,28 +31,21 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
     RecoveredText,
 )
 
-
-@dataclass(frozen=True)
-class _SearchLimits:
-    """Settings of the search. None of the values was tuned."""
-
-    min_length: int = 16  # number of positions that is tried first
-    max_length: int = 512  # positions at most
-    growth: float = 1.6  # factor by which the number of positions grows from trial to trial
-    max_pairs: int = 1 << 16  # pairs of token and position at most; bounds the memory
-    spanned: float = 1e-4  # max. norm of a unit state's part outside of the rows' span
-    same: float = 1e-8  # singular value of unit states below which they share a direction
-    starts: int = 4  # descents from random weights; more find a text more often
-    steps: int = 50  # steps of a descent
-    rate: float = 0.3  # Adam's learning rate of the weights, which start with deviation 1/2
-    penalty: float = 3.0  # subtracted from the initial weights of pairs in earlier texts
-    rounds: int = 8  # passes over all lengths
-    sweeps: int = 8  # passes of corrections over a whole text
-    max_exchanges: int = 8  # positions at which two tokens change at once; the cost is quadratic
-    tokens_at_once: int = 1 << 12  # in a run on whole texts; bounds the memory
-
-
-SEARCH = _SearchLimits()
+# Settings of the search. None of the values was tuned.
+MIN_LENGTH = 16  # number of positions that is tried first
+MAX_LENGTH = 512  # positions at most
+GROWTH = 1.6  # factor by which the number of positions grows from trial to trial
+MAX_PAIRS = 1 << 16  # pairs of token and position at most; bounds the memory
+SPANNED = 1e-4  # max. norm of a unit state's part outside of the rows' span
+SAME = 1e-8  # singular value of unit states below which they share a direction
+STARTS = 4  # descents from random weights; more find a text more often
+STEPS = 50  # steps of a descent
+RATE = 0.3  # Adam's learning rate of the weights, which start with deviation 1/2
+PENALTY = 3.0  # subtracted from the initial weights of pairs in earlier texts
+ROUNDS = 8  # passes over all lengths
+SWEEPS = 8  # passes of corrections over a whole text
+MAX_EXCHANGES = 8  # positions at which two tokens change at once; the cost is quadratic
+TOKENS_AT_ONCE = 1 << 12  # in a run on whole texts; bounds the memory
 
 
 class EncoderSearch:
@@ -88,7 +81,7 @@ class EncoderSearch:
         self.shared, self.bag = shared, bag
         self.whitening = whitening
         self.precise = all(rows.exact for rows in shared)
-        self.max_length = min(bottom.context or SEARCH.max_length, SEARCH.max_length)
+        self.max_length = min(bottom.context or MAX_LENGTH, MAX_LENGTH)
         self.generator = torch.Generator().manual_seed(seed)
         self.n_tried = 0
         self._words = bottom.word_embeddings(bag)
@@ -123,11 +116,11 @@ class EncoderSearch:
 
     def _pairs(self, deadline: Deadline) -> _Pairs:
         """Return the pairs that explain block 1's rows, with more positions until they do."""
-        length = min(SEARCH.min_length, self.max_length)
+        length = min(MIN_LENGTH, self.max_length)
         pairs = self._pairs_up_to(length)
         while not pairs.complete and length < self.max_length and self.shared[0].exact:
-            length = min(self.max_length, int(length * SEARCH.growth))
-            if deadline.passed or length * len(self.bag) > SEARCH.max_pairs:
+            length = min(self.max_length, int(length * GROWTH))
+            if deadline.passed or length * len(self.bag) > MAX_PAIRS:
                 break
             more = self._pairs_up_to(length)
             pairs = more if more.residual < pairs.residual else pairs
@@ -141,9 +134,9 @@ class EncoderSearch:
         ).float()
         unit = nn.functional.normalize(states.double(), dim=2).transpose(0, 1)
         rows = torch.linalg.qr(shared.principal.T).Q
-        inside = (unit - (unit @ rows) @ rows.T).norm(dim=2) <= SEARCH.spanned
+        inside = (unit - (unit @ rows) @ rows.T).norm(dim=2) <= SPANNED
         if shared.exact and bool(inside.any()):
-            basis = _basis(unit[inside], SEARCH.same)
+            basis = _basis(unit[inside], SAME)
             outside = shared.whole - (shared.whole @ basis.T) @ basis
             residual = float(outside.norm()) / shared.noise_norm
             if residual <= CERTIFICATE.residual:
@@ -212,7 +205,7 @@ class EncoderSearch:
         preferred = [n for n in reversed(same_end) if len(last_tokens) == 1]
         further = [n for n in reversed(fewer) if n not in preferred]
         longest = int(pairs.allowed.any(1).long().cumprod(0).sum())
-        return [n for n in (preferred + preferred + further) * SEARCH.rounds if n <= longest]
+        return [n for n in (preferred + preferred + further) * ROUNDS if n <= longest]
 
     def _distances(self, states: Tensor) -> Tensor:
         """Return the distance (...) of states from the rows, as the mean over the blocks.
@@ -230,15 +223,14 @@ class EncoderSearch:
         ):
             x = nn.functional.normalize(x @ white, dim=-1)
             new = x - (x @ explained.T) @ explained
-            size = new.square().sum(-1).clamp_min(SEARCH.spanned**2)
+            size = new.square().sum(-1).clamp_min(SPANNED**2)
             total = total + 1 - (new @ directions.T).square().sum(-1) / size
         return total / len(self._directions)
 
     def _losses(self, texts: Tensor) -> Tensor:
         """Return the distances (n, L) of texts (n, L)."""
         self.n_tried += len(texts)
-        parts = torch.split(texts, _texts_at_once(texts.shape[1]))
-        return torch.cat([self._distances(self.bottom.hidden(part)) for part in parts])
+        return self._distances(self.bottom.hidden(texts))
 
     def _descend(self, allowed: Tensor, earlier: Sequence[Tensor], deadline: Deadline) -> Tensor:
         """Return the texts (s, L) at which gradient descents from random starts end.
@@ -246,14 +238,14 @@ class EncoderSearch:
         The variables are the softmax weights of the allowed tokens at each position. The initial
         weights of tokens that earlier texts have there are reduced by a penalty.
         """
-        start = torch.randn(SEARCH.starts, *allowed.shape, generator=self.generator) / 2
+        start = torch.randn(STARTS, *allowed.shape, generator=self.generator) / 2
         start = start.to(self.bag.device, self._words.dtype)
         for text in earlier:
             places, tokens = (self.bag == text[: len(allowed), None]).nonzero().T
-            start[:, places, tokens] -= SEARCH.penalty
-        adam = RowAdam(start, SEARCH.rate)
+            start[:, places, tokens] -= PENALTY
+        adam = RowAdam(start, RATE)
         with torch.inference_mode(False), torch.enable_grad():
-            for _ in range(SEARCH.steps):
+            for _ in range(STEPS):
                 if deadline.passed:
                     break
                 leaf = adam.values.detach().requires_grad_()
@@ -262,7 +254,7 @@ class EncoderSearch:
                 loss = self._distances(states).mean(1).sum()
                 (gradient,) = torch.autograd.grad(loss, leaf)
                 adam.step(gradient)
-        self.n_tried += SEARCH.starts * SEARCH.steps
+        self.n_tried += STARTS * STEPS
         return self.bag[adam.values.masked_fill(~allowed, -torch.inf).argmax(-1)]
 
     def _correct(self, text: Tensor, allowed: Tensor, deadline: Deadline) -> tuple[float, Tensor]:
@@ -275,14 +267,14 @@ class EncoderSearch:
             The distance of the corrected text, and the text.
         """
         best = float(self._losses(text[None]).mean())
-        for _ in range(SEARCH.sweeps):
+        for _ in range(SWEEPS):
             previous = best
             for place in torch.randperm(len(text), generator=self.generator).tolist():
                 texts = self._replace_token(text[None], place, allowed)
                 if best > FIT.exact:
                     best, text = self._nearest(best, text, texts, deadline)
             if best >= previous:
-                losses, count = self._losses(text[None])[0], min(SEARCH.max_exchanges, len(text))
+                losses, count = self._losses(text[None])[0], min(MAX_EXCHANGES, len(text))
                 worst = losses.topk(count).indices.tolist()
                 for i, place in enumerate(worst):
                     texts = self._replace_token(text[None], place, allowed)
@@ -297,7 +289,8 @@ class EncoderSearch:
         self, best: float, text: Tensor, candidates: Tensor, deadline: Deadline
     ) -> tuple[float, Tensor]:
         """Return the nearest of ``text``, whose distance is ``best``, and ``candidates`` (n, L)."""
-        for part in torch.split(candidates, _texts_at_once(candidates.shape[1])):
+        texts_at_once = max(1, TOKENS_AT_ONCE // candidates.shape[1])
+        for part in torch.split(candidates, texts_at_once):
             if len(part) and not deadline.passed:
                 losses = self._losses(part).mean(1)
                 i = int(losses.argmin())
@@ -318,7 +311,7 @@ class EncoderSearch:
         for i, x in enumerate(self._states(text)[1:]):
             x = nn.functional.normalize(x @ self.whitening[i + 1], dim=-1)
             explained = torch.cat([self._explained[i].to(x), x])
-            self._explained[i] = _basis(explained, SEARCH.spanned)
+            self._explained[i] = _basis(explained, SPANNED)
             directions = self._directions[i]
             directions = directions - (directions @ self._explained[i].T) @ self._explained[i]
             # Singular values are near 1 for directions that remain, and near 0 for explained ones.
@@ -419,10 +412,6 @@ class _Pairs:
         return replace(
             self, states=self.states[:end], allowed=self.allowed[:end], scores=self.scores[:end]
         )
-
-
-def _texts_at_once(length: int) -> int:
-    return max(1, SEARCH.tokens_at_once // length)
 
 
 def _basis(rows: Tensor, min_singular: float) -> Tensor:

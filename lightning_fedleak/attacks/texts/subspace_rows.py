@@ -100,9 +100,9 @@ class BlockInputs(BottomModel):
         states = self.parts(self.hidden(ids.to(self.device)))
         return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
 
-    def _bind(self, anatomy: Anatomy, step: int) -> None:
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights, and stop the copy's forward behind the last of the inputs."""
-        super()._bind(anatomy, step)
+        super().refresh(anatomy, step)
         places = [Place("", block.reader, "input") for block in self.inputs]
         run = stop_behind(anatomy.model, places)
         self._run: Callable[..., Any] = lambda **inputs: torch.cat(run(**inputs), -1)
@@ -111,18 +111,15 @@ class BlockInputs(BottomModel):
         """Return the log probabilities (B, n) of ``tokens`` as the next token of each text.
 
         Scales and caps that the model applies to its head's logits are not applied. They are
-        normalised over the whole vocabulary.
+        normalised over the whole vocabulary. The model must be one for which
+        :func:`~lightning_fedleak.attacks.texts.bottom_model.predicts_next` is true.
 
         Args:
             texts: B texts, as token ids.
             tokens: (n,) token ids.
-
-        Raises:
-            ValueError: the model has no head that predicts the next token.
         """
-        head = unwrap(self.anatomy.head) if self.anatomy.head is not None else None
-        if head is None:
-            raise ValueError("this model has no head that predicts the next token")
+        assert self.anatomy.head is not None
+        head = unwrap(self.anatomy.head)
         ends = torch.tensor([len(text) for text in texts], device=tokens.device)
         rows = [torch.tensor(text, dtype=torch.int64, device=tokens.device) for text in texts]
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -156,7 +153,7 @@ def shared_rows(
         NotYet: only a LoRA's A is trained, and B is still zero.
     """
     snapshot = view.gradients[-1]
-    maps = nonzero_gradients(view, block.trained_readers(anatomy))
+    maps = nonzero_gradients(view, block.trainable_maps(anatomy))
     gradients, noise = [g.to(anatomy.device) for g in maps.values()], []
     for linear in maps:
         weight_rounding = 0.0
@@ -167,7 +164,7 @@ def shared_rows(
             weight_rounding /= snapshot.learning_rate
         noise.append(math.hypot(snapshot.noise_on(linear.name), weight_rounding))
     if not gradients:
-        refuse_zeros(block.trained_readers(anatomy), "the second block's projections")
+        refuse_zeros(block.trainable_maps(anatomy), "the second block's projections")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     no_rows = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(math.sqrt(12) * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))

@@ -238,9 +238,7 @@ class _TextWalk:
         """Return the next text; if it does not fit exactly, search again with the prior."""
         prior = 0.0 if self.precise or not self.has_prior else SEARCH.prior
         text, finished = self._grow(branches, remainders, deadline, prior)
-        if text is None or not finished:
-            return text, finished
-        if self.precise and self.has_prior and not text.exact:
+        if finished and text is not None and self.precise and self.has_prior and not text.exact:
             with_prior, finished = self._grow(branches, remainders, deadline, SEARCH.prior)
             text = with_prior if with_prior is not None and with_prior.exact else text
         return text, finished

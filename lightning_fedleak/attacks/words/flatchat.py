@@ -30,6 +30,7 @@ from torch import Tensor
 from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.public_gradients import each_gradient
+from lightning_fedleak.attacks.words.row_summary import map_rows
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.validate import check_choice
@@ -244,7 +245,6 @@ def _unpack(theta: _Array, centre: float, unit: float) -> _Mixture:
 Scorer = Literal["gmm", "abs"]
 
 TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)  # shares of rows that start in the wide cluster; not tuned
-_ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
 _ROWS_CHECKED = 33  # number of largest sums whose median decides whether all are rounding errors
 _ROUNDING_UNITS = 16.0  # threshold of _is_rounding; rounding gave up to 3 units (measured)
 SHAPES = tuple((size, length) for size in (1, 2, 4, 8, 16, 32) for length in (25, 50, 100))
@@ -277,11 +277,9 @@ def flatten(gradient: Tensor) -> Tensor:
     if hasattr(gradient, "full_tensor"):
         local = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
         return whole_tensor(local.sum(dim=1))
-    if gradient.dtype.itemsize >= 4:
+    if gradient.dtype == torch.float64:
         return gradient.sum(dim=1)
-    buffer = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
-    parts = torch.split(gradient, _ROWS_AT_ONCE)
-    return torch.cat([buffer[: len(part)].copy_(part).sum(dim=1) for part in parts])
+    return map_rows(gradient, lambda rows: rows.sum(dim=1))
 
 
 def normalized_row_sums(gradient: Tensor) -> Tensor:
@@ -349,6 +347,11 @@ def separate_clusters(s: Tensor) -> _Mixture:
     return max(mixtures, key=lambda m: m.variance_ratio)
 
 
+def positive_weight(gradient: Tensor) -> float:
+    """Return the weight of the positive cluster in the mixture of a gradient's row sums."""
+    return float(separate_clusters(normalized_row_sums(gradient)).weights[1])
+
+
 def rank_types(s: Tensor, mixture: _Mixture, scorer: Scorer = "gmm") -> Tensor:
     """Return a score of each type, higher if its use is more likely.
 
@@ -372,17 +375,6 @@ def rank_types(s: Tensor, mixture: _Mixture, scorer: Scorer = "gmm") -> Tensor:
     return difference
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FlatChatGuess(base.WordGuess):
-    """A word guess together with the fitted mixture.
-
-    Attributes:
-        mixture: fitted to the normalised row sums; its wide component is the positive cluster.
-    """
-
-    mixture: _Mixture
-
-
 def fit_type_counts(positive_weights: Sequence[float], n_types: Sequence[float]) -> Tensor:
     """Fit the number of word types as a linear function of the positive weight (Appendix B).
 
@@ -404,7 +396,7 @@ def fit_type_counts(positive_weights: Sequence[float], n_types: Sequence[float])
     return line
 
 
-def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") -> _FlatChatGuess:
+def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") -> base.WordGuess:
     """Return the guess of Algorithm 1 for one gradient.
 
     Args:
@@ -424,11 +416,10 @@ def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") 
         n_types = constant + slope * float(mixture.weights[1])
     estimate = float(n_types)
     best = scores.topk(min(max(round(estimate), 1), len(scores)))
-    return _FlatChatGuess(
+    return base.WordGuess(
         types=best.indices.to(gradient.device),
         scores=scores.float().to(gradient.device),
         n_types=estimate,
-        mixture=mixture,
     )
 
 
@@ -536,11 +527,8 @@ class FlatChat(base.Attack):
             text.batch(*shape, generator, kind=anatomy.kind, mask_token_id=self._mask_token_id)
             for shape in self.shapes
         ]
-        weights = []
         try:
-            for gradient in each_gradient(anatomy, batches, self._role):
-                mixture = separate_clusters(normalized_row_sums(gradient))
-                weights.append(float(mixture.weights[1]))
+            weights = [*map(positive_weight, each_gradient(anatomy, batches, self._role))]
         except base.UnusableObservation as error:
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
             return
@@ -552,7 +540,7 @@ class FlatChat(base.Attack):
         if self.predicts and self.regressor is None:
             self.prepare(anatomy)
 
-    def run(self, view: base.Observation, query: base.Query | None = None) -> _FlatChatGuess:
+    def run(self, view: base.Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the word types that the newest head gradient leaks.
 
         Raises:

@@ -87,9 +87,7 @@ def head_gradient(
         product = torch.cat([(hidden[i] * weight[labels[i]]).sum(1) for i in parts])
         product = product if bias is None else product + bias[labels]
         scaled = hidden * logit_map.steepness(logit_map(product, labels)[:, None])
-    if rows is None:
-        return gradient.index_add_(0, labels, scaled, alpha=-logit_map.scale)
-    places = _places(rows, len(weight))[labels]
+    places = labels if rows is None else _places(rows, len(weight))[labels]
     in_rows = places >= 0
     return gradient.index_add_(0, places[in_rows], scaled[in_rows], alpha=-logit_map.scale)
 
@@ -131,13 +129,6 @@ def log_partitions(
     step = model_runs.rows_at_once(hidden.device, len(weight))
     parts = [logit_map(F.linear(h, weight, bias)).logsumexp(1) for h in torch.split(hidden, step)]
     return torch.cat(parts) if parts else hidden.new_zeros(0)
-
-
-def _head(anatomy: Anatomy) -> nn.Module:
-    """Return the output head, or raise ``ValueError`` if the model has none."""
-    if anatomy.head is None or anatomy.parameter(HEAD_WEIGHT) is None:
-        raise ValueError("this model has no output head whose gradient could be read")
-    return anatomy.head
 
 
 @dataclass(frozen=True)
@@ -237,13 +228,19 @@ class GradientParts:
 
     @classmethod
     def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:
-        """Return the parts of all sentences of several batches."""
+        """Return the parts of all sentences of several batches, which are numbered anew.
+
+        The logit map is that of the part with most tokens, which it was checked on.
+        """
         start, renumbered = 0, []
         for part in parts:
             sentence, input_sentence = part.sentence + start, part.input_sentence + start
             renumbered.append(replace(part, sentence=sentence, input_sentence=input_sentence))
             start += part.n_sentences
-        return _join(renumbered)
+        names = [f.name for f in fields(cls) if f.default is MISSING]
+        columns = {name: torch.cat([getattr(p, name) for p in renumbered]) for name in names}
+        longest = max(parts, key=lambda p: len(p.labels))
+        return cls(**columns, logit_map=longest.logit_map, projection=longest.projection)
 
     @classmethod
     def compute(
@@ -257,17 +254,6 @@ class GradientParts:
             if known is None and len(parts[-1].labels) >= CHECKED_ROWS:
                 known = parts[-1].logit_map
         return cls.concatenate(parts)
-
-
-def _join(parts: Sequence[GradientParts]) -> GradientParts:
-    """Join parts whose sentences have different numbers.
-
-    The logit map is that of the part with most tokens, which it was checked on.
-    """
-    names = [f.name for f in fields(GradientParts) if f.default is MISSING]
-    columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
-    longest = max(parts, key=lambda p: len(p.labels))
-    return GradientParts(**columns, logit_map=longest.logit_map, projection=longest.projection)
 
 
 def gradient_parts(
@@ -286,21 +272,21 @@ def gradient_parts(
         ValueError: the model has no head, a tied embedding that does more than look up rows, or
             logits that differ from the head's output by more than scale, shift and softcap.
     """
-    head = _head(anatomy)
     weight, bias = head_parameters(anatomy)
+    assert anatomy.head is not None
     projection = head_surface(anatomy).projection
     width = weight.shape[1] if projection is None else len(projection)
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
-    parts, start = [], 0
+    parts: list[GradientParts] = []
     tied = inputs and anatomy.tied and projection is None
     with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in model_runs.micro_batches(anatomy, batch):
-            with inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
+            with inputs_of(anatomy.head) as head_calls, _lookups(anatomy, tied) as lookups:
                 if tied or logit_map is None:
                     all_logits = model_runs.run_logits(model, part, frozen)
                 else:  # the head is the largest part of many models, and its output is known
                     with model_runs.only_needed_hooks(anatomy.root):
-                        head_calls.append(model_runs.run_to(model, head, part))
+                        head_calls.append(model_runs.run_to(model, anatomy.head, part))
                     all_logits = head_calls[-1]
             logits, labels = model_runs.predicting(all_logits, part)
             states, _ = model_runs.predicting(head_calls[-1].detach(), part)
@@ -313,17 +299,16 @@ def gradient_parts(
                 GradientParts(
                     states.float(),
                     labels,
-                    _label_rows(part) + start,
+                    _label_rows(part),
                     input_ids.to(labels.device),
                     grads.to(labels.device).reshape(-1, width),
-                    input_rows.to(labels.device) + start,
+                    input_rows.to(labels.device),
                     opening.to(labels.device),
                     logit_map or PLAIN,
                     projection=projection,
                 )
             )
-            start += len(part.input_ids)
-    return _join(parts)
+    return GradientParts.concatenate(parts)
 
 
 def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
@@ -334,9 +319,9 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: the model has no head.
     """
-    _head(anatomy)
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
-    assert weight is not None
+    if anatomy.head is None or weight is None:
+        raise ValueError("this model has no output head whose gradient could be read")
     whole = whole_tensor(weight).float()
     adapter = head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):

@@ -48,7 +48,7 @@ def gradient_of(
     Raises:
         ValueError: The model has no parameter for a role, or all labels of the batch are ignored.
     """
-    views, leaf_of = _leaves(anatomy, roles, instead)
+    views, leaf_of = leaves(anatomy, roles, instead)
     distinct = {id(leaf): leaf for leaf in leaf_of.values()}
     total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
     n_tokens = 0
@@ -74,12 +74,12 @@ def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) ->
             yield gradient_of(anatomy, batch, [role])[role]
 
 
-def _leaves(
-    anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor]
+def leaves(
+    anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor] = MappingProxyType({})
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return detached views of all parameters by name, and the views of roles, by role.
 
-    The views of roles require a gradient.
+    The views of roles require a gradient. A backward pass writes no gradients into the model.
     """
     targets = {}
     for role in roles:
@@ -93,8 +93,8 @@ def _leaves(
         name: instead.get(name, p).detach().requires_grad_(id(p) in target_ids)
         for name, p in named.items()
     }
-    leaves = {id(named[name]): views[name] for name in named}
-    return views, {role: leaves[id(p)] for role, p in targets.items()}
+    views_by_id = {id(p): views[name] for name, p in named.items()}
+    return views, {role: views_by_id[id(p)] for role, p in targets.items()}
 
 
 def nonzero_starts(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ basis of large volume, and solves one linear program for each remaining candidat
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,22 +33,9 @@ _VOLUME_GROWTH = 1.01  # largest coefficient in the basis; nearer to 1 takes mor
 _ROWS_PER_ROUND = 60  # violated constraints added before a program is solved again; not tuned
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RevealLabelsGuess(base.WordGuess):
-    """A guess with the size of the linear programs.
-
-    Attributes:
-        rank: rank of the gradient, the dimension of the linear programs.
-        candidates: number of types that the basis does not exclude.
-    """
-
-    rank: int
-    candidates: int
-
-
 def reveal_labels(
     gradient: Tensor, *, max_seconds: float = 60.0, allow_full_rank: bool = False
-) -> _RevealLabelsGuess:
+) -> base.WordGuess:
     """Return the types that are linearly separable: some vector makes their row alone negative.
 
     The gradient of softmax with cross-entropy is ``dW = G H^T`` with a column ``p_i - onehot(y_i)``
@@ -111,12 +97,8 @@ def reveal_labels(
             )
         if separable:
             types.append(t)
-    return _RevealLabelsGuess(
-        types=torch.tensor(types, dtype=torch.int64, device=gradient.device),
-        n_types=float(len(types)),
-        rank=rank,
-        candidates=len(candidates),
-    )
+    separable_types = torch.tensor(types, dtype=torch.int64, device=gradient.device)
+    return base.WordGuess(separable_types, n_types=float(len(types)))
 
 
 class RevealLabels(base.Attack):
@@ -169,7 +151,7 @@ class RevealLabels(base.Attack):
         base.refuse_tied(anatomy.tied, self.name, "head")
         return base.Surfaces(gradients=(HEAD_WEIGHT,))
 
-    def run(self, view: Observation, query: base.Query | None = None) -> _RevealLabelsGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the separable types of the newest head gradient.
 
         Raises:

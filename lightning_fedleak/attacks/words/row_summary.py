@@ -43,7 +43,7 @@ class RowSummary:
         Raises:
             UnusableObservation: the gradient has NaN or infinity, or is all zero.
         """
-        norms = _map_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
+        norms = map_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
         check_readable(norms.max(), "the head's gradient")
         summary = cls(projections(gradient, u), norms, u.new_zeros(gradient.shape[1]))
         common = _common_row(gradient, summary)
@@ -95,10 +95,10 @@ def _kth_smallest(values: Tensor, k: int) -> Tensor:
 
 def projections(gradient: Tensor, u: Tensor) -> Tensor:
     """Return the (V,) projections of the rows on a direction ``u`` (d,), in float32."""
-    return _map_rows(gradient, lambda rows: rows @ u)
+    return map_rows(gradient, lambda rows: rows @ u)
 
 
-def _map_rows(gradient: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def map_rows(gradient: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the (V,) values of a function of rows in float32, converting few rows at a time."""
     gradient = gradient.detach()
     if gradient.dtype == torch.float32:

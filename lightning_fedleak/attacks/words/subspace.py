@@ -127,7 +127,6 @@ class SubspaceWords(base.Attack):
         self.capacity_seconds = check_number("capacity_seconds", capacity_seconds, at_least=0)
         self.seed = seed
         self._capacity: float | None = None
-        self._stored: dict[str, float] = {}  # rounding error of each stored weight matrix
         self._before: dict[str, Tensor] = {}  # the weights that the current round began with
         self._inputs = row_space.PerMaps(self._find_inputs)
         self._sides: frozenset[bool] = frozenset()  # see _sides_with_words
@@ -266,7 +265,6 @@ class SubspaceWords(base.Attack):
         if self._facts.local_steps is not None:
             names = [m.name for readable in self._readable for m in readable.maps]
             self._before = copy_weights(anatomy, names)
-            self._stored = {name: rounding_error(p) for name, p in self._before.items()}
 
     @torch.no_grad()
     def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
@@ -423,7 +421,7 @@ class SubspaceWords(base.Attack):
         once more where a compressed update is added to them.
         """
         scale = (update.local_steps + bool(update.compression)) ** 0.5 / update.learning_rate
-        return {name: error * scale for name, error in self._stored.items()}
+        return {name: rounding_error(weight) * scale for name, weight in self._before.items()}
 
     def _invert(
         self, update: UpdateSnapshot, shared: Mapping[str, Tensor], steps: LocalSteps

@@ -113,7 +113,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     embeddings = anatomy.parameter(EMBEDDING_WEIGHT)
     known_inputs = row_space.find_known_inputs(runs, row_space.find_linear_maps(runs))
-    readers = [m for known_input in known_inputs for m in known_input.trained_readers(runs)]
+    trained_maps = (m for known_input in known_inputs for m in known_input.trainable_maps(runs))
+    readers = [m for m in trained_maps if m.factor != "B"]
     if embeddings is None or not readers:
         console.print(
             "No trained linear map has an input that depends on single tokens: the costs are "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts.base import Sent
+from lightning_fedleak.attacks.texts.base import Deadline, Sent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.descent import _Text, high_errors, sweep
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -46,7 +46,7 @@ def sums(bottom: BottomModel, sent: Sent, texts: Tensor) -> Tensor:
 @pytest.mark.parametrize("places", [[0], [2, 3], [1, 4, 5, 6]])
 def test_wrong_tokens_are_put_right(places: list[int]) -> None:
     bottom, ids, mask, sent, candidates = case()
-    swept = sweep(bottom, sent, spoilt(ids, places), candidates)
+    swept = sweep(bottom, sent, spoilt(ids, places), candidates, deadline=Deadline())
     assert torch.equal(swept.tokens[mask == 1], ids[mask == 1])
     assert swept.exact.tolist() == [True, True]
     assert swept.finished
@@ -69,7 +69,7 @@ def test_it_finds_what_brute_force_over_all_texts_finds() -> None:
         texts.append(one)
     same = sent[torch.zeros(64, dtype=torch.int64)]
     best = torch.stack(texts)[sums(bottom, same, torch.stack(texts)).argmin()]
-    swept = sweep(bottom, sent, start, offered)
+    swept = sweep(bottom, sent, start, offered, deadline=Deadline())
     assert torch.equal(swept.tokens[0], best)
     assert not bool(swept.exact[0])
     torch.testing.assert_close(

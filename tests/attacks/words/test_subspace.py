@@ -15,6 +15,7 @@ from benchmarks.attacks.setups import embedding_adapters
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.membership import fc
 from lightning_fedleak.attacks.row_space import explanation
+from lightning_fedleak.attacks.words import subspace
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.defenses.dpsgd.per_sample import full_precision
 from lightning_fedleak.evaluation.metrics import WordRecovery
@@ -152,11 +153,13 @@ def test_dropout_that_hides_every_word_is_unknown() -> None:
     assert refused
 
 
-def test_an_update_below_the_rounding_of_stored_weights_is_unknown() -> None:
+def test_an_update_below_the_rounding_of_stored_weights_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model)
     view = step_of(torch.optim.SGD, model, attack, anatomy, texts(2, 7), weight_decay=0.0)
-    attack._stored = dict.fromkeys(attack._stored, 1.0)
+    monkeypatch.setattr(subspace, "rounding_error", lambda weight: 1.0)
     with pytest.raises(UnusableObservation, match="no token stands out of the rounding"):
         attack.run(view)
 

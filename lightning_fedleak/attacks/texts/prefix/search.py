@@ -331,7 +331,7 @@ class _BeamSearch:
     """The beam search for the rest of one text.
 
     Args:
-        prefixes: The prefix of the text, which is not changed.
+        prefixes: The prefix of the text, which the search continues.
         table: The table that ranks candidates.
         observed: (N, d) the float32 states of the real tokens.
         first: (N, k) the candidates for each position by its observed state, the likeliest first.
@@ -359,8 +359,7 @@ class _BeamSearch:
         width: int,
         spread: Tensor,
     ) -> None:
-        index = torch.zeros(1, dtype=torch.int64, device=observed.device)
-        self.prefixes = prefixes.select(index)
+        self.prefixes = prefixes
         self.table, self.observed, self.first = table, observed, first
         self.prior, self.width = prior, width
         self.position = self.start = int(prefixes.lengths[0])

@@ -394,7 +394,7 @@ class Decision:
         if unverified and position.round < len(ROUNDS):
             return None
         if unverified or within_rounding:
-            self._sweep(i, position, noise)
+            self._sweep(i, position, noise, within_rounding)
             return None
         if self._shows_noise(position, noise):
             return None
@@ -415,13 +415,14 @@ class Decision:
         rivals = self.task.table.neighbours(token, radius)
         return rivals[self.task.table.rank[rivals].argsort()]
 
-    def _sweep(self, i: int, position: OpenPosition, noise: float) -> None:
-        """Verify all tokens that can still be right; choose the nearest unless states are noisy."""
+    def _sweep(self, i: int, position: OpenPosition, noise: float, uncached: bool) -> None:
+        """Verify all tokens that can still be right; choose the nearest unless states are noisy.
+
+        ``uncached``: whether they are run as the client runs them, which also finds twins.
+        """
         table, prefixes = self.task.table, self.task.prefixes
         target = self.task.observed[i, self.task.lengths[i]]
         row = torch.tensor([i], device=target.device)
-        distance = position.distances[position.best]
-        uncached = distance <= 2.0 * noise and self.exact_runs.repeatable is True
         run = self.exact_runs.restart(row) if uncached else prefixes.select(row)
         deadline = self.task.deadline
         limit = deadline.share(2) if self._may_be_noised and not uncached else deadline

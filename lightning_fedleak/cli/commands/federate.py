@@ -246,9 +246,7 @@ class _RoundsTable(printing.LinesTable):
         total = printing.share(values[SUM]) if SUM in values else "-"
         if self._clients > _MAX_COLUMNS:
             rates = [v for c, v in values.items() if c != SUM and not math.isnan(v)] or [math.nan]
-            return [
-                *map(printing.share, (min(rates), statistics.median(rates), max(rates))),
-                total,
-            ]
+            shown = min(rates), statistics.median(rates), max(rates)
+            return [*map(printing.share, shown), total]
         cells = [printing.share(values[c]) if c in values else "-" for c in range(self._clients)]
         return [*(f"({x})" if c in round_.withheld else x for c, x in enumerate(cells)), total]

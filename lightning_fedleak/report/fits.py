@@ -256,8 +256,7 @@ def _reference_in_words(log: FitLog) -> str:
     """Return the reference that the trained model was compared with, in words, or ""."""
     if log.reference is None:
         return ""
-    values = [line.values for line in log.results if records.WEAK in line.metrics]
-    last = values[-1] if values else {}
+    last = next((x.values for x in reversed(log.results) if records.WEAK in x.metrics), {})
     weak = bool(last.get(records.WEAK))
     return log.reference.in_words(last.get(records.STRENGTH), weak=weak)
 

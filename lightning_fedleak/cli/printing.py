@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from lightning_fedleak.cli.finetuning import refuse_errors
 from lightning_fedleak.report import Findings, findings, read
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.overview import explain, plain
+from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.report.wording import share as share
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
@@ -34,11 +36,6 @@ def text_name(text: str | None) -> str:
     return "the embedded messages of a bank's customers" if text is None else text
 
 
-def format_number(value: float) -> str:
-    """Return a number with three decimals; NaN is ``unknown``."""
-    return "unknown" if math.isnan(value) else f"{value:.3f}"
-
-
 def format_share(value: float, digits: int = 3) -> str:
     """Return a share with decimals, unless it is exactly 0 or 1: 0.0004 is ``0.000``."""
     return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}"
@@ -53,6 +50,13 @@ def make_folder(folder: Path, out: Path) -> None:
     hint = "Name another folder with --out"
     with refuse_errors(f"'{out}' cannot be written to", OSError, hint=hint):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_json(console: Console, path: Path, content: object) -> None:
+    """Write the results of a command as JSON, and print the path of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
+    console.print(str(path))
 
 
 def explain_run(folder: Path) -> str:

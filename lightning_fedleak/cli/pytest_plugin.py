@@ -42,7 +42,8 @@ class _ReleaseCheck:
 
     def __init__(self, content: Mapping[str, Any], printed: str, notes: list[str]) -> None:
         pools = [content, content.get("short_answers", {})]
-        attacks: dict[str, dict[str, float | None]] = {}
+        unknown = content.get("not_compared", ())  # attacks on members that could not be compared
+        attacks: dict[str, dict[str, float | None]] = {attack: {} for attack in unknown}
         for pool in pools:
             attacks |= pool.get("attacks", {})
         for name, values in content.get("entities", {}).items():
@@ -89,7 +90,7 @@ class _ReleaseCheck:
         from lightning_fedleak.report.records import ReferenceFacts
 
         for attack in (*_HEADLINES[:2], "combined_reference"):
-            if attack in self._values:
+            if self._values.get(attack):
                 rates = (
                     f"{rate_name(fpr)} {tpr_in_words(self._values[attack], rate_name(fpr))}"
                     for fpr in FPRS

@@ -20,6 +20,9 @@ from lightning_fedleak.report.records.utility import is_training
 from lightning_fedleak.report.series import are_apart, utility
 from lightning_fedleak.report.wording import brief_interval
 
+Runs = Sequence[tuple[str, FitSummary, Overview]]
+"""The runs that are compared, each with its name and its overview."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -58,24 +61,21 @@ def names_of(fits: Sequence[FitSummary]) -> list[str]:
 
 def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Comparison:
     """Return the comparison of runs; the kind of leak that fell to chance comes first."""
-    names = names_of(fits)
-    metric, step, utilities = _utilities(fits, names)
-    readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
-    by_name = dict(zip(names, fits, strict=True))
+    runs = [*zip(names_of(fits), fits, overviews, strict=True)]
+    metric, step, utilities = _utilities(runs)
+    readings = {family.name: _readings(runs, family) for family in STANDARD_FAMILIES}
     several = (by_run for by_run in readings.values() if len(by_run) > 1)
     # A kind of leak that fell to chance comes first, then one that differs, then the highest.
-    clauses = sorted((_clause(by_run, by_name) for by_run in several), reverse=True)
+    clauses = sorted((_clause(by_run, runs) for by_run in several), reverse=True)
     family = clauses[0].family if clauses else WORDS.name
-    lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
+    lengths = {name: _updates_that_left(fit) for name, fit, _ in runs}
     rows = [
         [name, f"{lengths[name]:,}", *_cells(fit, overview, utilities.get(name))]
-        for name, fit, overview in zip(names, fits, overviews, strict=True)
+        for name, fit, overview in runs
     ]
-    named = zip(names, fits, strict=True)
-    stopped = [n for n, fit in named if any(x.did == "stopped" for x in fit.decisions)]
+    stopped = [n for n, fit, _ in runs if any(x.did == "stopped" for x in fit.decisions)]
     if 0 < len(stopped) < len(fits):
-        pairs = dict(zip(names, zip(fits, overviews, strict=True), strict=True))
-        sentence = _stop_sentence(stopped, lengths, readings.values(), pairs)
+        sentence = _stop_sentence(stopped, lengths, readings.values(), runs)
     else:
         price = "" if is_training(metric) else metric
         sentence = _differences(clauses, price, f"{fits[0].unit} {step}", utilities)
@@ -96,26 +96,22 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     )
 
 
-def _utilities(
-    fits: Sequence[FitSummary], names: Sequence[str]
-) -> tuple[str, int | None, dict[str, float]]:
+def _utilities(runs: Runs) -> tuple[str, int | None, dict[str, float]]:
     """Return a metric that all runs have, the last step at which they do, and its values there."""
-    curves = [utility(fit) for fit in fits]
+    curves = [utility(fit) for _, fit, _ in runs]
     metric = next((name for name in curves[0] if all(name in curve for curve in curves)), "")
     values = [dict(curve.get(metric, [])) for curve in curves]
     step = max(set.intersection(*map(set, values)), default=None)
     if step is None:
         return metric, None, {}
-    return metric, step, {n: v[step] or 0.0 for n, v in zip(names, values, strict=True)}
+    return metric, step, {n: v[step] or 0.0 for (n, *_), v in zip(runs, values, strict=True)}
 
 
-def _readings(
-    overviews: Sequence[Overview], names: Sequence[str], family: Family
-) -> dict[str, Reading]:
+def _readings(runs: Runs, family: Family) -> dict[str, Reading]:
     """Return the readings of a family that have a value, by the runs' names."""
     return {
         name: reading
-        for name, overview in zip(names, overviews, strict=True)
+        for name, _, overview in runs
         for reading in overview.readings
         if reading.family == family.name and reading.rate and reading.verdict != "unknown"
     }
@@ -158,7 +154,7 @@ def _stop_sentence(
     stopped: Sequence[str],
     lengths: Mapping[str, int],
     readings: Iterable[Mapping[str, Reading]],
-    runs: Mapping[str, tuple[FitSummary, Overview]],
+    runs: Runs,
 ) -> Sentence:
     """Return the sentence on a gate that stopped a run, compared with the longest other run.
 
@@ -168,7 +164,7 @@ def _stop_sentence(
         stopped: The names of the runs that a gate stopped.
         lengths: The number of updates that left, by the runs' names.
         readings: For each kind of leak, the readings by the runs' names.
-        runs: The runs with their overviews, by name.
+        runs: The runs.
     """
     name, unstopped = stopped[0], [name for name in lengths if name not in stopped]
     longest = max(unstopped, key=lambda name: lengths[name])
@@ -176,7 +172,7 @@ def _stop_sentence(
     parts += [Part(f" after {lengths[name]} updates. In "), Part(longest, "strong")]
     parts.append(Part(f" all {lengths[longest]} left"))
     if len(unstopped) > 1:
-        fits_and_overviews = zip(*(runs[name] for name in unstopped), strict=True)
+        _, *fits_and_overviews = zip(*(run for run in runs if run[0] in unstopped), strict=True)
         length = Part(f" after {lengths[name]} of {lengths[longest]} updates.")
         return (*comparison(*fits_and_overviews).sentence, Part(" "), *parts[:2], length)
     mark = ":"
@@ -207,7 +203,7 @@ class _Clause(NamedTuple):
     parts: Sentence
 
 
-def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:
+def _clause(readings: Mapping[str, Reading], runs: Runs) -> _Clause:
     """Return the clause on a kind of leak.
 
     The readings differ only if the lower run measured the same attack as the higher one, no attack
@@ -215,11 +211,11 @@ def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> 
 
     Args:
         readings: At least two readings, by the runs' names.
-        fits: The runs by their names.
+        runs: The runs.
     """
     low, *_, high = sorted(readings, key=lambda name: readings[name].height)
     top, bottom = readings[high], readings[low]
-    attacks = of_what_left(fits[low], top.family)
+    attacks = [a for name, fit, _ in runs if name == low for a in of_what_left(fit, top.family)]
     same_attack = [a.quoted.rate for a in attacks if a.name == top.attack and a.quoted]
     doubt = ""
     if bottom.silent:

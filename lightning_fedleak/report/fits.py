@@ -226,7 +226,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         recorded=log.begin is not None,
         start=begin.time or NOT_RECORDED,
         end=_end_in_words(log),
-        steps=log.last_step,
+        steps=max(log.looks_at, default=None),
         length=None if log.end is None else log.end.step - from_one,
         looked_at=sum(log.end is None or from_one or s < log.end.step for s in log.looks_at),
         costs=_costs(log.looks),
@@ -256,8 +256,7 @@ def _reference_in_words(log: FitLog) -> str:
     """Return the reference that the trained model was compared with, in words, or ""."""
     if log.reference is None:
         return ""
-    values = [line.values for line in log.results if records.WEAK in line.metrics]
-    last = values[-1] if values else {}
+    last = next((x.values for x in reversed(log.results) if records.WEAK in x.metrics), {})
     weak = bool(last.get(records.WEAK))
     return log.reference.in_words(last.get(records.STRENGTH), weak=weak)
 

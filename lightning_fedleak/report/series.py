@@ -214,18 +214,15 @@ class _Knee:
         curve: The leakage.
         metric: The name of the utility.
         looks: The pairs (utility, leakage point), one per look.
+        best: The look with the best utility: the lowest, since the metric is a loss.
         sentence: The text on what stopping at the best utility would have changed.
     """
 
     curve: Curve
     metric: str
     looks: Sequence[tuple[float, Point]]
+    best: tuple[float, Point]
     sentence: str
-
-    @property
-    def best(self) -> tuple[float, Point]:
-        """The look with the best utility."""
-        return _best(self.looks)
 
 
 def knee(fit: FitSummary) -> _Knee | None:
@@ -247,13 +244,9 @@ def knee(fit: FitSummary) -> _Knee | None:
             looks.append((values[-1], point))
     if len(looks) < 2:
         return None
-    best, last = _best(looks)[1], looks[-1][1]
-    return _Knee(curve, name, looks, _advice(f"{fit.unit} {best.step}", name, best, last))
-
-
-def _best(looks: Sequence[tuple[float, Point]]) -> tuple[float, Point]:
-    """Return the look with the best utility: the lowest, since the metric is a loss."""
-    return min(looks, key=lambda look: look[0])
+    best = min(looks, key=lambda look: look[0])
+    advice = _advice(f"{fit.unit} {best[1].step}", name, best[1], looks[-1][1])
+    return _Knee(curve, name, looks, best, advice)
 
 
 def _advice(at: str, metric: str, best: Point, last: Point) -> str:

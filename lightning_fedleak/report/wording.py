@@ -145,11 +145,9 @@ def visible(value: T) -> T:
     if is_dataclass(value) and not isinstance(value, type):
         parts = {x.name: visible(getattr(value, x.name)) for x in fields(value) if x.init}
         return replace(value, **parts)
-    if isinstance(value, list):
-        return [visible(part) for part in value]  # type: ignore[return-value]
-    if isinstance(value, tuple):
-        parts_of_tuple = [visible(part) for part in value]
-        return type(value)(*parts_of_tuple) if hasattr(value, "_fields") else tuple(parts_of_tuple)  # type: ignore
+    if isinstance(value, list | tuple):
+        items = [visible(part) for part in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -89,3 +89,17 @@ def test_a_release_is_judged_also_where_it_is_unknown(
     result.stdout.fnmatch_lines([line if outcome == "passed" else line.replace(outcome, "FAILED")])
     if outcome == "failed":
         result.stdout.fnmatch_lines(["*is unknown*"])
+
+
+def test_members_that_cannot_be_compared_fail_a_test(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two short members have no others to compare with, so that their leakage is unknown."""
+    paths = noisy_release(tmp_path)
+    paths["others"] = paths.pop("held-out")
+    with Path(paths["members"]).open("a") as file:
+        file.write("ab\nba\n")
+    result = run(pytester, monkeypatch, RELEASE.format(**paths, at_most=1.0, metric="auc"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*loss_ratio_short/auc is unknown.*"])
+    result.stdout.no_fnmatch_line("loss_ratio_short: *")

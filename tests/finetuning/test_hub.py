@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -24,12 +24,11 @@ from lightning_fedleak.cli.studies.models import find_model
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, no proxies, nothing asked before."""
+    """An empty cache, nothing asked before."""
     for name, value in (("HF_HOME", tmp_path), ("HF_HUB_CACHE", tmp_path / "hub")):
         monkeypatch.setattr(constants, name, str(value))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr(urllib.request, "getproxies", dict)
     hub._ask_in_thread.cache_clear()
     yield tmp_path / "hub"
     hub._ask_in_thread.cache_clear()
@@ -37,8 +36,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def no_network(monkeypatch: pytest.MonkeyPatch) -> Mock:
     reason = socket.gaierror(-2, "Name or service not known")
-    network = Mock(side_effect=urllib.error.URLError(reason))
-    monkeypatch.setattr(urllib.request, "urlopen", network)
+    network = Mock(side_effect=reason)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: Mock(head=network))
     return network
 
 
@@ -72,10 +71,25 @@ def test_what_never_answers_is_waited_for_a_limited_time(monkeypatch: pytest.Mon
         ended.wait(60)
         raise OSError
 
-    monkeypatch.setattr(urllib.request, "urlopen", hangs)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: Mock(head=hangs))
     monkeypatch.setattr(hub, "SECONDS", 0.05)
     assert hub.why_unreachable() == "no answer in 0.05 seconds"
     ended.set()
+
+
+@pytest.mark.parametrize(("is_open", "reason"), [(True, None), (False, "Connection refused")])
+def test_the_reason_is_that_of_the_system(
+    is_open: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any answer counts, here of a server that knows no HEAD."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        if is_open:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+        else:
+            server.server_close()
+        assert hub.why_unreachable() == reason
 
 
 def test_a_wish_to_stay_offline_is_told_and_nothing_is_asked(

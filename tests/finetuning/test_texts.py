@@ -108,8 +108,8 @@ def test_a_folder_has_a_text_in_each_file(tmp_path: Path) -> None:
     (tmp_path / "0.txt").write_text("zero")
     (tmp_path / "notes.csv").write_text("not,read")
     assert read_texts(tmp_path) == ["zero", "one\ntwo"]
-    with pytest.raises(SourceError, match="plain text, which has no column 'text'"):
-        read_texts(tmp_path, "text")
+    with pytest.raises(SourceError, match=r"has no column 'body'; it has \['text'\]"):
+        read_texts(tmp_path, "body")
 
 
 @pytest.mark.parametrize(

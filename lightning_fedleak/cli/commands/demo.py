@@ -40,7 +40,7 @@ from lightning_fedleak.report import ReportError, findings, read, write
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.series import is_leak, utility
-from lightning_fedleak.report.wording import brief, brief_interval
+from lightning_fedleak.report.wording import brief, brief_interval, share
 from lightning_fedleak.strategies import DefendedStrategy
 
 _CAVEAT = (
@@ -315,8 +315,7 @@ class _LooksTable(L.Callback):
         latest, values = self._monitor.latest, []
         for attack, *_ in _ATTACKS:
             names = [f"leakage/{attack}/{name}" for name in ("auc", "token_accuracy", "f1")]
-            value = next((latest[name] for name in names if name in latest), None)
-            values.append("" if value is None else printing.format_number(value))
+            values.append(next((share(latest[name]) for name in names if name in latest), ""))
         step, update = self._monitor.last_step, values[:-1]
         is_new, self._values = update != self._values, update
         if is_new:
@@ -325,4 +324,4 @@ class _LooksTable(L.Callback):
             update = [""] * len(update)
         if is_new or step == trainer.max_steps:
             loss = float(trainer.callback_metrics.get("train_loss", math.nan))
-            self.lines.add([str(step), printing.format_number(loss), *update, values[-1]])
+            self.lines.add([str(step), share(loss), *update, values[-1]])

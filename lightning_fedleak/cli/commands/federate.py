@@ -226,7 +226,7 @@ class _RoundsTable(printing.LinesTable):
 
     def add_round(self, round_: Round) -> None:
         """Add a round, with a line for each family of attacks."""
-        first = [str(round_.number), printing.format_number(round_.loss)]
+        first = [str(round_.number), printing.share(round_.loss)]
         last: list[str] = []
         if self._private:
             last = ["-" if round_.noise is None else f"{round_.noise:.3g}x"]
@@ -243,14 +243,10 @@ class _RoundsTable(printing.LinesTable):
 
         With many clients, these are the lowest, the median and the highest value instead.
         """
-        total = printing.format_number(values[SUM]) if SUM in values else "-"
+        total = printing.share(values[SUM]) if SUM in values else "-"
         if self._clients > _MAX_COLUMNS:
             rates = [v for c, v in values.items() if c != SUM and not math.isnan(v)] or [math.nan]
-            return [
-                *map(printing.format_number, (min(rates), statistics.median(rates), max(rates))),
-                total,
-            ]
-        cells = [
-            printing.format_number(values[c]) if c in values else "-" for c in range(self._clients)
-        ]
+            shown = min(rates), statistics.median(rates), max(rates)
+            return [*map(printing.share, shown), total]
+        cells = [printing.share(values[c]) if c in values else "-" for c in range(self._clients)]
         return [*(f"({x})" if c in round_.withheld else x for c, x in enumerate(cells)), total]

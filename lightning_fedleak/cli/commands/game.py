@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
@@ -108,8 +108,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
             soft_wrap=True,
         )
     defend = None if defense is None else _defend(defense, _context(anatomy, options.seed))
-    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(console=console, transient=True) as progress:
         advance = functools.partial(
             progress.advance, progress.add_task("games", total=config.games)
         )

@@ -7,17 +7,17 @@ one strength of the noise.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -27,12 +27,10 @@ from lightning_fedleak.cli.studies import invert
 from lightning_fedleak.cli.studies.invert import Cell
 from lightning_fedleak.cli.studies.models import check_context, find_model
 from lightning_fedleak.model.anatomy import Anatomy, place_of
+from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import as_json
 
 UTILITY_TEXTS = 16  # smallest number of texts that measure the task; not tuned, more take longer
-
-Measure = Callable[..., Iterator[Cell]]
-"""A function that yields cells, and calls its argument ``announce`` with the next one's name."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -53,23 +51,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
     printing.make_folder(options.out, options.out)
     tokenizer = finetuning.load_tokenizer(options.model)
     anatomy = find_model(options.model)
-    introduction, total, measure = _plan(options, anatomy, tokenizer)
+    introduction, names, measured = _plan(options, anatomy, tokenizer)
     console.print(introduction)
     file = options.out / "inversion.json"
     cells: list[Cell] = []
     interrupted = False
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=total)
+    with bars(console.is_terminal):
         try:
-            for cell in measure(announce=lambda name: progress.update(task, description=name)):
+            for _, cell in zip(track(names, "cells:", str), measured, strict=True):
                 cells.append(cell)
-                progress.advance(task)
                 _write(file, options, cells)
         except KeyboardInterrupt:
             interrupted = True
@@ -86,8 +76,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
 # ---- the plan of the measurements ---------------------------------------------------------------
 
 
-def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, int, Measure]:
-    """Return the introduction, the number of cells, and the function that measures them."""
+def _plan(
+    options: Namespace, anatomy: Anatomy, tokenizer: Any
+) -> tuple[str, list[str], Iterator[Cell]]:
+    """Return the introduction, the names of the cells, and the cells, which are yet to measure."""
     layers = _layers(options, anatomy)
     causal = anatomy.kind == "causal"
     attacks = list(dict.fromkeys(options.attack or ("prefix" if causal else "sweeps",)))
@@ -115,9 +107,12 @@ def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, in
         f"{_join_numbers(noise.sigma for noise in noises)}{unit}. The server has the same "
         "weights, and recovers the texts."
     )
-    measure = partial(invert.run_cells, anatomy, rows, makers, layers, noises, texts=options.texts)
-    total = len(layers) * len(makers) * len(rows) * len(noises)
-    return introduction, total, measure
+    names = [
+        f"{name}, split {layer}, {length} tokens, noise {noise.sigma:g}"
+        for layer, name, length, noise in itertools.product(layers, attacks, rows, noises)
+    ]
+    measured = invert.run_cells(anatomy, rows, makers, layers, noises, texts=options.texts)
+    return introduction, names, measured
 
 
 def _budget(options: Namespace) -> float | None:

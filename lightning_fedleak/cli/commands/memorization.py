@@ -8,7 +8,6 @@ writes results, and checks the limits of ``--at-most``, which an unknown rate br
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from argparse import Namespace
@@ -25,7 +24,7 @@ from torch import Tensor
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
-from lightning_fedleak.cli.printing import format_number, print_table
+from lightning_fedleak.cli.printing import print_table, share, write_json
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import (
     load_trained,
@@ -50,7 +49,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places, token_log_probs
-from lightning_fedleak.report.records import STRENGTH, WEAK, WEAK_REFERENCE, ReferenceFacts, as_json
+from lightning_fedleak.report import records
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
 """The token log probabilities of a pool's texts: by the base model, and by the trained model."""
@@ -141,7 +140,6 @@ def run(options: Namespace, console: Console | None = None) -> int:
                 f"{_TEXTS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
             )
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
         optional: dict[str, object] = {"records": counts, "not_compared": not_compared}
         optional |= {"entities": by_kind, "reference": reference}
@@ -150,8 +148,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
             part = part_pool.part
             name = {"short": "short_answers"}.get(part, part)
             content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
-        options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
-        console.print(str(options.out))
+        write_json(console, options.out, content)
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
@@ -245,11 +242,8 @@ def _compare_entities(
 
 def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str]:
     """Return a sentence for each reason why results are unknown, with their names."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in by_kind.items():
-        if isinstance(reason, str):
-            reasons.setdefault(reason, []).append(name)
-    return [f"UNKNOWN: {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+    reasons = {name: reason for name, reason in by_kind.items() if isinstance(reason, str)}
+    return [f"UNKNOWN: {names}: {reason}." for reason, names in records.by_reason(reasons).items()]
 
 
 def _list_rows(
@@ -265,19 +259,19 @@ def _list_rows(
     ``gains`` beyond trained references order the list; None: the default score does. With gains,
     the counts are those of the score with the higher lower bound on the number of leaked rows.
     """
-    records = pool.list_records(*answer, alpha, scores=gains, references=options.references)
-    records.save(options.records)
+    ranking = pool.list_records(*answer, alpha, scores=gains, references=options.references)
+    ranking.save(options.records)
     text = (
         "Of {members} rows at least {at_least} leak from the trained model (95%), and {listed} are "
         "listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
         "{repeated} rows have copies, {short} are short, and {unknown} share passages."
-    ).format(**records.head)
+    ).format(**ranking.head)
     text = text.replace("None", "an unknown number")
     console.print(f"{text} {options.records} holds their numbers.")
     if gains is None:
-        return records.counts
+        return ranking.counts
     default_counts = pool.list_records(*answer, alpha).counts
-    return max(records.counts, default_counts, key=lambda counts: counts["at_least"])
+    return max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
 
 
 def summarize(
@@ -299,7 +293,7 @@ def summarize(
 
 def _query(
     groups: Sequence[Sequence[Text]], options: Namespace
-) -> tuple[list[Answer], list[TokenSnapshot], ReferenceFacts | None]:
+) -> tuple[list[Answer], list[TokenSnapshot], records.ReferenceFacts | None]:
     """Query the base, the trained model and the reference model once for each text.
 
     Returns:
@@ -366,10 +360,10 @@ def _train_references(
     return scores
 
 
-def _tpr(records: RecordList) -> str:
+def _tpr(ranking: RecordList) -> str:
     """Return the TPR at 1% FPR of the score that orders the list, as text."""
-    p_values = [line.p for line in records.lines if line.p is not None]
-    n_others = int(records.head["others"])
+    p_values = [line.p for line in ranking.lines if line.p is not None]
+    n_others = int(ranking.head["others"])
     if n_others * FPR < 1:
         return f"an unknown share (with {n_others} others)"
     max_p = (1 + int(FPR * n_others)) / (n_others + 1) + 1e-6  # the list's p are rounded
@@ -524,8 +518,8 @@ def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str |
     high = low if metric == "at_least" else values.get(f"{metric}_high", math.nan)
     if math.isnan(low):
         return "is unknown."
-    if values.get(WEAK) and low <= at_most:
-        return f"is unknown: {WEAK_REFERENCE}."
+    if values.get(records.WEAK) and low <= at_most:
+        return f"is unknown: {records.WEAK_REFERENCE}."
     if low > at_most:
         return f"is shown to be at least {low:.3f}, above --at-most {at_most:g}."
     if high > at_most:
@@ -553,14 +547,14 @@ def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
 
 
 def reference_in_words(
-    reference: ReferenceFacts | None, values: Mapping[str, Mapping[str, float]]
+    reference: records.ReferenceFacts | None, values: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
     """Return a sentence about the reference model; an empty list without one."""
     if reference is None:
         return []
     rates = values.get(CombinedReference.default_name, {})
-    strength = rates.get(STRENGTH, math.nan)
-    weak = bool(rates.get(WEAK))
+    strength = rates.get(records.STRENGTH, math.nan)
+    weak = bool(rates.get(records.WEAK))
     words = reference.in_words(None if math.isnan(strength) else strength, weak=weak)
     return [f"Reference of {CombinedReference.default_name}: {words}"]
 
@@ -580,8 +574,8 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
         if "auc" in values:
             rows.add_row(
                 name,
-                format_number(values["auc"]),
-                f"{values['auc_low']:.3f} to {format_number(values['auc_high'])}",
+                share(values["auc"]),
+                f"{values['auc_low']:.3f} to {share(values['auc_high'])}",
                 f"{values['p_value']:.1g}",
                 *(tpr_in_words(values, rate_name(fpr)) for fpr in FPRS),
             )
@@ -591,10 +585,10 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
                 continue
             rows.add_row(
                 f"{name}: excess of members{words}",
-                format_number(values[excess]),
-                " to ".join(format_number(values[f"{excess}_{end}"]) for end in ("low", "high")),
+                share(values[excess]),
+                " to ".join(share(values[f"{excess}_{end}"]) for end in ("low", "high")),
                 "",
-                f"greedy {format_number(values[f'greedy{tier}'])}",
+                f"greedy {share(values[f'greedy{tier}'])}",
                 "",
             )
     return rows

@@ -8,7 +8,6 @@ prints and writes the results, and checks the limit of ``--at-most``.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
@@ -17,11 +16,11 @@ from rich.console import Console
 
 from lightning_fedleak.cli.commands import memorization
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
+from lightning_fedleak.cli.printing import write_json
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.synthetic import ask_auxiliary, compare_generated, gated_scores
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.model.taps import Text
-from lightning_fedleak.report.records import as_json
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -82,9 +81,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     content |= {"drawn": options.drawn, "known": is_known, "generated": len(generated)}
     content |= {"not_compared": not_compared}
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
-        console.print(str(options.out))
+        write_json(console, options.out, content)
     names = (*not_compared, *score_names)
     breaches = _breaches(names, values if is_known else {}, options)
     for breach in breaches:

@@ -6,7 +6,7 @@ import difflib
 import errno
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -96,8 +96,7 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     raise SourceError(problem)
 
 
-@contextmanager
-def loading(source: str, content: str) -> Iterator[None]:
+def loading(source: str, content: str) -> AbstractContextManager[None]:
     """Turn errors of the block into one that says what to give instead.
 
     Args:
@@ -109,8 +108,7 @@ def loading(source: str, content: str) -> Iterator[None]:
     """
     hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
     message = f"no {content} could be loaded from '{source}'"
-    with refuse_errors(message, OSError, ValueError, hint=hint):
-        yield
+    return refuse_errors(message, OSError, ValueError, hint=hint)
 
 
 def _describe_no_model(path: Path) -> str:

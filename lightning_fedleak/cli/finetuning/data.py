@@ -60,11 +60,11 @@ class PadRight:
     """A function from rows of unequal length to a batch for Hugging Face models.
 
     Args:
-        pad_id: The token id after the end of a row; masked and never a label.
+        pad_id: The token id after the end of a row, masked and never a label; None for 0.
     """
 
-    def __init__(self, pad_id: int) -> None:
-        self.pad_id = pad_id
+    def __init__(self, pad_id: int | None) -> None:
+        self.pad_id = pad_id or 0
 
     def __call__(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return ``input_ids``, ``attention_mask`` and ``labels``, each (B, longest row)."""
@@ -162,13 +162,12 @@ class TextDataModule(L.LightningDataModule):
     def _loader(self, rows: list[Tensor] | None, *, train: bool) -> DataLoader[Tensor]:
         """Return a loader of rows; for training it shuffles, and omits a smaller last batch."""
         assert rows is not None, "call setup() first"
-        pad = self.tokenizer.pad_token_id
         return DataLoader(
             rows,  # type: ignore[arg-type]  # a list has all that a map-style data set needs
             batch_size=self.batch_size,
             shuffle=train,
             drop_last=train,
-            collate_fn=PadRight(0 if pad is None else int(pad)),
+            collate_fn=PadRight(self.tokenizer.pad_token_id),
             generator=torch.Generator().manual_seed(self.seed),
         )
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import functools
-import http.client
 import os
 import queue
-import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from urllib.parse import urlsplit
 
 SECONDS = 5.0  # wait for the hub; slower networks count as unreachable
 _ANSWER_SECONDS = 60.0  # time for which a result is used again; more may miss a restored network
@@ -21,8 +16,7 @@ _ANSWER_SECONDS = 60.0  # time for which a result is used again; more may miss a
 def why_unreachable() -> str | None:
     """Return why the hub cannot be reached, or None where it answers within 5 seconds.
 
-    An answer is used again for a minute. The result is also None where only the hub's client can
-    find out (a proxy or a certificate that Python does not support).
+    An answer is used again for a minute.
     """
     from huggingface_hub import constants
 
@@ -83,20 +77,14 @@ def _ask_in_thread(endpoint: str, minute: int) -> str | None:
 
 
 def _ask(endpoint: str) -> str | None:
-    """Send one request to the hub, and return why it failed; None if a server answered."""
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(urlsplit(endpoint).scheme)
-    if not (proxy or "http").startswith("http") or (proxy is None and "all" in proxies):
-        return None
+    """Send one request by the hub's client, and return why it failed; None if a server answered."""
+    from huggingface_hub import get_session
+
     try:
-        request = urllib.request.Request(endpoint, method="HEAD")
-        with urllib.request.urlopen(request, timeout=SECONDS):
-            return None
-    except urllib.error.HTTPError:  # a server answered
-        return None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ssl.SSLError):
-            return None
-        return getattr(error.reason, "strerror", None) or str(error.reason)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return str(error) or type(error).__name__
+        get_session().head(endpoint, timeout=SECONDS)
+    except Exception as error:  # its class depends on the version of the client
+        cause: BaseException = error
+        while cause.__context__ is not None:  # the first error, of the system, has no address in it
+            cause = cause.__context__
+        return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+    return None

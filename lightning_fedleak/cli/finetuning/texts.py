@@ -61,16 +61,11 @@ def read_texts(source: str | Path, column: str | None = None) -> list[str]:
         raise assets.SourceError(
             "the name of the text is empty: give a file, a folder or a dataset."
         )
-    rows, column_in_name = _rows_of(source)
-    if isinstance(rows, list):
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        name = column_of(rows, names, column or column_in_name, str(source))
-        texts: Sequence[str] = [text_of(row.get(name)) or "" for row in rows]
-    else:
-        if column is not None:
-            raise assets.SourceError(f"'{source}' is plain text, which has no column '{column}'.")
-        texts = rows
-    if not (filled := [text.strip() for text in texts if text.strip()]):
+    rows, column_in_name = read_rows(source)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    name = column_of(rows, names, column or column_in_name, str(source))
+    texts = ((text_of(row.get(name)) or "").strip() for row in rows)
+    if not (filled := [text for text in texts if text]):
         raise assets.SourceError(f"'{source}' holds no text.")
     return filled
 
@@ -87,12 +82,6 @@ def read_rows(source: str | Path) -> tuple[Rows, str | None]:
     Raises:
         SourceError: there is no such source, or it cannot be read.
     """
-    rows, column = _rows_of(source)
-    return (rows if isinstance(rows, list) else [{"text": text} for text in rows]), column
-
-
-def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
-    """Return a list of rows or a tuple of plain texts, and the column that the name ends with."""
     path = assets.as_path(source)
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
@@ -100,7 +89,7 @@ def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
             raise assets.SourceError(
                 f"the folder '{path}' holds no .txt files: name one of its files."
             )
-        return tuple(_decoded(_content(file), file) for file in files), None
+        return [{"text": _decoded(_content(file), file)} for file in files], None
     if path.is_file():
         return _file_rows(path), None
     return _hub_rows(str(source))
@@ -115,8 +104,8 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
 
 
-def _file_rows(path: Path) -> Rows | tuple[str, ...]:
-    """Return the rows of a file, or the lines of plain text."""
+def _file_rows(path: Path) -> Rows:
+    """Return the rows of a file; each line of plain text is one."""
     if path.suffix.lower() == ".parquet":
         return _parquet_rows(path)
     packed = path.suffix.lower() == ".gz"
@@ -128,7 +117,7 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
             data = gzip.decompress(data)
     text = _decoded(data, path)
     if kind not in _TABLES:
-        return tuple(text.splitlines())
+        return [{"text": line} for line in text.splitlines()]
     if kind == ".json":
         return _json_rows(text, path)
     if kind in (".csv", ".tsv"):

@@ -169,8 +169,7 @@ class Federation:
 
     def _padded(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return rows as a batch, padded on the right."""
-        pad = self.tokenizer.pad_token_id
-        return finetuning.PadRight(0 if pad is None else int(pad))(rows)
+        return finetuning.PadRight(self.tokenizer.pad_token_id)(rows)
 
     def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
         """Return a client's batches of a round: its rows in a random order of this round."""

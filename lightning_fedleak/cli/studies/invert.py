@@ -9,10 +9,12 @@ Sect. 5.2).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -153,7 +155,6 @@ def run_cells(
     noises: Sequence[Noise],
     *,
     texts: int,
-    announce: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Cell]:
     """Yield each cell when it is measured: layers, attacks on them, lengths, noise levels.
 
@@ -168,47 +169,40 @@ def run_cells(
         layers: The splits.
         noises: The noise on the hidden states that the client sends.
         texts: The number of texts attacked in each cell.
-        announce: A function that is called with the name of the next measurement.
     """
-    for layer in layers:
-        utilities: dict[tuple[int, Noise], _Utility | str | None] = {}
-        for name, make in attacks:
-            announce(f"preparing {name}@{layer}")
-            attack = _make_prepared(make, layer, anatomy)
-            for length, ids in rows.items():
-                for noise in noises:
-                    if (length, noise) not in utilities:
-                        announce(f"utility, split {layer}, {length} tokens")
-                        try:
-                            utilities[length, noise] = utility(anatomy, layer, ids, noise)
-                        except Exception as error:
-                            utilities[length, noise] = f"utility: {_describe(error)}"
-                    announce(f"{name}, split {layer}, {length} tokens, noise {noise.sigma:g}")
-                    result = utilities[length, noise]
-                    cell = Cell(
-                        attack=name,
-                        layer=layer,
-                        blocks=len(anatomy.blocks),
-                        length=length,
-                        sigma=noise.sigma,
-                        relative=noise.relative,
-                        texts=min(texts, len(ids)),
-                        utility=result if isinstance(result, _Utility) else None,
-                        problem=result if isinstance(result, str) else None,
-                    )
-                    yield _run_attack(cell, attack, anatomy, ids, noise)
 
+    @lru_cache(maxsize=1)
+    def prepare(make: Callable[[int], InversionAttack], layer: int) -> InversionAttack | Exception:
+        """Return a new attack after its preparation, or the error that it raised."""
+        try:
+            attack = make(layer)
+            attack.prepare(anatomy)
+        except Exception as error:
+            return error
+        return attack
 
-def _make_prepared(
-    make: Callable[[int], InversionAttack], layer: int, anatomy: Anatomy
-) -> InversionAttack | Exception:
-    """Return a new attack after its preparation, or the error that it raised."""
-    try:
-        attack = make(layer)
-        attack.prepare(anatomy)
-    except Exception as error:
-        return error
-    return attack
+    @cache
+    def measure_utility(layer: int, length: int, noise: Noise) -> _Utility | str | None:
+        """Return the utility, or the error in words."""
+        try:
+            return utility(anatomy, layer, rows[length], noise)
+        except Exception as error:
+            return f"utility: {_describe(error)}"
+
+    for layer, (name, make), length, noise in itertools.product(layers, attacks, rows, noises):
+        attack, result = prepare(make, layer), measure_utility(layer, length, noise)
+        cell = Cell(
+            attack=name,
+            layer=layer,
+            blocks=len(anatomy.blocks),
+            length=length,
+            sigma=noise.sigma,
+            relative=noise.relative,
+            texts=min(texts, len(rows[length])),
+            utility=result if isinstance(result, _Utility) else None,
+            problem=result if isinstance(result, str) else None,
+        )
+        yield _run_attack(cell, attack, anatomy, rows[length], noise)
 
 
 def _run_attack(

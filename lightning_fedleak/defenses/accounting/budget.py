@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -62,9 +62,6 @@ class Budget:
     max_hardenings: int | None
     sampling: SamplingScheme = "poisson"
     owner: str = "DPSGD"
-    next_release: tuple[float, Callable[[], None]] | None = field(
-        default=None, init=False, repr=False
-    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and forget the next release, which may depend on it."""
@@ -72,6 +69,7 @@ class Budget:
         vars(self)[name] = value
 
     def __post_init__(self) -> None:
+        self.next_release: tuple[float, Callable[[], None]] | None = None
         self.notches = 0
         self.rate: float | None = None
         self.delta = self.target_delta

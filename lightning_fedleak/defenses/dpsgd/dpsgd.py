@@ -217,16 +217,15 @@ class DPSGD(Defense):
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
         values = super().settings() | {"accountant": self._budget.kind, "poisson": True}
-        clip, release = self.clip, self.release
+        clip, release, quantile = self.clip, self.release, self._quantile
         optional = {
             "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
+            "max_grad_norm": self.max_grad_norm if quantile is None else quantile.initial,
             **({} if self.users is None else vars(self.users)),
         }
         values |= {n: v for n, v in optional.items() if isinstance(v, int | float | str)}
-        if (quantile := self._quantile) is not None:
+        if quantile is not None:
             values |= {f"clip_{name}": value for name, value in vars(quantile).items()}
-            values |= {"max_grad_norm": quantile.initial}
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
         values |= {"check": self._check_every} if self._check_every else {}
         return values | {"trust": release.trust, "on_budget": release.on_budget}

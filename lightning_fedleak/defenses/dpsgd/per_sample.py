@@ -272,7 +272,8 @@ def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
             fields = {key: _wide(value) for key, value in vars(part).items()}
             linear = "values" if isinstance(part, _EmbeddingRows) else "left"
             fields[linear] = fields[linear] * weights.to(fields[linear])[:, None, None]
-            result.append(replace(part, **{key: by_user(v) for key, v in fields.items()}))
+            cls: Any = type(part)
+            result.append(cls(*map(by_user, fields.values())))
     return result
 
 

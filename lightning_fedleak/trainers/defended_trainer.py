@@ -15,7 +15,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +78,20 @@ class _TrainerHost(Host):
         optimizer = self._trainer.optimizer
         return [] if optimizer is None else [unwrapped(optimizer)]
 
-    batch_number = property(
-        attrgetter("_trainer._n_batches"), doc="Number of the batch in all runs."
-    )
-    step = property(
-        attrgetter("_trainer.state.global_step"), doc="Index of the next optimizer step."
-    )
-    model = property(
-        attrgetter("_trainer.model_wrapped"), doc="Model as Accelerate has wrapped it."
-    )
+    @property
+    def batch_number(self) -> int:  # type: ignore[override]
+        """Return the number of the batch, counted over all calls of ``train``."""
+        return self._trainer._n_batches
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        """Return the index of the next optimizer step."""
+        return int(self._trainer.state.global_step)
+
+    @property
+    def model(self) -> object:  # type: ignore[override]
+        """Return the model as Accelerate has wrapped it."""
+        return self._trainer.model_wrapped
 
     def refusals(self) -> Mapping[str, object]:
         """Return the Trainer's settings that break the guarantee; see :meth:`Host.refusals`."""

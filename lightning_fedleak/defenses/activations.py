@@ -24,7 +24,7 @@ from lightning_fedleak.defenses import noise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.checks import check_integer, check_number
 from lightning_fedleak.defenses.processes import SHARD_BITS
-from lightning_fedleak.model.anatomy import Anatomy, Place, find_anatomy, place_of
+from lightning_fedleak.model.anatomy import Place, find_anatomy, place_of
 from lightning_fedleak.model.compiled import reset_compiled
 from lightning_fedleak.model.model_runs import is_observed
 
@@ -56,7 +56,7 @@ class _ActivationDefense(Defense):
         hint = "0 for the input of the first block, k for the output of block k"
         self.layer = check_integer(f"{type(self).__name__}: layer", layer, at_least=0, hint=hint)
         self.activation_layers = (layer,)
-        self._anatomy_names = dict(anatomy or {})
+        self._anatomy_names: dict[str, Any] = dict(anatomy or {})
         self._handle: RemovableHandle | None = None
         self._root: nn.Module | None = None
         self._context: DefenseContext | None = None
@@ -90,10 +90,10 @@ class _ActivationDefense(Defense):
     def before_setup(self, context: DefenseContext) -> None:
         """Find the layer, and register the hook on its block."""
         self.teardown()
-        _, states_place = self._place(context.root)
+        place = self._place(context.root)
         self._root, self._context = context.root, context
         reset_compiled(context.root)
-        self._handle = states_place.on_states(self._pass)
+        self._handle = place.on_states(self._pass)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -123,12 +123,10 @@ class _ActivationDefense(Defense):
             reset_compiled(self._root)
         self._root = self._context = None
 
-    def _place(self, root: nn.Module) -> tuple[Anatomy, Place]:
-        """Return the model's anatomy, and the input or output of a block that holds the states."""
-        names: Mapping[str, Any] = self._anatomy_names
+    def _place(self, root: nn.Module) -> Place:
+        """Return the input or output of a block that holds the states."""
         try:
-            anatomy = find_anatomy(root, **names)
-            return anatomy, place_of(anatomy, self.layer)
+            return place_of(find_anatomy(root, **self._anatomy_names), self.layer)
         except ValueError as error:
             raise DefenseError(
                 f"{type(self).__name__}: {error} (anatomy={{'model': 'model'}} names a part.)"
@@ -257,7 +255,7 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         self.clip = clip
         self.guarantee = _guarantee(sigma, clip)
         self._n_forwards = {"training": 0, "inference": 0}
-        self._history = _ForwardHistory()
+        self._forwards: deque[_Forward] = deque(maxlen=_MAX_FORWARDS)  # of this training step
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
         """Raise an error if a per-sample defence is used with relative noise.
@@ -298,7 +296,7 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
         """Forget the forward passes of the step before, and run the step."""
-        self._history.clear()
+        self._forwards.clear()
         return super().on_training_step(training_step, batch, context)
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
@@ -319,7 +317,7 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
     def teardown(self) -> None:
         """Remove the hook."""
         super().teardown()
-        self._history.clear()
+        self._forwards.clear()
 
     def _forward_index(self, states: Tensor, recomputed: bool, training: bool) -> int:
         """Return the index of this forward pass among those of training, or those of inference.
@@ -327,13 +325,42 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         A recomputed pass has the index of the pass that it repeats.
         """
         if recomputed:
-            return self._history.find(states, self.layer, exact=states.device.type == "cpu")
+            return self._index_of_states(states, exact=states.device.type == "cpu")
         mode = "training" if training else "inference"
         index = self._n_forwards[mode]
         self._n_forwards[mode] = index + 1
         if training:
-            self._history.add(index, states)
+            self._forwards.append(_Forward(index, states.shape, states.dtype, _sketch(states)))
         return index
+
+    def _index_of_states(self, states: Tensor, *, exact: bool) -> int:
+        """Return the index of the pass that had these states.
+
+        If several had, it is the latest that this backward has not yet recomputed, because backward
+        goes through the passes from the last to the first.
+
+        Args:
+            states: (B, L, d), the states of the recomputation.
+            exact: Whether the device gives the same numbers twice, so that states without a match
+                are an error. Otherwise the nearest states count as the match.
+
+        Raises:
+            DefenseError: No pass had states of this shape or, with ``exact``, these states.
+        """
+        sketch, task = _sketch(states), torch._C._current_graph_task_id()
+        forwards = [f for f in self._forwards if (f.shape, f.dtype) == (states.shape, states.dtype)]
+        if exact:
+            forwards = [f for f in forwards if torch.allclose(f.sketch, sketch, 1e-3, 1e-6)]
+        if not forwards:
+            raise DefenseError(
+                f"ActivationNoise: backward runs the model again, and its hidden states at layer "
+                f"{self.layer} are not those of one forward of this training step. Run both within "
+                "one step, or switch gradient checkpointing off below the layer."
+            )
+        unused = [f for f in forwards if task not in f.used_in] or forwards
+        nearest = min(reversed(unused), key=lambda f: float((f.sketch - sketch).abs().sum()))
+        nearest.used_in.add(task)
+        return nearest.index
 
     def _noise(self, states: Tensor, index: int, mode: str) -> Tensor:
         """Return the noise of a forward pass, of the shape and dtype of ``states``."""
@@ -382,51 +409,6 @@ class _Forward:
     dtype: torch.dtype
     sketch: Tensor
     used_in: set[int] = field(default_factory=set)
-
-
-class _ForwardHistory:
-    """The forward passes of this training step, which are found by their hidden states."""
-
-    def __init__(self) -> None:
-        self._forwards: deque[_Forward] = deque(maxlen=_MAX_FORWARDS)
-
-    def clear(self) -> None:
-        """Forget all passes."""
-        self._forwards.clear()
-
-    def add(self, index: int, states: Tensor) -> None:
-        """Add a forward pass with its hidden states (B, L, d)."""
-        self._forwards.append(_Forward(index, states.shape, states.dtype, _sketch(states)))
-
-    def find(self, states: Tensor, layer: int, *, exact: bool) -> int:
-        """Return the index of the pass that had these states.
-
-        If several had, it is the latest that this backward has not yet recomputed, because backward
-        goes through the passes from the last to the first.
-
-        Args:
-            states: (B, L, d), the states of the recomputation.
-            layer: The layer, for the message.
-            exact: Whether the device gives the same numbers twice, so that states without a match
-                are an error. Otherwise the nearest states count as the match.
-
-        Raises:
-            DefenseError: No pass had states of this shape or, with ``exact``, these states.
-        """
-        sketch, task = _sketch(states), torch._C._current_graph_task_id()
-        forwards = [f for f in self._forwards if (f.shape, f.dtype) == (states.shape, states.dtype)]
-        if exact:
-            forwards = [f for f in forwards if torch.allclose(f.sketch, sketch, 1e-3, 1e-6)]
-        if not forwards:
-            raise DefenseError(
-                f"ActivationNoise: backward runs the model again, and its hidden states at layer "
-                f"{layer} are not those of one forward of this training step. Run both within one "
-                "step, or switch gradient checkpointing off below the layer."
-            )
-        unused = [f for f in forwards if task not in f.used_in] or forwards
-        nearest = min(reversed(unused), key=lambda f: float((f.sketch - sketch).abs().sum()))
-        nearest.used_in.add(task)
-        return nearest.index
 
 
 @torch.no_grad()

@@ -115,11 +115,9 @@ class OptimizerDP(Defense):
         new_steps: Counter[tuple[float, float]] = Counter()
         for sigma, sample_rate, count in accountant.history:
             new_steps[float(sigma), float(sample_rate)] += count
-        for sigma, sample_rate, count in self._account.history:
-            new_steps[sigma, sample_rate] -= count
-        for (sigma, sample_rate), count in new_steps.items():
-            if count > 0:
-                self._account.step(sigma, sample_rate, count, planned=True)
+        counted = Counter({(sigma, q): count for sigma, q, count in self._account.history})
+        for event, count in (new_steps - counted).items():
+            self._account.step(*event, count, planned=True)
         epsilon = self._account.epsilon(delta, slack=SLACK)
         return Privacy(epsilon, delta, noise, rate, self._account.steps)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
 from lightning_fedleak.defenses.checks import check_choice
-from lightning_fedleak.defenses.host import rank_and_world_size
 from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
 
 Part = Literal["head", "embeddings", "head+embeddings"]
@@ -80,7 +79,7 @@ class Freeze(Defense):
         except AnatomyError as error:
             raise DefenseError(f"{self._call}: {error}") from error
         self._part_parameters = {n: p for n, p in context.root.named_parameters() if id(p) in part}
-        if self.when == "hardened" and rank_and_world_size()[1] > context.clients:
+        if self.when == "hardened" and context.processes > 1:
             raise DefenseError(
                 f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot handle. "
                 "Use DefendedStrategy(client='rank'), or Freeze(when='always')."

@@ -159,7 +159,8 @@ class GradientNoise(noise.HardenedNoise):
         """
         norm = self._norm(parameters, context.root)
         scale = 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
-        release, self.releases = self.releases, self.releases + 1
+        source = self._base(context), self.releases, context.client, self.name
+        self.releases += 1
         self._inverse_variance += 1 / self.sigma**2 if self._is_private else math.inf
         self._n_canaries = 0
         for index, parameter in enumerate(parameters):
@@ -175,9 +176,7 @@ class GradientNoise(noise.HardenedNoise):
                 values.mul_(scale)
             if self.sigma:
                 shard = index + (processes.shard_number(parameter.grad) << processes.SHARD_BITS)
-                key = self._key(context, release, shard)
-                standard = noise.standard_normal(key, gradient.shape, gradient.device, values.dtype)
-                values.add_(standard, alpha=self.standard_deviation)
+                noise.add_noise(*source, shard, values, self.standard_deviation)
             if values is not gradient:
                 gradient.copy_(values)
 
@@ -201,7 +200,8 @@ class GradientNoise(noise.HardenedNoise):
             canary = canary.scaled(factors.where(norms.isfinite(), 0.0))
         if self.sigma:
             index, self._n_canaries = self._n_canaries, self._n_canaries + 1
-            key = self._key(context, self.releases, index, stream="canary")
+            ids = self._base(context), self.releases, index
+            key = noise.noise_key(*ids, client=context.client, name=self.name, stream="canary")
             shape, device = canary.samples.shape[1:], canary.samples.device
             standard = noise.standard_normal(key, shape, device, canary.samples.dtype)
             canary = canary.noised(standard * self.standard_deviation, self.standard_deviation)
@@ -266,13 +266,9 @@ class GradientNoise(noise.HardenedNoise):
             "such steps are skipped."
         )
 
-    def _key(
-        self, context: DefenseContext, release: int, index: int, stream: str = "gradient"
-    ) -> bytes:
-        """Return the key of the noise of one tensor in one release."""
-        base = noise.base_of(context.entropy, self.seed if self._seeded else None)
-        ids = base, release, index
-        return noise.noise_key(*ids, client=context.client, name=self.name, stream=stream)
+    def _base(self, context: DefenseContext) -> bytes:
+        """Return the secret base of the noise."""
+        return noise.base_of(context.entropy, self.seed if self._seeded else None)
 
 
 def _no_guarantee(clip: float | None, sigma: float) -> str:

@@ -91,8 +91,7 @@ class UpdateRelease:
         self.gradient_defenses = tuple(d for d in self.defenses if d.acts_on_gradients)
         # Per-sample defences replace an empty batch first; other defences then act on the
         # replacement too.
-        per_sample_first = sorted(self.defenses, key=lambda d: not d.per_sample)
-        self._batch_defenses = _defenses_with_hook("on_batch", per_sample_first)
+        self._batch_defenses = sorted(self.defenses, key=lambda d: not d.per_sample)
         # Each defence wraps the step and the defences after it, so the first one is outermost.
         self._step_defenses = _defenses_with_hook("on_training_step", self.defenses[::-1])
         self._logical_batch_defenses = _defenses_with_hook("on_logical_batch", self.defenses[::-1])
@@ -293,24 +292,21 @@ class UpdateRelease:
         self._first_versions = []
         if self.separates_stages:
             self._tap(Stage.LOCAL, optimizer)
-            if self.gradient_defenses:
-                context, parameters = self._current_context(), _update_parameters(optimizer)
-                for defense in self.gradient_defenses:
-                    for canary in tuple(self._canaries.values()):
-                        canary(defense, parameters, context)
-                    returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
-                    if returned is not None:
-                        raise DefenseError(
-                            f"{type(defense).__name__}.on_gradients returned "
-                            f"{type(returned).__name__}, not None: let it rewrite `p.grad`. The "
-                            "update was not released."
-                        )
-                self._released_ids.update(map(id, parameters))
-                self._tap(Stage.SHARED, optimizer)
-                if self.reduces:
-                    _average_gradients(parameters)
-            else:
-                self._tap(Stage.SHARED, optimizer)
+            context, parameters = self._current_context(), _update_parameters(optimizer)
+            for defense in self.gradient_defenses:
+                for canary in tuple(self._canaries.values()):
+                    canary(defense, parameters, context)
+                returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
+                if returned is not None:
+                    raise DefenseError(
+                        f"{type(defense).__name__}.on_gradients returned "
+                        f"{type(returned).__name__}, not None: let it rewrite `p.grad`. The "
+                        "update was not released."
+                    )
+            self._released_ids.update(map(id, parameters))
+            self._tap(Stage.SHARED, optimizer)
+            if self.reduces:
+                _average_gradients(parameters)
         self._tap(Stage.AGGREGATE, optimizer)
 
     def _check_weights(self, context: DefenseContext) -> None:

@@ -171,9 +171,7 @@ class DefendedStrategy(EitherStrategy):
         """Turn this object into an instance of the inner strategy's class with defences."""
         _check_inner(inner)
         attributes = {"_fedleak": self._fedleak, "outside_epsilon": self.outside_epsilon}
-        state = vars(inner) | attributes
-        vars(self).clear()
-        vars(self).update(state)
+        self.__dict__ = vars(inner) | attributes
         cls = type(inner)
         self.__class__ = combined(f"Defended{cls.__name__}", seam_of(cls), cls, DefendedStrategy)
         self._check_combination()  # type: ignore[attr-defined]

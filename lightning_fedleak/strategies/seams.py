@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import DefenseError, refuse
 from lightning_fedleak.defenses.host import Host, Piece
+from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.defenses.release import UpdateRelease
 from lightning_fedleak.lightning_packages import both, mixed, twin
 from lightning_fedleak.model.taps import check_optimizer
@@ -273,6 +273,8 @@ _REDUCER_SETTINGS = {
     "skip_all_reduce_unused_params",
     "static_graph",
 }
+# Settings of Lightning's DDPStrategy that replace the reducer.
+_OWN_SETTINGS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
 @functools.cache
@@ -442,17 +444,18 @@ class _DDPSeam(_Seam, DDPStrategy):
         release.separates_stages = release.client == "world" or release.reduces
         if not release.reduces:
             return
-        if self._ddp_comm_hook or self._ddp_comm_wrapper or self._ddp_comm_state:
-            _refuse("`ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper`", "do not set them")
-        if self._model_averaging_period is not None:
-            _refuse("`model_averaging_period`", "do not set it")
         unsupported = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
-        if unsupported:
-            _refuse(", ".join(f"`{name}`" for name in unsupported), "do not set it")
+        unsupported += [name for name in _OWN_SETTINGS if getattr(self, f"_{name}") is not None]
         inner, original = inner_of(self), twin("strategies.DDPStrategy", self)
         for method in ("configure_ddp", "_setup_model"):
             if getattr(inner, method) is not getattr(original, method):
-                _refuse(f"{inner.__name__}.{method}", "pass a plain DDPStrategy")
+                unsupported.append(f"{inner.__name__}.{method}")
+        if unsupported:
+            raise DefenseError(
+                f"DefendedStrategy: {', '.join(f'`{name}`' for name in unsupported)} cannot be "
+                "used when each rank is a client and defences act on gradients: undefended ones "
+                "could be sent. Pass a plain DDPStrategy without it, or use client='world'."
+            )
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -550,9 +553,7 @@ class _ModelParallelSeam(_Seam, ModelParallelStrategy):
                 "DefendedStrategy: precision='16-mixed' cannot be used with FSDP2 and defences "
                 "that act on gradients. Use 'bf16-mixed', 'bf16-true' or '32-true'."
             )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root is unsharded after a forward pass before this fit
+        reshard(model)  # the root is unsharded after a forward pass before this fit
         unsharded = [
             name
             for name, p in model.named_parameters()
@@ -588,11 +589,3 @@ def seam_of(inner: type) -> type:
 def inner_of(strategy: _Seam) -> type:
     """Return the class of the strategy that a seam wraps."""
     return type(strategy).__bases__[1]
-
-
-def _refuse(setting: str, mend: str) -> None:
-    """Raise an error for a setting of DDP that would send undefended gradients."""
-    raise DefenseError(
-        f"DefendedStrategy: {setting} cannot be used when each rank is a client and defences act "
-        f"on gradients. Please {mend}, or use client='world'."
-    )

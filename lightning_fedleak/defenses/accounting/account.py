@@ -221,7 +221,6 @@ class Accountant(_Ledger):
         Raises:
             DefenseError: ``delta`` or ``slack`` is out of range.
         """
-        accounting.check_probability(delta)
         check_number("slack", slack, at_least=0, below=1)
         history = self.history
         if self.kind == "rdp" or not history:
@@ -254,7 +253,6 @@ class Accountant(_Ledger):
         Raises:
             DefenseError: A value is out of range.
         """
-        accounting.check_probability(delta)
         check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
         other_rows = tuple(row for row in self.history if row[:2] != event)
@@ -415,7 +413,6 @@ class RenyiFilter(_Ledger):
         return spent / budget if budget > 0 else math.inf
 
 
-@functools.lru_cache(maxsize=64)
 def best_order(
     epsilon: float,
     delta: float,

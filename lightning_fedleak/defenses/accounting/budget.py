@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting.account import Accountant, RenyiFilter
-from lightning_fedleak.defenses.accounting.ledger import LedgerPath, client_path
+from lightning_fedleak.defenses.accounting.ledger import LedgerPath
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
@@ -62,9 +62,6 @@ class Budget:
     max_hardenings: int | None
     sampling: SamplingScheme = "poisson"
     owner: str = "DPSGD"
-    next_release: tuple[float, Callable[[], None]] | None = field(
-        default=None, init=False, repr=False
-    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and forget the next release, which may depend on it."""
@@ -72,6 +69,7 @@ class Budget:
         vars(self)[name] = value
 
     def __post_init__(self) -> None:
+        self.next_release: tuple[float, Callable[[], None]] | None = None
         self.notches = 0
         self.rate: float | None = None
         self.delta = self.target_delta
@@ -141,22 +139,12 @@ class Budget:
         self.notches += 1
         return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
 
-    def open_ledger(
-        self, path: LedgerPath, client: int = 0, clients: int = 1, unit: str | None = None
-    ) -> None:
+    def open_ledger(self, path: LedgerPath) -> None:
         """Record every release in a file from now on, and continue with its releases.
-
-        Args:
-            path: The path of the file, or with a ``unit`` of the files of all clients.
-            client: The index of the client.
-            clients: The number of clients.
-            unit: The unit of privacy, by which files are distinguished; None for the path as it is.
 
         Raises:
             DefenseError: The file is not a ledger, or cannot be read or written.
         """
-        if unit is not None:
-            path = client_path(path, client, clients, unit)
         accountant = self._new_accountant(path)
         accountant.load_state_dict(self.accountant.state_dict())
         self.accountant = accountant
@@ -193,17 +181,30 @@ class Budget:
     def check_not_overdrawn(self) -> None:
         """Raise an error if the releases so far cost more than ``target_epsilon``.
 
-        A filter checks that in every release.
+        A filter checks that in every release, and allows that noise and rate change.
 
         Raises:
             DefenseError: The earlier releases were made with another noise or rate.
             BudgetSpent: They cost more. The message has their epsilon.
         """
         account = self.accountant
-        self._check_unchanged()
-        if self.target_epsilon is None or self.delta is None or isinstance(account, RenyiFilter):
+        if isinstance(account, RenyiFilter) or not account.history:
             return
-        if account.steps <= self._covered:
+        assert self.rate is not None
+        noise = 0.0 if self.seeded else self.noise_now
+        if not any(
+            math.isclose(noise, sigma, rel_tol=1e-9) and self.rate == rate
+            for sigma, rate, _ in account.history
+        ):
+            sigma, rate, _ = account.history[-1]
+            raise DefenseError(
+                f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
+                f"not those of the {account.steps} releases before, {sigma:g} and {rate:g} (noise "
+                f"of a seed counts as 0). With accountant={self.kind!r} they must not change. "
+                "Continue with that noise, batch_size and data, or begin a new run "
+                "(accountant='filter' lets them change)."
+            )
+        if self.target_epsilon is None or self.delta is None or account.steps <= self._covered:
             return
         epsilon = account.epsilon(self.delta)
         if epsilon > self.target_epsilon:
@@ -212,25 +213,6 @@ class Budget:
                 f"epsilon={epsilon:.4g} at delta={self.delta} already, more than "
                 f"target_epsilon={self.target_epsilon}. Raise it, or begin a new run from a model "
                 "that this data did not train."
-            )
-
-    def _check_unchanged(self) -> None:
-        """Raise an error if earlier releases had another noise or rate; a filter allows it."""
-        rows = self.accountant.history
-        if isinstance(self.accountant, RenyiFilter) or not rows:
-            return
-        assert self.rate is not None
-        noise = 0.0 if self.seeded else self.noise_now
-        if not any(
-            math.isclose(noise, sigma, rel_tol=1e-9) and self.rate == rate
-            for sigma, rate, _ in rows
-        ):
-            raise DefenseError(
-                f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
-                f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
-                f"{rows[-1][1]:g} (noise of a seed counts as 0). With accountant={self.kind!r} "
-                "they must not change. Continue with that noise, batch_size and data, or begin a "
-                "new run (accountant='filter' lets them change)."
             )
 
     def check_affords_another(self) -> None:

@@ -70,7 +70,7 @@ class LedgerFile:
         self._size = _append(self.path, f"{event[0]!r} {event[1]!r} {count}\n", self._size)
 
 
-def client_path(path: LedgerPath, client: int, clients: int, unit: str = "example") -> Path:
+def client_path(path: LedgerPath, client: int, clients: int, unit: str) -> Path:
     """Return the path of one client's ledger.
 
     ``.users`` is appended if the unit of privacy is a user, and with several clients

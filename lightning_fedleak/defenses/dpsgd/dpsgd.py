@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import accounting, noise
 from lightning_fedleak.defenses.accounting import Account
+from lightning_fedleak.defenses.accounting.ledger import client_path
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Curve,
@@ -216,17 +217,15 @@ class DPSGD(Defense):
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
         values = super().settings() | {"accountant": self._budget.kind, "poisson": True}
-        clip, release, users = self.clip, self.release, self.users
+        clip, release, quantile = self.clip, self.release, self._quantile
         optional = {
             "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
-            "rows_per_user": None if users is None else users.rows_per_user,
-            "group_by": None if users is None else users.group_by,
+            "max_grad_norm": self.max_grad_norm if quantile is None else quantile.initial,
+            **({} if self.users is None else vars(self.users)),
         }
         values |= {n: v for n, v in optional.items() if isinstance(v, int | float | str)}
-        if (quantile := self._quantile) is not None:
+        if quantile is not None:
             values |= {f"clip_{name}": value for name, value in vars(quantile).items()}
-            values |= {"max_grad_norm": quantile.initial}
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
         values |= {"check": self._check_every} if self._check_every else {}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
@@ -310,7 +309,8 @@ class DPSGD(Defense):
         """Open the ledger once, in the first process, and load its releases in all processes."""
         with self._team.together():
             if self.ledger is not None and not self._opened_ledger and self._team.process == 0:
-                self._budget.open_ledger(self.ledger, context.client, context.clients, self.unit)
+                clients = context.client, context.clients
+                self._budget.open_ledger(client_path(self.ledger, *clients, self.unit))
         self._opened_ledger = True
         self.accountant.load_state_dict(self._team.broadcast(self.accountant.state_dict()))
 

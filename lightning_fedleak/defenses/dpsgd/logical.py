@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
-from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
+from lightning_fedleak.defenses.dpsgd.recorder import OwnBackward, tensors_of
 from lightning_fedleak.defenses.host import Piece
 from lightning_fedleak.defenses.processes import Team
 
@@ -143,10 +143,8 @@ def run_pieces(
                 end_piece()
     _restore(sums)
     gradients = _pop_gradients(trained)
-    mean = _loss_in(combined).to(dtype)
-    # Torch runs a function's backward only if one of its inputs requires a gradient.
-    anchor = torch.zeros((), device=mean.device, requires_grad=True)
-    loss = _RestoredGradients.apply(anchor, mean, gradients)  # type: ignore[no-untyped-call]
+    mean = _loss_in(combined).to(dtype).detach().requires_grad_()
+    loss = OwnBackward.apply(mean, lambda _: _restore(gradients))  # type: ignore[no-untyped-call]
     return with_loss(combined, loss)
 
 
@@ -169,26 +167,6 @@ def with_loss(output: Any, loss: Tensor) -> Any:
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
-class _RestoredGradients(torch.autograd.Function):
-    """A loss whose gradients are computed already: its backward puts them into ``p.grad``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, value: Tensor, gradients: dict[nn.Parameter, Tensor]
-    ) -> Any:
-        """Return the value of the loss."""
-        ctx.gradients = gradients
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Put the gradients into ``p.grad``; the three inputs have none."""
-        for parameter, gradient in ctx.gradients.items():
-            parameter.grad = gradient
-        ctx.gradients = {}
-        return None, None, None
-
-
 def _accumulate_halves(halves: Sequence[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> None:
     """Move gradients from ``p.grad`` to their sums in float32.
 
@@ -203,7 +181,7 @@ def _accumulate_halves(halves: Sequence[nn.Parameter], sums: dict[nn.Parameter, 
 
 
 def _restore(sums: dict[nn.Parameter, Tensor]) -> None:
-    """Move sums of gradients to ``p.grad``, rounded to the parameters' dtype."""
+    """Move gradients, or their sums, to ``p.grad``, rounded to the parameters' dtype."""
     while sums:
         parameter, gradient = sums.popitem()
         parameter.grad = gradient.to(parameter.dtype)

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.recorder import Call, Layout, Recorder
+from lightning_fedleak.defenses.dpsgd.recorder import Call, Recorder
 from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
@@ -46,8 +46,8 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 # Not tuned.
 CHECK_EVERY = 100
 
-StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
-"""The name and row layout of every layer call, and the form of the loss (:class:`LossCheck`)."""
+StepForm = tuple[frozenset[tuple[str, int]], frozenset[tuple[str, str]]]
+"""The name and sample's rows of every layer call, and the form of the loss (:class:`LossCheck`)."""
 
 REMEDY = (
     "Return `mean_of_sample_means(logits, labels, causal=...)` (from lightning_fedleak.defenses) "
@@ -56,17 +56,9 @@ REMEDY = (
 )
 # The sets below hold names of autograd nodes. These select, reshape, copy or negate numbers.
 _SHAPE_OPS = {
-    "AliasBackward0",
-    "CloneBackward0",
-    "NegBackward0",
-    "ReshapeAliasBackward0",
-    "SelectBackward0",
-    "SqueezeBackward0",
+    *(f"{name}Backward0" for name in ("Alias", "Clone", "Neg", "ReshapeAlias", "Select", "Stack")),
+    *(f"{name}Backward0" for name in ("Squeeze", "ToCopy", "Unsqueeze", "View")),
     "SqueezeBackward1",
-    "StackBackward0",
-    "ToCopyBackward0",
-    "UnsqueezeBackward0",
-    "ViewBackward0",
 }
 _SUM_OPS = {"AddBackward0", "SubBackward0"}
 _SCALE_OPS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
@@ -133,6 +125,8 @@ class LossCheck:
     def check_form(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
         """Follow the graph down to the layers, and return the calls whose outputs enter the loss.
 
+        They enter it with no other layer between. A trusted loss is followed, but not checked.
+
         Args:
             loss: A scalar with a graph.
             calls: The calls of layers in this step.
@@ -141,9 +135,6 @@ class LossCheck:
         Raises:
             DefenseError: The loss is not known to be a mean over equally many terms of each sample.
         """
-        if self._trusted:
-            self.is_per_sample, self.terms = True, samples
-            return find_top_calls(loss, calls)
         _refuse_if(loss.numel() != 1 or loss.grad_fn is None, "it is not one number with a graph")
         start = skip_ddp_node(loss)
         first_node = start.grad_fn if isinstance(start, Tensor) else start.node
@@ -166,22 +157,17 @@ class LossCheck:
             visited.add((node, below_mean))
             if node in outputs:
                 reason = "a layer's output reaches the loss without a mean over samples"
-                _refuse_if(not below_mean, reason)
+                _refuse_if(not (below_mean or self._trusted), reason)
                 top_calls[id(node)] = outputs[node]
                 continue
-            if name.startswith(_REENTRANT):
-                raise DefenseError(_CHECKPOINTING)
-            reason = (
-                "a parameter enters the loss other than through its layer (a penalty on weights "
-                "belongs into the optimizer's weight_decay)"
-            )
-            _refuse_if(name.endswith("AccumulateGrad"), reason)
-            if below_mean or name in _LIKELIHOODS | _ELEMENTWISE:
-                self.is_per_sample = self.is_per_sample and _is_per_sample(node, name, samples)
-            below_mean = self._check_node(node, name, below_mean, samples, path)
+            if not self._trusted:
+                below_mean = self._check_node(node, name, below_mean, samples, path)
             for index, (child, _) in enumerate(node.next_functions):
                 if child is not None:
                     stack.append((child, below_mean, f"{path}/{name}.{index}", label))
+        if self._trusted:
+            self.terms = samples
+            return list(top_calls.values())
         self.form = frozenset(form)
         self.weights = _weights(self._means, samples, is_ordered=self.is_per_sample)
         [label_mask] = self._means if self.weights is not None else [None]
@@ -207,8 +193,8 @@ class LossCheck:
         Raises:
             DefenseError: Samples are mixed.
         """
-        layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
-        form = layouts, self.form
+        trained = (call for call in recorder.calls if call.trained)
+        form = frozenset((call.name, call.sample_rows) for call in trained), self.form
         # `is_new`: the release is to be checked too. `is_due`: this check runs now, which takes two
         # samples. `may_mix`: some operation is not known to keep samples apart, in any process.
         needs_check = form not in self._checked_forms or releases >= self._next_check
@@ -236,6 +222,15 @@ class LossCheck:
 
     def _check_node(self, node: Any, name: str, below_mean: bool, samples: int, path: str) -> bool:
         """Return whether nodes below this one are below a mean; raise an error for a wrong node."""
+        if name.startswith(_REENTRANT):
+            raise DefenseError(_CHECKPOINTING)
+        reason = (
+            "a parameter enters the loss other than through its layer (a penalty on weights "
+            "belongs into the optimizer's weight_decay)"
+        )
+        _refuse_if(name.endswith("AccumulateGrad"), reason)
+        if below_mean or name in _LIKELIHOODS | _ELEMENTWISE:
+            self.is_per_sample = self.is_per_sample and _is_per_sample(node, name, samples)
         if name in _SCALE_OPS:
             self._check_scale(node, f"{path}/{name}", samples)
         if name in _SUM_OPS:
@@ -312,25 +307,6 @@ def _signature(node: Any, name: str) -> str:
     """Return an operation's name and the dimensions that it works along."""
     dimensions = (getattr(node, attribute, None) for attribute in _DIMENSIONS)
     return f"{name} {[dims for dims in dimensions if isinstance(dims, int | tuple)]}"
-
-
-def find_top_calls(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
-    """Return the calls whose outputs enter the loss with no other layer between."""
-    outputs = {call.edge.node: call for call in calls}
-    top_calls: dict[int, Call] = {}
-    visited: set[Node] = set()
-    start = skip_ddp_node(loss)
-    stack = [start.grad_fn if isinstance(start, Tensor) else start.node]
-    while stack:
-        node = stack.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if node in outputs:
-            top_calls[id(node)] = outputs[node]
-        else:
-            stack += [child for child, _ in node.next_functions]
-    return list(top_calls.values())
 
 
 def check_isolation(

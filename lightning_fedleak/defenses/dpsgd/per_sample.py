@@ -268,15 +268,12 @@ def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
             factors = weights.to(wide).view(-1, *[1] * (wide.dim() - 1))
             total = wide.new_zeros(len(rows), *wide.shape[1:])
             result.append(_Dense(total.index_add_(0, owner.to(wide.device), wide * factors)))
-        elif isinstance(part, _Outer):
-            left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
-            result.append(_Outer(by_user(left), by_user(_wide(part.right))))
-        elif isinstance(part, _ExpertRows):
-            left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
-            result.append(_ExpertRows(by_user(part.ids), by_user(left), by_user(_wide(part.right))))
         else:
-            values = _wide(part.values) * weights.to(_wide(part.values))[:, None, None]
-            result.append(_EmbeddingRows(by_user(part.ids), by_user(values)))
+            fields = {key: _wide(value) for key, value in vars(part).items()}
+            linear = "values" if isinstance(part, _EmbeddingRows) else "left"
+            fields[linear] = fields[linear] * weights.to(fields[linear])[:, None, None]
+            cls: Any = type(part)
+            result.append(cls(*map(by_user, fields.values())))
     return result
 
 
@@ -296,8 +293,8 @@ def squared_norms(layers: Iterable[Parts]) -> list[Tensor]:
         samples = len(next(iter(vars(parts[0]).values())))
         numbers = sum(value[0].numel() for part in parts for value in vars(part).values())
         chunk = max(1, CHUNK // max(1, numbers))
-        chunks = [_squared_norms(parts, slice(b, b + chunk)) for b in range(0, samples, chunk)]
-        norms.append(torch.cat(chunks))
+        chunks = (slice_samples(parts, b, b + chunk) for b in range(0, samples, chunk))
+        norms.append(torch.cat([*map(_squared_norms, chunks)]))
     return norms
 
 
@@ -324,12 +321,12 @@ def squared_norms_of_users(
             max_rows, min_rows = max(max_rows, rows[end]), min(min_rows, rows[end])
             end += 1
         counts = rows[first:end]
-        samples = slice(start, start + sum(counts))
+        next_start = start + sum(counts)
         for (parameter, parts), norms in zip(layers.items(), squares, strict=True):
-            group = [replace(p, **{k: v[samples] for k, v in vars(p).items()}) for p in parts]
-            users = sum_users(group, weights[samples], counts)
+            group = slice_samples(parts, start, next_start)
+            users = sum_users(group, weights[start:next_start], counts)
             norms += squared_norms([to_form(users, parameter.shape, clipping)])
-        first, start = end, samples.stop
+        first, start = end, next_start
     return [torch.cat(norms) for norms in squares]
 
 
@@ -459,48 +456,41 @@ def _norms(values: Tensor) -> Tensor:
     return norms
 
 
-def _squared_norms(parts: Parts, rows: slice) -> Tensor:
-    """Return upper bounds of the squared norms of some samples, from Gram matrices.
+def _squared_norms(parts: Parts) -> Tensor:
+    """Return upper bounds of the squared norms of samples, from Gram matrices.
 
     Args:
         parts: The parts of one parameter, none of them dense, with at most one of each type.
-        rows: The samples.
     """
-    total: Tensor | None = None
-    absolute: Tensor | None = None
+    sums: list[Tensor] = []  # (2, B) each, of some terms and of their absolute values
+
+    def add(terms: Tensor) -> None:
+        """Add terms (B, S, T), which are overwritten."""
+        sums.append(torch.stack([terms.sum((1, 2)), terms.abs_().sum((1, 2))]))
+
     outer = next((part for part in parts if isinstance(part, _Outer)), None)
     if outer is not None:
-        left, right = _wide(outer.left[rows]), _wide(outer.right[rows])
-        total, absolute = _add(None, None, (left @ left.mT).mul_(right @ right.mT))
+        left, right = _wide(outer.left), _wide(outer.right)
+        add((left @ left.mT).mul_(right @ right.mT))
     for part in parts:
         if isinstance(part, _Dense):
             raise AssertionError("a dense part and factors together have no ghost norm")
         if isinstance(part, _ExpertRows):
-            chunk = _ExpertRows(part.ids[rows], part.left[rows], part.right[rows])
-            for _, a, b in chunk.by_matrix():
-                products = (a @ a.mT).mul_(b @ b.mT)
-                total, absolute = _add(total, absolute, products)
+            for _, a, b in part.by_matrix():
+                add((a @ a.mT).mul_(b @ b.mT))
         if not isinstance(part, _EmbeddingRows):
             continue
-        ids, values = part.ids[rows], _wide(part.values[rows])
+        ids, values = part.ids, _wide(part.values)
         equal_ids = ids[:, :, None] == ids[:, None, :]
-        total, absolute = _add(total, absolute, (values @ values.mT).mul_(equal_ids))
+        add((values @ values.mT).mul_(equal_ids))
         if outer is not None:  # twice the inner products of the two parts
             index = ids[:, None, :].expand(-1, left.shape[1], -1)
-            products = left.gather(2, index).mul_(right @ values.mT)
-            total, absolute = _add(total, absolute, products.mul_(2))
-    assert total is not None
-    assert absolute is not None
+            add(left.gather(2, index).mul_(right @ values.mT).mul_(2))
+    total, absolute = functools.reduce(torch.add, sums).unbind()
     size = max(v.shape[2] for part in parts for v in vars(part).values() if v.dim() == 3)
     share = ROUNDING * torch.finfo(total.dtype).eps * max(1.0, (size / INNER_SIZE) ** 0.5)
     total = total + share * (absolute - total)
     return torch.maximum(total, CANCELLATION * absolute)
-
-
-def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums (B,) of terms and of their absolute values, with terms (B, S, T) added."""
-    value, size = terms.sum((1, 2)), terms.abs_().sum((1, 2))
-    return value if total is None else total + value, size if absolute is None else absolute + size
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -109,9 +109,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
         mask = numbers < np.uint64(int(self.rate * 2**64))
         return [self.shard[i] for i in np.flatnonzero(mask).tolist()]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: masks do not depend on the epoch."""
-
 
 class UserBatchSampler(PoissonBatchSampler):
     """Poisson samples of users: a batch holds the rows of the users that were drawn.

@@ -24,11 +24,6 @@ from lightning_fedleak.defenses.dpsgd.per_sample import Part
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
 from lightning_fedleak.model.taps.hooks import taps_paused
 
-Layout = tuple[str, int]
-"""How the first dimension of a layer's input counts samples: ("batch", 1) if each sample has one
-row, ("flat", n) if each has n adjacent rows, and ("expanded", 1) if the layer was called with one
-row for all samples, which was expanded to one row for each."""
-
 # Samples of a batch from which on one sample that is part of all matches in `_check_rows` is taken
 # for a coincidence. With fewer samples, rows in the wrong order may do the same. Not tuned.
 SMALL_BATCH = 5
@@ -69,7 +64,8 @@ class Call:
     Attributes:
         name: The layer's name in the root module.
         edge: The edge of its output in the autograd graph.
-        layout: How the first dimension of its input counts samples.
+        sample_rows: The number of adjacent rows that each sample has in its input; -1 if it was
+            called with one row for all samples, which was expanded to one row for each.
         trained: Whether it trains parameters. A frozen layer that gradients pass through is listed
             too, because the checks of the loss follow the graph from the loss down to the outputs
             of layers. No gradients are recorded for it.
@@ -77,7 +73,7 @@ class Call:
 
     name: str
     edge: GradientEdge
-    layout: Layout
+    sample_rows: int
     trained: bool
 
 
@@ -265,9 +261,10 @@ class Recorder:
             if leaf not in replaced or leaf._backward_hooks or leaf._post_accumulate_grad_hooks
         ]
         self.lacks_sums = True
-        # Torch runs a function's backward only if one of its inputs requires a gradient.
-        anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        proxy: Tensor = _PartialBackward.apply(anchor, (loss, targets))  # type: ignore[no-untyped-call]
+        proxy: Tensor = OwnBackward.apply(  # type: ignore[no-untyped-call]
+            loss.detach().requires_grad_(),
+            lambda gradient: torch.autograd.backward(loss, gradient, inputs=targets),
+        )
         return proxy
 
     def clear(self) -> None:
@@ -343,15 +340,15 @@ class Recorder:
                 return
             if adapted:
                 rule: rerun.Rule = functools.partial(rerun.rerun, state=self._states.pop(module))
-                # It is run again with one tensor; for None, `_layout` raises an error.
+                # It is run again with one tensor; for None, `_sample_rows` raises an error.
                 inputs = inputs if len(args) + len(kwargs) == 1 else None
             else:
                 rule = rule_of(name, module)
-            layout = self._layout(name, module, inputs, output)
+            sample_rows = self._sample_rows(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error
             return
-        self.calls.append(Call(name, get_gradient_edge(output), layout, True))
+        self.calls.append(Call(name, get_gradient_edge(output), sample_rows, True))
         hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
         if self.counts:
             rule_input = inputs.detach()
@@ -376,11 +373,10 @@ class Recorder:
             return
         rows = len(output)
         if rows and rows % self.samples == 0:
-            layout = ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
-            self.calls.append(Call(name, get_gradient_edge(output), layout, False))
+            self.calls.append(Call(name, get_gradient_edge(output), rows // self.samples, False))
 
-    def _layout(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Layout:
-        """Return how the first dimension of a call's input counts samples.
+    def _sample_rows(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> int:
+        """Return the number of rows that each sample has in a call's input; -1 if expanded.
 
         Raises:
             DefenseError: Input and output are not one tensor each, or their first dimensions differ
@@ -392,7 +388,7 @@ class Recorder:
                 "one, so its per-sample gradients cannot be computed. Freeze it."
             )
         if module in self._expanded_layers:
-            return ("expanded", 1)
+            return -1
         rows = len(inputs)
         if len(output) != rows or rows % self.samples:
             raise DefenseError(
@@ -400,7 +396,7 @@ class Recorder:
                 f"has {rows} rows of input and {len(output)} of output. The first dimension of a "
                 "trainable layer must count samples. Change that, or freeze the layer."
             )
-        return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
+        return rows // self.samples
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_lone_sample(self, ids: Tensor) -> None:
@@ -495,20 +491,22 @@ class Recorder:
             self._failure = self._failure or error
 
 
-class _PartialBackward(torch.autograd.Function):
-    """A copy of a loss whose backward computes only the gradients of some edges and leaves."""
+class OwnBackward(torch.autograd.Function):
+    """A copy of a loss whose backward calls a function with the loss's gradient.
+
+    Torch runs it only if the value that is passed requires a gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, graph: tuple[Tensor, list[Any]]) -> Any:
-        """Return the value of the loss. ``graph`` is the loss, and the edges and leaves."""
-        ctx.graph = graph
-        return graph[0].detach().clone()
+    def forward(ctx: Any, value: Tensor, run: Callable[[Tensor], None]) -> Any:
+        """Return the value of the loss."""
+        ctx.run = run
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Run the backward of the loss; the anchor and the graph have no gradients."""
-        loss, targets = ctx.graph
-        torch.autograd.backward(loss, gradient, inputs=targets)
+        """Call the function; the two inputs have no gradients."""
+        ctx.run(gradient)
         return None, None
 
 

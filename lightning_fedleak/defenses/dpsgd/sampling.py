@@ -309,7 +309,8 @@ def sampling_of(
         _check_shares(dataloader, context)
     dataset, batch_size = dataloader.dataset, dataloader.batch_size
     by_key = None if users is None else rows_by_user(dataset, users.group_by)
-    population, n_absent = _population(dataset, by_key)
+    # The rate depends on the population, which must not depend on the content of the data.
+    population = public_length(dataset) if by_key is None else len(by_key)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     share = max(1, population // replicas)
     rate = min(1.0, batch_size / share)
@@ -329,26 +330,11 @@ def sampling_of(
         expected = float(batch_size)
     elif context.processes == 1:
         # Examples that the dataset leaves out are shared out evenly, as the sampler would do.
+        n_absent = population - len(dataset) if by_key is None else 0
         expected = rate * (len(loader.batch_sampler.shard) + n_absent // replicas)
     else:
         expected = rate * population
     return poisson.Sampling(loader, rate, expected, population, by_key)
-
-
-def _population(dataset: Any, by_key: Mapping[Any, Sequence[int]] | None) -> tuple[int, int]:
-    """Return the public number of examples (users), and how many of these the dataset lacks.
-
-    The sample rate depends on these numbers, so they must not depend on the content of the data. A
-    dataset that leaves examples out by chance has a ``public_length`` that includes them.
-
-    Raises:
-        DefenseError: The dataset is a Subset of one that leaves examples out: the number of these
-            that the Subset would contain is unknown.
-    """
-    if by_key is not None:
-        return len(by_key), 0
-    population = public_length(dataset)
-    return population, population - len(dataset)
 
 
 def public_length(dataset: Any) -> int:

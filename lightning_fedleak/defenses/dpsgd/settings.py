@@ -6,12 +6,13 @@ is too high; with ``action="harden"`` it doubles the noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_fedleak.defenses.accounting.accounting import Trust
-from lightning_fedleak.defenses.base import State, refuse
+from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
@@ -151,20 +152,15 @@ def check_combination(
     if max_grad_norm != "auto" and not isinstance(max_grad_norm, QuantileClip):
         hint = "or 'auto', or a QuantileClip"
         check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint=hint)
-    max_rows, user_rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
-    hint = "the number of rows per forward pass"
+    max_rows, hint = max_physical_batch_size, "the number of rows per forward pass"
     check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True, hint=hint)
-    if isinstance(unit, Users):
-        user_rows = unit.rows_per_user
-    else:
+    if not isinstance(unit, Users):
         check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
-    refusals = {
-        f"max_physical_batch_size={max_rows} must hold all rows of a user: pass "
-        f"Users(..., rows_per_user={max_rows}) or fewer": (
-            by_user and max_rows is not None and (user_rows is None or user_rows > max_rows)
+    elif max_rows is not None and (unit.rows_per_user or math.inf) > max_rows:
+        raise DefenseError(
+            f"DPSGD: max_physical_batch_size={max_rows} must hold all rows of a user: pass "
+            f"Users(..., rows_per_user={max_rows}) or fewer"
         )
-    }
-    refuse("DPSGD: ", refusals)
 
 
 def check_audit(

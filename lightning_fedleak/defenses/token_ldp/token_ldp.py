@@ -461,23 +461,15 @@ class TokenLDP(Defense):
     def _streams(
         self, n_words: Tensor, digests: list[bytes], context: DefenseContext
     ) -> tuple[list[bytes], list[int]]:
-        """Return the keys of the random streams, and the number of words that use each."""
+        """Return the keys of the random streams, and the number of words that use each.
+
+        With memoisation each row has a key, the same for equal rows of one client in one fit.
+        """
         base, client = base_of(context.entropy, self.seed), context.client
         if self.memoize:
-            return row_keys(base, client, digests, self.name), n_words.tolist()
+            key = noise_key(base, 0, 0, client=client, name=self.name, stream="row")
+            row_keys = [hashlib.blake2b(d, key=key, digest_size=32).digest() for d in digests]
+            return row_keys, n_words.tolist()
         ids = base, self.batches, context.process
         key = noise_key(*ids, client=client, name=self.name, stream="token")
         return [key], [int(n_words.sum())]
-
-
-def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:
-    """Return a key of 32 bytes for each row, the same for equal rows of one client in one fit.
-
-    Args:
-        base: The secret base of the fit.
-        client: The index of the client.
-        digests: The digest of each row's words.
-        name: The name of the defence.
-    """
-    key = noise_key(base, 0, 0, client=client, name=name, stream="row")
-    return [hashlib.blake2b(digest, key=key, digest_size=32).digest() for digest in digests]

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.activations import ActivationNoise, _ForwardHistory
+from lightning_fedleak.defenses.activations import ActivationNoise
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.strategies import DefendedStrategy
@@ -163,15 +163,15 @@ def test_states_that_do_not_repeat_themselves_are_the_nearest_and_never_refused(
     """What a text holds decides nothing: near twins, numbers that overflow, far rounding."""
     states = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
     observed = [states, states + 1e-5, 100 * states, torch.full_like(states, math.inf), -states]
-    remembered = _ForwardHistory()
-    for number, tensor in enumerate(observed):
-        remembered.add(number, tensor)
+    defense = ActivationNoise(1, 0.0)
+    for tensor in observed:
+        defense.rewrite(tensor, recomputed=False, training=True)
     for number, tensor in [*enumerate(observed)][::-1]:
-        assert remembered.find(tensor * (1 + 1e-7), 1, exact=False) == number
-    assert remembered.find(0.9 * states, 1, exact=False) in (0, 1)
+        assert defense._index_of_states(tensor * (1 + 1e-7), exact=False) == number
+    assert defense._index_of_states(0.9 * states, exact=False) in (0, 1)
     for tensor, exact in ((0.9 * states, True), (states[:2], False)):
         with pytest.raises(DefenseError, match="not those of one forward of this training step"):
-            remembered.find(tensor, 1, exact=exact)
+            defense._index_of_states(tensor, exact=exact)
 
 
 def test_noise_differs_by_client_process_forward_layer_name_base_and_kind() -> None:

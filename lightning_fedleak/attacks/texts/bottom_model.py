@@ -93,10 +93,7 @@ class BottomModel:
         # Whether a key-value cache gives the same states; None before ``prefix.cache`` tries it.
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step=0)
-        shape = matrix_shape(anatomy.embedding)
-        if shape is None:
-            raise ValueError("the input embeddings hold no matrix, which inversion needs")
-        self.vocab_size = shape[0]
+        self.vocab_size = anatomy.embedding_rows
         self.context = model_runs.context_length(anatomy)
         self._try()
 

@@ -236,6 +236,7 @@ def find_anatomy(
         block_names=tuple(n for n, _ in block_list),
         tied=_is_tied(scope, embedding_layer, head_layer),
         vocab_size=rows,
+        embedding_rows=shape[0],
         hidden_size=shape[1],
         peft=wrappers.peft_kind(scope),
         target_rows=_target_rows(core, embedding_layer) if is_encoder_decoder(core) else None,

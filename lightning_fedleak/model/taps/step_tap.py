@@ -21,13 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import (
-    Anatomy,
-    Kind,
-    matrix_shape,
-    placeholder_ids,
-    without_peft,
-)
+from lightning_fedleak.model.anatomy import Anatomy, Kind, placeholder_ids, without_peft
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.compiled import is_compiled
 from lightning_fedleak.model.snapshots import (
@@ -468,9 +462,8 @@ class StepTap:
 
     def check(self, step: Step, batch: TokenBatch) -> None:
         """Set the step's ``error`` if the values of a batch contradict each other."""
-        rows = matrix_shape(self._anatomy.embedding)
         try:
-            batch.check_values(None if rows is None else rows[0], self._anatomy.vocab_size)
+            batch.check_values(self._anatomy.embedding_rows, self._anatomy.vocab_size)
         except Exception as error:
             step.error = self._reason(error)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from inspect import signature
-from itertools import takewhile
 from typing import get_args
 
 from torch import nn
@@ -20,6 +19,7 @@ from lightning_fedleak.model.anatomy.blocks import (
     Named,
     block_lists,
     call_getter,
+    common_path,
     count_rows,
     describe_layers,
     find_blocks,
@@ -361,9 +361,7 @@ def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Modul
 
     If no such forward takes ``input_ids``, return the innermost module with a forward.
     """
-    paths = [path_in(root, p, "part").split(".") for p in parts if p is not None]
-    levels = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
-    shared = [level[0] for level in levels]
+    shared = common_path(path_in(root, p, "part") for p in parts if p is not None)
     holders = [root.get_submodule(".".join(shared[:n])) for n in range(len(shared), 0, -1)]
     callable_holders = [
         wrappers.unwrap(m)

@@ -174,10 +174,9 @@ def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:
         for name in HOOKS:
             if hooks := module.__dict__.get(name):
                 memo[id(hooks)] = copied_hooks = OrderedDict[int, Any]()
-                packages = {key: hook_home(hook).partition(".")[0] for key, hook in hooks.items()}
-                hooks_of_copies.append(
-                    (copied_hooks, {key: hooks[key] for key in hooks if packages[key] != package})
-                )
+                homes = ((key, hook_home(hook).partition(".")[0]) for key, hook in hooks.items())
+                other_hooks = {key: hooks[key] for key, home in homes if home != package}
+                hooks_of_copies.append((copied_hooks, other_hooks))
     copy_of_thing = deepcopy(thing, memo)
     for copied_hooks, hooks in hooks_of_copies:  # now that all modules have copies
         copied_hooks.update(deepcopy(hooks, memo))
@@ -297,13 +296,11 @@ class _State:
         elif isinstance(value, np.ndarray):
             if value.nbytes <= LARGE and value.dtype != object and value.flags.writeable:
                 self._restorers.append(partial(np.copyto, value, value.copy()))
-        elif isinstance(value, torch.Generator):
+        elif isinstance(value, torch.Generator | np.random.RandomState):
             self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
             bit_generator = value.bit_generator
             self._restorers.append(partial(setattr, bit_generator, "state", bit_generator.state))
-        elif isinstance(value, np.random.RandomState):
-            self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._restorers.append(partial(value.setstate, value.getstate()))
         elif (

@@ -221,8 +221,7 @@ def control_gradient(
         for role, parameter in parameters.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
             if gradient is not None:
-                gradient = whole_tensor(gradient)
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = whole_tensor(gradient).to_dense()
                 tensors[role] = gradient if scale == 1 else gradient / scale
     return GradientSnapshot(step.number, Stage.LOCAL, tensors, anatomy.tied)
 

@@ -120,7 +120,11 @@ def difference(
         UpdateError: names, shapes or dtypes differ, a tensor holds NaN or infinity, or a tensor
             that is not trained was changed.
     """
-    _check_names(sent, returned)
+    if different := sorted(sent.keys() ^ returned.keys()):
+        raise UpdateError(
+            "the client must return what it was sent, under the same names: only one of both has "
+            f"{_list_names(different)}"
+        )
     floats = (n for n, t in sent.items() if t.is_floating_point())
     trained_names = set(floats if trained is None else trained)
     change: dict[str, Tensor] = {}
@@ -290,15 +294,6 @@ def _read_rate(optimizer: Optimizer) -> float:
             f"the optimizer has {len(rates)} learning rates, {sorted(rates)}: pass learning_rate="
         )
     return rates.pop()
-
-
-def _check_names(sent: State, returned: State) -> None:
-    """Raise an error if two states do not hold the same names."""
-    if different := sorted(sent.keys() ^ returned.keys()):
-        raise UpdateError(
-            "the client must return what it was sent, under the same names: only one of both has "
-            f"{_list_names(different)}"
-        )
 
 
 def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:

@@ -296,11 +296,13 @@ class _State:
         elif isinstance(value, np.ndarray):
             if value.nbytes <= LARGE and value.dtype != object and value.flags.writeable:
                 self._restorers.append(partial(np.copyto, value, value.copy()))
-        elif isinstance(value, torch.Generator | np.random.RandomState):
+        elif isinstance(value, torch.Generator):
             self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
             bit_generator = value.bit_generator
             self._restorers.append(partial(setattr, bit_generator, "state", bit_generator.state))
+        elif isinstance(value, np.random.RandomState):
+            self._restorers.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._restorers.append(partial(value.setstate, value.getstate()))
         elif (

@@ -31,7 +31,6 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.taps.hooks import inputs_of
 from lightning_fedleak.model.whole_models import (
     ParameterPlace,
     parameter_places,
@@ -374,7 +373,8 @@ class NextTokens:
         length = min(_TRIAL_PREFIX, self._bottom.context or _TRIAL_PREFIX)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self._bottom.vocab_size, (2, length), generator=generator)
-        with inputs_of(self._head) as head_inputs:
+        head_inputs: list[Tensor] = []
+        with Place("head", self._head, "input").on_states(head_inputs.append):
             batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
             logits = model_runs.run_logits(anatomy.model, batch)[:, -length:]
         states = head_inputs[-1][:, -length:]

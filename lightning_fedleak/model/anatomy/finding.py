@@ -266,30 +266,15 @@ def _find_model(root: nn.Module) -> nn.Module | None:
     Raises:
         AnatomyError: There are several.
     """
-    hugging_face: list[Named] = []
-    with_getter: list[Named] = []
-    stack: list[Named] = [("", root)]
-    visited: set[int] = set()
-    while stack:
-        name, module = stack.pop()
-        if id(module) in visited:
-            continue
-        visited.add(id(module))
-        if (
-            wrappers.transparent_child(module) is None  # a wrapper's getter may be its child's
-            and call_matrix_getter(module, "get_input_embeddings") is not None
-        ):
-            is_lightning = hasattr(module, "training_step")
-            if hasattr(getattr(module, "config", None), "model_type") and not is_lightning:
-                hugging_face.append((name, module))
-                continue
-            with_getter.append((name, module))
-        children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
-        stack.extend(reversed(children))
-    models = outermost(hugging_face)
-    if not models:
-        not_lightning = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
-        models = outermost(not_lightning or with_getter)
+    with_getter = [
+        (name, module)
+        for name, module in root.named_modules()
+        if wrappers.transparent_child(module) is None  # a wrapper's getter may be its child's
+        and call_matrix_getter(module, "get_input_embeddings") is not None
+    ]
+    others = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
+    hugging_face = [(n, m) for n, m in others if hasattr(getattr(m, "config", None), "model_type")]
+    models = outermost(hugging_face or others or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
         # The message suggests the first model with a trained parameter.

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, placeholder_ids, without_peft
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.compiled import is_compiled
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
@@ -39,16 +38,7 @@ from lightning_fedleak.model.taps.step import ModelCall, Step
 
 
 class _EncoderTap(GraphTap):
-    """Hooks that record which calls of a model without a head (an encoder) got a gradient.
-
-    Args:
-        anatomy: The parts of the model.
-    """
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        super().__init__(anatomy)
-        if not is_compiled(anatomy.root):  # a missing head is no obstacle here
-            self.why_not = None
+    """Hooks that record which calls of a model without a head (an encoder) got a gradient."""
 
     def take(self, user_batch: TokenBatch | None = None) -> list[ModelCall]:
         """Return the calls whose states got a gradient since the previous ``take``; discard them.

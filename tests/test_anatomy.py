@@ -156,7 +156,7 @@ def test_parts_of_classifiers(name: str) -> None:
     found = find_anatomy(CausalLMModule(build()))
     assert (found.kind, found.tied) == ("classifier", False)
     assert found.head_name == f"model.{head}"
-    assert (found.vocab_size, found.hidden_size) == (3, DIM)
+    assert (found.vocab_size, found.embedding_rows, found.hidden_size) == (3, VOCAB, DIM)
 
 
 @pytest.mark.parametrize(

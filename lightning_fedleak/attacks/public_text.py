@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.shared_work import stored_work
-from lightning_fedleak.model.anatomy import Anatomy, Kind, cache_argument, matrix_shape
+from lightning_fedleak.model.anatomy import Anatomy, Kind, cache_argument
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import context_length, logits_in, undisturbed
 from lightning_fedleak.model.whole_models import whole_model
@@ -374,11 +374,11 @@ def _sample(anatomy: Anatomy, lengths: Sequence[int], seed: int) -> list[Tensor]
     config = getattr(anatomy.model, "config", None)
     lengths = [min(n, context_length(anatomy) or n) for n in lengths]
     n = n_open = len(lengths)  # texts, and those that are not as long as they may be
-    start, rows = getattr(config, "bos_token_id", None), matrix_shape(anatomy.embedding)
+    start = getattr(config, "bos_token_id", None)
     end_token = getattr(config, "eos_token_id", None)
     end_ids = torch.tensor([] if end_token is None else end_token, dtype=torch.int64).reshape(-1)
     # A small model may have the default start token in its config, but no embedding for it.
-    if start is None or (rows and int(start) >= rows[0]):
+    if start is None or int(start) >= anatomy.embedding_rows:
         ids = torch.randint(anatomy.vocab_size, (n, 1), generator=generator)
     else:
         ids = torch.full((n, 1), int(start))

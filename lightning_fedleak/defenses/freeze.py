@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
 from lightning_fedleak.defenses.checks import check_choice
-from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
+from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy
 
 Part = Literal["head", "embeddings", "head+embeddings"]
 
@@ -194,8 +194,7 @@ def _word_embeddings(anatomy: Anatomy) -> list[nn.Module]:
     """
     if anatomy.kind != "seq2seq":
         return [anatomy.embedding]
-    shape = matrix_shape(anatomy.embedding)
-    sizes = {anatomy.vocab_size, shape[0] if shape else 0}
+    sizes = {anatomy.vocab_size, anatomy.embedding_rows}
     tables = (m for m in anatomy.model.modules() if isinstance(m, nn.Embedding))
     return [anatomy.embedding, *(m for m in tables if m.num_embeddings in sizes)]
 

@@ -29,7 +29,7 @@ from lightning_fedleak.engine.options import Options, Selection
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, without_peft
+from lightning_fedleak.model.anatomy import Anatomy, without_peft
 from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
@@ -416,10 +416,9 @@ def check_texts(
                     f"attack '{attack.name}': in this model source and target have vocabularies of "
                     "their own: give PublicText(texts, targets=...), token ids of each"
                 )
-    rows = matrix_shape(anatomy.embedding)
     for name, text in named.items():
-        if rows is not None:
-            _check_ids(name, text, text.sentences, f"'{anatomy.embedding_name}'", rows[0])
+        matrix = f"'{anatomy.embedding_name}'"
+        _check_ids(name, text, text.sentences, matrix, anatomy.embedding_rows)
         if text.targets is not None and anatomy.kind == "seq2seq":
             _check_ids(name, text, text.targets, f"'{anatomy.head_name}'", anatomy.vocab_size)
 

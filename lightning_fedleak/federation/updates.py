@@ -120,7 +120,11 @@ def difference(
         UpdateError: names, shapes or dtypes differ, a tensor holds NaN or infinity, or a tensor
             that is not trained was changed.
     """
-    _check_names(sent, returned)
+    if different := sorted(sent.keys() ^ returned.keys()):
+        raise UpdateError(
+            "the client must return what it was sent, under the same names: only one of both has "
+            f"{_list_names(different)}"
+        )
     floats = (n for n, t in sent.items() if t.is_floating_point())
     trained_names = set(floats if trained is None else trained)
     change: dict[str, Tensor] = {}
@@ -292,15 +296,6 @@ def _read_rate(optimizer: Optimizer) -> float:
     return rates.pop()
 
 
-def _check_names(sent: State, returned: State) -> None:
-    """Raise an error if two states do not hold the same names."""
-    if different := sorted(sent.keys() ^ returned.keys()):
-        raise UpdateError(
-            "the client must return what it was sent, under the same names: only one of both has "
-            f"{_list_names(different)}"
-        )
-
-
 def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal if NaN counts as equal to NaN."""
     return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
@@ -392,15 +387,7 @@ class UpdateSum(Generic[C]):
             UpdateError: the client was not sampled, or has sent an update before: two updates of a
                 client would change the sum by twice the accounted sensitivity.
         """
-        self._take_turn(client)
-        try:
-            clipped_update = clipped(update, self.clip, self.like)
-        except UpdateError as error:
-            self.zeros[client] = str(error)
-            return
-        del self.zeros[client]
-        for name, tensor in clipped_update.items():
-            self.total[name] += tensor.to(self.total[name].device)
+        self._add(client, lambda: update)
 
     def add_returned(self, client: C, sent: State, returned: State) -> None:
         """Add the difference of a returned and a sent state; it is zero if it cannot be read.
@@ -408,20 +395,23 @@ class UpdateSum(Generic[C]):
         Raises:
             UpdateError: the same as in :meth:`add`.
         """
-        try:
-            update = difference(sent, returned, trained=self.like)
-        except UpdateError as error:
-            self._take_turn(client)
-            self.zeros[client] = str(error)
-        else:
-            self.add(client, update)
+        self._add(client, lambda: difference(sent, returned, trained=self.like))
 
-    def _take_turn(self, client: C) -> None:
+    def _add(self, client: C, read: Callable[[], Update]) -> None:
+        """Clip and add the update that a function reads, if it is this client's turn."""
         if client not in self._awaited:
             raise UpdateError(
                 f"an update came from client {client!r}, which was not sampled or sent one already"
             )
         self._awaited.remove(client)
+        try:
+            clipped_update = clipped(read(), self.clip, self.like)
+        except UpdateError as error:
+            self.zeros[client] = str(error)
+            return
+        del self.zeros[client]
+        for name, tensor in clipped_update.items():
+            self.total[name] += tensor.to(self.total[name].device)
 
     def end(self) -> Release:
         """Return the noised mean, which counts as one release.

@@ -275,7 +275,7 @@ class TokenBatch:
         parts = values.flatten(0, 1)[places.clamp(min=0)]
         return parts.masked_fill((places < 0).view(*places.shape, *[1] * (parts.dim() - 2)), fill)
 
-    def check_values(self, readable: int | None, n_labels: int) -> None:
+    def check_values(self, readable: int, n_labels: int) -> None:
         """Raise an error for ids outside the vocabulary, or a mask that hides the trained tokens.
 
         A mask counts as inverted (1 where padded, or 0 where it is added to scores) if it keeps no
@@ -283,7 +283,7 @@ class TokenBatch:
         ids. It may hide any other tokens, and padding may have labels. On CUDA this waits.
 
         Args:
-            readable: rows of the input embedding; None leaves ``input_ids`` unchecked.
+            readable: rows of the input embedding.
             n_labels: rows of the head; a classifier's labels are not compared with it.
 
         Raises:
@@ -297,7 +297,7 @@ class TokenBatch:
             problem = (
                 f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores -100)"
             )
-        elif readable is not None and _any_outside(ids, readable):
+        elif _any_outside(ids, readable):
             problem = f"input_ids hold ids outside the vocabulary of {readable}"
         elif (
             mask is not None

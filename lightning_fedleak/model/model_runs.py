@@ -25,7 +25,6 @@ from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
     ids_argument,
-    matrix_shape,
     place_of,
     taking_ids,
     unwrap,
@@ -183,9 +182,7 @@ def sees_no_later(anatomy: Anatomy) -> bool:
     """
     if not anatomy.blocks or why_not_run(anatomy) is not None:
         return False
-    rows = matrix_shape(anatomy.embedding)
-    tokens = anatomy.vocab_size if rows is None else rows[0]
-    ids = torch.arange(4, device=anatomy.device).repeat(2, 1) % tokens
+    ids = torch.arange(4, device=anatomy.device).repeat(2, 1) % anatomy.embedding_rows
     ids[1, -1] = ids[1, 0]
     place = Place("", unwrap(anatomy.blocks[-1]), "output")
     with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):

@@ -174,10 +174,9 @@ def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:
         for name in HOOKS:
             if hooks := module.__dict__.get(name):
                 memo[id(hooks)] = copied_hooks = OrderedDict[int, Any]()
-                packages = {key: hook_home(hook).partition(".")[0] for key, hook in hooks.items()}
-                hooks_of_copies.append(
-                    (copied_hooks, {key: hooks[key] for key in hooks if packages[key] != package})
-                )
+                homes = ((key, hook_home(hook).partition(".")[0]) for key, hook in hooks.items())
+                other_hooks = {key: hooks[key] for key, home in homes if home != package}
+                hooks_of_copies.append((copied_hooks, other_hooks))
     copy_of_thing = deepcopy(thing, memo)
     for copied_hooks, hooks in hooks_of_copies:  # now that all modules have copies
         copied_hooks.update(deepcopy(hooks, memo))

@@ -73,8 +73,7 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     """
     modules = list(root.modules())
     owned = [p for m in modules for p in m._parameters.values()]
-    shards = [p for p in owned if p is not None and is_shard(p)]
-    sharded = {id(p): p for p in shards}
+    sharded = {id(p): p for p in owned if p is not None and is_shard(p)}
     if not sharded:
         yield
         return

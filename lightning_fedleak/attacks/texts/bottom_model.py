@@ -31,7 +31,6 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.taps.hooks import inputs_of
 from lightning_fedleak.model.whole_models import (
     ParameterPlace,
     parameter_places,
@@ -93,10 +92,7 @@ class BottomModel:
         # Whether a key-value cache gives the same states; None before ``prefix.cache`` tries it.
         self.cache_agrees: bool | None = None
         self.refresh(anatomy, step=0)
-        shape = matrix_shape(anatomy.embedding)
-        if shape is None:
-            raise ValueError("the input embeddings hold no matrix, which inversion needs")
-        self.vocab_size = shape[0]
+        self.vocab_size = anatomy.embedding_rows
         self.context = model_runs.context_length(anatomy)
         self._try()
 
@@ -368,7 +364,8 @@ class NextTokens:
         length = min(_TRIAL_PREFIX, self._bottom.context or _TRIAL_PREFIX)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self._bottom.vocab_size, (2, length), generator=generator)
-        with inputs_of(self._head) as head_inputs:
+        head_inputs: list[Tensor] = []
+        with Place("head", self._head, "input").on_states(head_inputs.append):
             batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
             logits = model_runs.run_logits(anatomy.model, batch)[:, -length:]
         states = head_inputs[-1][:, -length:]

@@ -27,12 +27,12 @@ from lightning_fedleak.model.anatomy import (
     HEAD_BIAS,
     HEAD_WEIGHT,
     Anatomy,
+    Place,
     head_adapter,
     head_surface,
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import whole_tensor
-from lightning_fedleak.model.taps.hooks import inputs_of
 from lightning_fedleak.progress import track
 
 
@@ -281,7 +281,9 @@ def gradient_parts(
     tied = inputs and anatomy.tied and projection is None
     with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in model_runs.micro_batches(anatomy, batch):
-            with inputs_of(anatomy.head) as head_calls, _lookups(anatomy, tied) as lookups:
+            head_calls: list[Tensor] = []
+            collects = Place("", anatomy.head, "input").on_states(head_calls.append)
+            with collects, _lookups(anatomy, tied) as lookups:
                 if tied or logit_map is None:
                     all_logits = model_runs.run_logits(model, part, frozen)
                 else:  # the head is the largest part of many models, and its output is known

@@ -31,7 +31,7 @@ from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1, word_counts
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.model.anatomy import leaf, matrix_shape
+from lightning_fedleak.model.anatomy import leaf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import Stage, UnusableObservation, is_shard
@@ -172,9 +172,8 @@ class WordsChannel(Channel):
     def open(self, run: Run) -> None:
         """Begin a fit: find the size of the vocabulary, and tokens with equal embeddings."""
         super().open(run)
-        rows = matrix_shape(run.anatomy.embedding)
         # The embedding may have more rows than the head.
-        self._size = max(run.anatomy.vocab_size, 0 if rows is None else rows[0])
+        self._size = max(run.anatomy.vocab_size, run.anatomy.embedding_rows)
         # Whether tokens of a classifier see only the tokens before them.
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
         self._twins: dict[str, Tensor] = {}  # by surface, see _find_twins

@@ -187,12 +187,8 @@ class FedLeakMod:
             return replies[0]
         if leaving.state is None:
             return _refuse(message, leaving.answer)
-        if outgoing.dp is not None:
+        if outgoing.dp is not None or not replies:
             return Message(codec.make_content(leaving.state, self._weight), reply_to=message)
-        if not replies:
-            replies.append(
-                Message(codec.make_content(leaving.state, self._weight), reply_to=message)
-            )
         codec.replace_model(leaving.state, replies[0])
         return replies[0]
 

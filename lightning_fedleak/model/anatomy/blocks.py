@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -111,6 +112,12 @@ def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
     if path is None:
         raise AnatomyError(f"{part}= is not a module of this {type(root).__name__}")
     return path
+
+
+def common_path(paths: Iterable[str]) -> list[str]:
+    """Return the names with which all of these paths begin."""
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    return [level[0] for level in takewhile(lambda level: len({*level}) == 1, levels)]
 
 
 def missing_part_error(
@@ -365,13 +372,8 @@ def backbone_of(anatomy: Anatomy) -> nn.Module | None:
     It is the innermost module that holds the embedding and all blocks. The result is None if that
     module holds the head too, or cannot be called.
     """
-    paths = [name.split(".") for name in (anatomy.embedding_name, *anatomy.block_names)]
-    common_names = []
-    for parts in zip(*paths, strict=False):
-        if len({*parts}) > 1:
-            break
-        common_names.append(parts[0])
-    module = anatomy.root.get_submodule(".".join(common_names))
+    path = common_path([anatomy.embedding_name, *anatomy.block_names])
+    module = anatomy.root.get_submodule(".".join(path))
     runs = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleDict)
     holds_head = any(part is anatomy.head for part in module.modules())
     return module if anatomy.blocks and runs and not holds_head else None

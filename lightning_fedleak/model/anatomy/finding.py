@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from inspect import signature
-from itertools import takewhile
 from typing import get_args
 
 from torch import nn
@@ -20,6 +19,7 @@ from lightning_fedleak.model.anatomy.blocks import (
     Named,
     block_lists,
     call_getter,
+    common_path,
     count_rows,
     describe_layers,
     find_blocks,
@@ -236,6 +236,7 @@ def find_anatomy(
         block_names=tuple(n for n, _ in block_list),
         tied=_is_tied(scope, embedding_layer, head_layer),
         vocab_size=rows,
+        embedding_rows=shape[0],
         hidden_size=shape[1],
         peft=wrappers.peft_kind(scope),
         target_rows=_target_rows(core, embedding_layer) if is_encoder_decoder(core) else None,
@@ -265,30 +266,15 @@ def _find_model(root: nn.Module) -> nn.Module | None:
     Raises:
         AnatomyError: There are several.
     """
-    hugging_face: list[Named] = []
-    with_getter: list[Named] = []
-    stack: list[Named] = [("", root)]
-    visited: set[int] = set()
-    while stack:
-        name, module = stack.pop()
-        if id(module) in visited:
-            continue
-        visited.add(id(module))
-        if (
-            wrappers.transparent_child(module) is None  # a wrapper's getter may be its child's
-            and call_matrix_getter(module, "get_input_embeddings") is not None
-        ):
-            is_lightning = hasattr(module, "training_step")
-            if hasattr(getattr(module, "config", None), "model_type") and not is_lightning:
-                hugging_face.append((name, module))
-                continue
-            with_getter.append((name, module))
-        children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
-        stack.extend(reversed(children))
-    models = outermost(hugging_face)
-    if not models:
-        not_lightning = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
-        models = outermost(not_lightning or with_getter)
+    with_getter = [
+        (name, module)
+        for name, module in root.named_modules()
+        if wrappers.transparent_child(module) is None  # a wrapper's getter may be its child's
+        and call_matrix_getter(module, "get_input_embeddings") is not None
+    ]
+    others = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
+    hugging_face = [(n, m) for n, m in others if hasattr(getattr(m, "config", None), "model_type")]
+    models = outermost(hugging_face or others or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
         # The message suggests the first model with a trained parameter.
@@ -360,9 +346,7 @@ def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Modul
 
     If no such forward takes ``input_ids``, return the innermost module with a forward.
     """
-    paths = [path_in(root, p, "part").split(".") for p in parts if p is not None]
-    levels = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
-    shared = [level[0] for level in levels]
+    shared = common_path(path_in(root, p, "part") for p in parts if p is not None)
     holders = [root.get_submodule(".".join(shared[:n])) for n in range(len(shared), 0, -1)]
     callable_holders = [
         wrappers.unwrap(m)

@@ -65,6 +65,8 @@ class Anatomy:
             decoder's and not ``embedding``.
         vocab_size: rows of the head's weight, or of the embedding without a head; the number of
             classes of a classifier.
+        embedding_rows: rows of the input embeddings: the number of ids that the model reads. It
+            may differ from ``vocab_size``.
         hidden_size: columns of the embedding.
         peft: kind of PEFT wrapping (``"LORA"``, ``"PROMPT_TUNING"``, ...), or None.
         target_rows: size of the decoder's vocabulary if it differs from the encoder's (Marian with
@@ -83,6 +85,7 @@ class Anatomy:
     block_names: tuple[str, ...]
     tied: bool
     vocab_size: int
+    embedding_rows: int
     hidden_size: int
     peft: str | None = None
     target_rows: int | None = None

@@ -17,7 +17,6 @@ from lightning_fedleak.model.anatomy import (
     Anatomy,
     has_cache,
     ids_argument,
-    matrix_shape,
     place_of,
     text_blocks,
 )
@@ -138,10 +137,8 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
         raise UnusableObservation(NOT_TESTED.format(f"the model's call {cause}"))
     assert isinstance(ids, Tensor)
     assert documents is not None
-    shape = matrix_shape(anatomy.embedding)
-    vocab_size = anatomy.vocab_size if shape is None else shape[0]
     is_replaced = documents.to(ids.device) % 2 == 0
-    new_ids = torch.where(is_replaced, (ids + 1) % vocab_size, ids)
+    new_ids = torch.where(is_replaced, (ids + 1) % anatomy.embedding_rows, ids)
     inputs = {name: value for name, value in call.items() if name != "labels"}
     place = place_of(anatomy, len(text_blocks(anatomy)))
     with model_runs.undisturbed(anatomy) as model, model_runs.only_needed_hooks(anatomy.root):

@@ -12,7 +12,7 @@ about a defence. The same functions repeat the step itself, on its original toke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import Anatomy, backbone_of, has_cache, last_states_in
+from lightning_fedleak.model.anatomy import Anatomy, Place, backbone_of, has_cache, last_states_in
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.compiled import is_compiled
 from lightning_fedleak.model.model_state import modules_of
@@ -221,8 +221,7 @@ def control_gradient(
         for role, parameter in parameters.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
             if gradient is not None:
-                gradient = whole_tensor(gradient)
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = whole_tensor(gradient).to_dense()
                 tensors[role] = gradient if scale == 1 else gradient / scale
     return GradientSnapshot(step.number, Stage.LOCAL, tensors, anatomy.tied)
 
@@ -415,7 +414,8 @@ def _repeat_forward(
     if backbone is not None and (source == "states" or target is backbone):
         if "labels" in call.arguments:  # some backbones compute a fused loss from the labels
             arguments["labels"] = call.arguments["labels"]
-        states = _last_states(target, backbone, arguments)
+        run_to_end = model_runs.stop_at(target, Place("", backbone, "output"))
+        states: Tensor = last_states_in(run_to_end(**arguments))
         reads_states = call.shapes is None and source == "states"
         logits = capped(head(states.detach() if reads_states else states), logit_cap(anatomy))
         return states if reads_states else None, [logits]
@@ -425,24 +425,6 @@ def _repeat_forward(
     finally:
         handle.remove()
     return None, [logits] if source == "model" or not heads else heads
-
-
-class _Reached(Exception):
-    """A signal, not an error, that ends a forward after the last hidden states."""
-
-
-def _last_states(target: Any, backbone: nn.Module, arguments: Mapping[str, object]) -> Tensor:
-    """Return the last hidden states of a module, whose forward stops after its backbone."""
-    outputs = []
-
-    def end(module: nn.Module, args: object, output: Any) -> None:
-        outputs.append(output)
-        raise _Reached
-
-    with backbone.register_forward_hook(end), suppress(_Reached):
-        target(**arguments)
-    states: Tensor = last_states_in(outputs[0])
-    return states
 
 
 def _arguments(call: ModelCall, model: nn.Module) -> dict[str, object]:

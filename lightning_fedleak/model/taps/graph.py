@@ -87,7 +87,7 @@ class GraphTap:
         self.why_not = None
         if model_runs.is_compiled(anatomy.root):
             self.why_not = "torch.compile runs the model, whose hooks do not fire"
-        elif anatomy.head is None:
+        elif anatomy.head is None and anatomy.kind != "classifier":  # those are encoders
             self.why_not = "the model has no output head"
 
     def arm(self) -> None:

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -78,11 +78,3 @@ def set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:
         torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
-
-
-@contextmanager
-def inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the inputs that a module is called with."""
-    inputs: list[Tensor] = []
-    with module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
-        yield inputs

@@ -226,11 +226,7 @@ def read_states(
             open_rows = (~is_label).nonzero()[:, 0]
             claimed = claim[block[open_rows]].to(device)
             is_accepted, sizes = _check_hidden(rows.select(open_rows), weight, claimed)
-            open_rows, claimed, sizes = (
-                open_rows[is_accepted],
-                claimed[is_accepted],
-                sizes[is_accepted],
-            )
+            open_rows, claimed, sizes = (x[is_accepted] for x in (open_rows, claimed, sizes))
             best[open_rows], b[open_rows], is_label[open_rows] = claimed, sizes, True
             shape[:, open_rows] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
         labels[block] = torch.where(is_label, best, IGNORE_INDEX)

@@ -348,10 +348,8 @@ def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residua
     step, width = _rows_at_once(gradient), gradient.shape[1]
     tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # rounding of float32 is about 1e-7
     indices, values = [], []
-    n_entries, residual_norm, gradient_norm = (
-        0,
-        *gradient.new_zeros(2, dtype=torch.float32),
-    )  # squared
+    n_entries = 0
+    residual_norm, gradient_norm = gradient.new_zeros(2, dtype=torch.float32)  # squared
     for start in range(0, len(gradient), step):
         block = slice(start, start + step)
         true_rows = gradient[block]

@@ -99,7 +99,6 @@ class SplitTap:
 
     def close(self) -> None:
         """Remove every hook."""
-        self.disarm()
         for tap in self._taps:
             tap.close()
 

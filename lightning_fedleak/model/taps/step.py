@@ -75,6 +75,7 @@ class ModelCall:
             model's first block, got a gradient.
         states: (B, L, d) the last hidden states; None if the head was called, or without a graph.
         gradient: (B, L, d) the gradient of ``states``; None before the backward.
+        is_trained: Whether a state that it returned got a gradient, in a model without a head.
         random: The states of torch's generators of the CPU and the model's device at the beginning
             of the call.
         batch: The ids, labels and mask of the call; None until they are read.
@@ -94,6 +95,7 @@ class ModelCall:
     reached: Tensor | None = None
     states: Tensor | None = None
     gradient: Tensor | None = None
+    is_trained: bool = False
     random: tuple[Tensor, ...] = ()
     batch: TokenBatch | None = None
     placed: PlacedRows | None = None

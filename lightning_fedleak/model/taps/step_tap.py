@@ -21,15 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import (
-    Anatomy,
-    Kind,
-    matrix_shape,
-    placeholder_ids,
-    without_peft,
-)
+from lightning_fedleak.model.anatomy import Anatomy, Kind, placeholder_ids, without_peft
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.compiled import is_compiled
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
@@ -45,22 +38,7 @@ from lightning_fedleak.model.taps.step import ModelCall, Step
 
 
 class _EncoderTap(GraphTap):
-    """Hooks that record which calls of a model without a head (an encoder) got a gradient.
-
-    Args:
-        anatomy: The parts of the model.
-    """
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        super().__init__(anatomy)
-        self._calls_with_gradient: list[ModelCall] = []
-        if not is_compiled(anatomy.root):  # a missing head is no obstacle here
-            self.why_not = None
-
-    def close(self) -> None:
-        """Remove the hooks and discard the calls."""
-        super().close()
-        self._calls_with_gradient = []
+    """Hooks that record which calls of a model without a head (an encoder) got a gradient."""
 
     def take(self, user_batch: TokenBatch | None = None) -> list[ModelCall]:
         """Return the calls whose states got a gradient since the previous ``take``; discard them.
@@ -72,9 +50,8 @@ class _EncoderTap(GraphTap):
             Exception: An exception that a hook raised during the user's forward or backward.
         """
         raise_kept(self)
-        reached, self._calls_with_gradient = self._calls_with_gradient, []
-        calls = [call for call in self._calls if call in reached]
-        self._calls = [call for call in self._calls if call not in reached]
+        calls = [c for c in self._calls if c.is_trained or c.reached is not None]
+        self._calls = [call for call in self._calls if call not in calls]
         return calls
 
     @raised_when_read
@@ -91,12 +68,7 @@ class _EncoderTap(GraphTap):
 
     def _note_gradient(self, call: ModelCall, gradient: Tensor) -> None:
         """Note that the backward has reached a state that this call returned."""
-        self._calls_with_gradient.append(call)
-
-    def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
-        """Record the positions with a gradient, and that the call got one."""
-        super()._read_reach(call, gradient)
-        self._calls_with_gradient.append(call)
+        call.is_trained = True
 
 
 def _read_encoder_call(
@@ -170,7 +142,7 @@ class _GradientTap:
         """Copy the gradient of a parameter to its buffer, while the tap is armed."""
         if not self.armed or parameter.grad is None:
             return
-        grad = _dense(parameter.grad)
+        grad = whole_tensor(parameter.grad).to_dense()  # sparse for some embeddings
         buffer = self._buffers.get(id(parameter))
         if buffer is None:
             buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
@@ -214,7 +186,7 @@ class _GradientTap:
                     gradients[key].div_(scale / self._scales[key])
                     self._scales[key] = scale
             elif not copies and (gradient := self._gradient_of(parameter)) is not None:
-                gradients[key] = _dense(gradient)
+                gradients[key] = whole_tensor(gradient).to_dense()
         keys = {role: id(p) for role, p in self._parameters.items()}
         tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
         return GradientSnapshot(step, stage, tensors, self._tied, client)
@@ -226,12 +198,6 @@ class _GradientTap:
         self._handles.clear()
         self._buffers.clear()
         self._scales.clear()
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return the whole dense tensor of a tensor that may be a shard or sparse."""
-    tensor = whole_tensor(tensor)
-    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 class _PackingTest:
@@ -345,7 +311,6 @@ class StepTap:
         reason: Callable[[Exception], str] = str,
     ) -> None:
         self._anatomy = anatomy
-        self._forward_context = forward_context
         self._adapter = adapter
         self._autocast = autocast
         self._write = say
@@ -357,7 +322,7 @@ class StepTap:
         config = getattr(without_peft(anatomy.model), "config", None)
         self._placeholders = placeholder_ids(config)
         self.why_not = why_not or self._graph.why_not
-        self._packing: _PackingTest | None = None
+        self._packing = _PackingTest(anatomy, forward_context)
         self._random: tuple[Tensor, ...] = ()
         self._message_kinds: set[str] = set()
         self._gradient_tap = _GradientTap({})
@@ -366,9 +331,7 @@ class StepTap:
         """Remove every hook."""
         self._gradient_tap.close()
         self._graph.close()
-        if self._packing is not None:
-            self._packing.close()
-        self._packing = None
+        self._packing.close()
 
     def read_gradients(
         self,
@@ -428,7 +391,7 @@ class StepTap:
             step.batch = tokens = self.read(batch)
             self._graph.labels = tokens.labels
             if tokens.documents is not None and self.why_not is not None:
-                self._packing_test().watch(tokens)
+                self._packing.watch(tokens)
         except Exception as error:
             step.batch_error = self._reason(error)
 
@@ -468,9 +431,8 @@ class StepTap:
 
     def check(self, step: Step, batch: TokenBatch) -> None:
         """Set the step's ``error`` if the values of a batch contradict each other."""
-        rows = matrix_shape(self._anatomy.embedding)
         try:
-            batch.check_values(None if rows is None else rows[0], self._anatomy.vocab_size)
+            batch.check_values(self._anatomy.embedding_rows, self._anatomy.vocab_size)
         except Exception as error:
             step.error = self._reason(error)
 
@@ -499,11 +461,6 @@ class StepTap:
 
     # ---- the ground truth -------------------------------------------------------------------
 
-    def _packing_test(self) -> _PackingTest:
-        """Return the test of packed rows, which is created at its first use."""
-        self._packing = self._packing or _PackingTest(self._anatomy, self._forward_context)
-        return self._packing
-
     def _read_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:
         """Return the calls with their ids and labels, or a plain call on the batch without them."""
         kind, batch = self._anatomy.kind, step.batch
@@ -517,7 +474,7 @@ class StepTap:
         for i, call in enumerate(calls_with_texts):
             texts = call.texts
             if texts.crossing is None and texts.is_packed:
-                texts = self._packing_test().with_crossing(texts, [call.arguments])
+                texts = self._packing.with_crossing(texts, [call.arguments])
                 calls_with_texts[i] = replace(call, batch=texts)
         self._say("the labels and inputs of a step are read from its own graph")
         for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
@@ -531,9 +488,7 @@ class StepTap:
     def _call_on_batch(self, step: Step, batch: TokenBatch) -> ModelCall:
         """Return the call that a plain cross-entropy makes on the user's batch."""
         self._say(f"the labels of a step are read from its batch: {self.why_not or _NO_GRADIENT}")
-        if self._packing is not None:
-            batch = self._packing.with_crossing(batch)
-        step.batch = batch
+        step.batch = batch = self._packing.with_crossing(batch)
         return plain_call(self._anatomy, batch, self._autocast, self._random)
 
     def _say(self, sentence: str) -> None:

@@ -68,14 +68,6 @@ class ThreatModel:
         return cls(frozenset(needs), summary)
 
 
-def missing(
-    threat_model: ThreatModel, capabilities: Iterable[Capability]
-) -> tuple[Capability, ...]:
-    """Return the needs of a threat model that are not in ``capabilities``, in enum order."""
-    absent = threat_model.needs - frozenset(capabilities)
-    return tuple(c for c in Capability if c in absent)
-
-
 def require(attack: str, threat_model: ThreatModel, capabilities: Iterable[Capability]) -> None:
     """Raise an error unless the adversary has all capabilities that an attack needs.
 
@@ -87,9 +79,10 @@ def require(attack: str, threat_model: ThreatModel, capabilities: Iterable[Capab
     Raises:
         ValueError: A capability is missing. The message names the attack and all missing ones.
     """
-    absent = missing(threat_model, capabilities)
-    if absent:
+    missing = threat_model.needs - frozenset(capabilities)
+    if missing:
+        names = "; ".join(c.value for c in Capability if c in missing)  # in the order of the enum
         raise ValueError(
             f"attack '{attack}' cannot run in this setting. Its adversary "
-            f"({threat_model.summary}) must be one that: {'; '.join(c.value for c in absent)}."
+            f"({threat_model.summary}) must be one that: {names}."
         )

@@ -58,12 +58,12 @@ class CanaryScorer(EitherCallback):
     def __init__(self, canaries: CanarySet) -> None:
         self.canaries = canaries
         self._anatomy: Anatomy | None = None
+        self._trainer: L.Trainer | None = None  # while it trains
         self._clear_scores()
 
     def _clear_scores(self) -> None:
         """Set all scores to 0, and forget that any step was scored."""
         self._total = torch.zeros(len(self.canaries), dtype=torch.float64)
-        self._step = self._counted_step = 0
         self._scored = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -93,18 +93,16 @@ class CanaryScorer(EitherCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute the losses before training, with the weights of a loaded checkpoint if any."""
-        self._step = self._counted_step = trainer.global_step
+        self._trainer, self._counted_step = trainer, trainer.global_step
         self._losses_before = self._losses()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the steps since the last checkpoint."""
-        self._step = trainer.global_step
-        if self._step > self._counted_step:
-            self._add_decrease()
+        self._add_decrease()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Drop the reference to the model."""
-        self._anatomy = None
+        """Drop the references to the model and the Trainer."""
+        self._anatomy = self._trainer = None
 
     def scores(self) -> Tensor:
         """Return (m,) float64, the scores of the m canaries, in their order.
@@ -119,11 +117,12 @@ class CanaryScorer(EitherCallback):
         return self._total.clone()
 
     def _add_decrease(self) -> None:
-        """Add to each canary's score the decrease of its loss since the last call."""
-        losses = self._losses()
-        self._total += self._losses_before - losses
-        self._losses_before = losses
-        self._counted_step, self._scored = self._step, True
+        """Add to each canary's score the decrease of its loss by the steps since the last call."""
+        if self._trainer is not None and self._trainer.global_step > self._counted_step:
+            losses = self._losses()
+            self._total += self._losses_before - losses
+            self._losses_before = losses
+            self._counted_step, self._scored = self._trainer.global_step, True
 
     @torch.no_grad()
     def _losses(self) -> Tensor:
@@ -145,8 +144,7 @@ class CanaryScorer(EitherCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scores so far, and the state of the canaries."""
-        if self._anatomy is not None and self._step > self._counted_step:
-            self._add_decrease()
+        self._add_decrease()
         return {
             "canaries": self.canaries.state_dict(),
             "scores": self._total.clone(),

@@ -14,7 +14,7 @@ import torch
 
 from lightning_fedleak import engine as core
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
-from lightning_fedleak.callbacks.trainer_facts import defenses_of
+from lightning_fedleak.callbacks.trainer_facts import callbacks_of, defenses_of
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.report.records.utility import is_lower_better, is_validation
 
@@ -126,7 +126,7 @@ class RiskGate(core.Threshold, EitherCallback):
         Raises:
             ValueError: No monitor logs it, or several do.
         """
-        monitors = [c for c in _callbacks(trainer) if isinstance(c, LeakageMonitor)]
+        monitors = [c for c in callbacks_of(trainer) if isinstance(c, LeakageMonitor)]
         logged_by = [m for m in monitors if self.metric in m.metric_names()]
         if len(logged_by) != 1:
             start = f"RiskGate watches '{self.metric}'"
@@ -154,7 +154,7 @@ class RiskGate(core.Threshold, EitherCallback):
             ValueError: Another gate has the same name, or this one could not stop the run. The
                 message names the argument to change.
         """
-        gates = [c for c in _callbacks(trainer) if isinstance(c, RiskGate) and c is not self]
+        gates = [c for c in callbacks_of(trainer) if isinstance(c, RiskGate) and c is not self]
         if any(gate.name == self.name for gate in gates):
             raise ValueError(f"two RiskGates are named '{self.name}': give one of them name=...")
         if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
@@ -194,8 +194,3 @@ def _save(trainer: L.Trainer, name: str) -> Path | None:
     path = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / f"{name}.ckpt"
     trainer.save_checkpoint(path)
     return path
-
-
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    """Return the callbacks of a Trainer, which Lightning does not declare."""
-    return list(trainer.callbacks)  # type: ignore[attr-defined]

@@ -212,8 +212,7 @@ class LeakageMonitor(EitherCallback, Reported):
 
     def _check_names(self, trainer: L.Trainer) -> None:
         """Raise an error if two monitors of the run log under the same names."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for monitor in callbacks:
+        for monitor in trainer_facts.callbacks_of(trainer):
             if isinstance(monitor, LeakageMonitor) and monitor is not self:
                 # If both monitors have attacks of a family, neither has all values for its worst.
                 for channel in monitor.engine.series.values():

@@ -76,7 +76,7 @@ class TrainerRun(Run):
             ValueError: Both the strategy and an optimizer have defences.
         """
         strategy = trainer.strategy
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(trainer)
         holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
         # The metrics that EarlyStopping and ModelCheckpoint act on.
         watched = (getattr(callback, "monitor", None) for callback in callbacks)
@@ -159,12 +159,11 @@ class TrainerRun(Run):
         The latter holds for manual optimization, several optimizers and an accumulation schedule.
         """
         trainer = self.trainer
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         schedulers = both("callbacks.GradientAccumulationScheduler")
         is_automatic = trainer.lightning_module.automatic_optimization
         if len(trainer.optimizers) != 1 or not is_automatic:
             return None
-        if any(isinstance(callback, schedulers) for callback in callbacks):
+        if any(isinstance(callback, schedulers) for callback in callbacks_of(trainer)):
             return None
         steps = trainer.estimated_stepping_batches
         return int(steps) if 0 < steps < math.inf else None
@@ -247,6 +246,11 @@ class TrainerRun(Run):
         if not isinstance(strategy, DefendedStrategy):
             return super().watch_release(stage_reached, before_defense)
         return [strategy.add_tap(stage_reached), strategy.add_canaries(before_defense)]
+
+
+def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
+    """Return the callbacks of a Trainer, which Lightning does not declare."""
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def defenses_of(trainer: L.Trainer) -> tuple[Defense, ...]:

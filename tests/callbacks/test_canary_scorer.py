@@ -112,6 +112,17 @@ def test_a_resumed_run_goes_on_with_its_scores(tmp_path: Path) -> None:
     rest, _ = run(6, str(tmp_path / "b.ckpt"))
     assert float(rest.scores().abs().max()) > 1e-4
     torch.testing.assert_close(again.scores(), first.scores() + rest.scores())
+
+    class Saver(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    model = tiny_llama()
+    texts = texts_of(model)
+    fit(model, texts, [CanaryScorer(canary_set(texts)), Saver()], tmp_path)
+    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)["callbacks"]["CanaryScorer"]
+    torch.testing.assert_close(saved["scores"], run(2)[0].scores())
+    assert saved["seen"]
     other_canaries = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
     with pytest.raises(ValueError, match="written with other canaries"):
         CanaryScorer(

@@ -189,15 +189,15 @@ def test_the_least_error_of_equal_scores_is_where_their_interval_ends(mean: floa
 
 
 @pytest.mark.parametrize("decimals", [15, 0])
-def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: int) -> None:
-    """The two ways to compute a bootstrap, and one by ranks of the games drawn."""
+def test_clusters_are_drawn_in_blocks_like_their_games(monkeypatch, decimals: int) -> None:
+    """A bootstrap at once and in blocks of draws, and one by ranks of the games drawn."""
     scores, members, clusters = steps(12, 6, 1.0, 0.3, 0)
     scores = scores.round(decimals=decimals)
-    blocks = membership_rates(scores, members, clusters)["auc"]
+    whole = membership_rates(scores, members, clusters)["auc"]
     monkeypatch.setattr(clustered, "NUMBERS_AT_ONCE", 1000)
-    weights = membership_rates(scores, members, clusters)["auc"]
-    assert blocks.low == pytest.approx(weights.low, rel=1e-9)
-    assert blocks.high == pytest.approx(weights.high, rel=1e-9)
+    blocks = membership_rates(scores, members, clusters)["auc"]
+    assert blocks.low == pytest.approx(whole.low, rel=1e-9)
+    assert blocks.high == pytest.approx(whole.high, rel=1e-9)
 
     shares = []  # of each cluster in the error: the AUC's derivative in the cluster's weight
     for cluster in range(12):

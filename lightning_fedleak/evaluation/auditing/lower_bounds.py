@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import betaincinv, ndtr, ndtri
+from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.defenses.noise import gaussian_epsilon
-from lightning_fedleak.evaluation.metrics.clustered import columns
+from lightning_fedleak.evaluation.metrics.clustered import Floats, Ints, columns
+from lightning_fedleak.evaluation.metrics.rates import clopper_pearson
 from lightning_fedleak.validate import check_choice, check_number
 
 FPRS = 300  # points of an area under a curve, in each half; fewer: error above 1e-4. Not tuned
@@ -81,8 +81,6 @@ def curve_auc(curve: Curve) -> float:
 if TYPE_CHECKING:
     from lightning_fedleak.evaluation.games import GameResult
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Relation = Literal["add_remove", "replace_one"]
 Claim = Literal["dp", "gaussian"]
 
@@ -242,20 +240,20 @@ def audit_scores(
             f"{other_scores.size}"
         )
 
-    def bound_at(member_scores: Floats, other_scores: Floats, cut: float) -> float:
-        if threshold == "union":
-            rates = _rates_at_ranks(member_scores, other_scores, audited.error)
-        else:
+    is_fixed = isinstance(threshold, (int, float)) and not math.isnan(threshold)
+    if not is_fixed and threshold != "union":
+        raise ValueError(f"threshold must be 'union' or a number, got {threshold!r}")
+
+    def bound_at(member_scores: Floats, other_scores: Floats, cut: Any) -> float:
+        if is_fixed:
             rates = _rates_at_cut(cut, member_scores, other_scores, audited.error / 2)
+        else:
+            rates = _rates_at_ranks(member_scores, other_scores, audited.error)
         return audited.epsilon(*rates)
 
-    is_fixed = isinstance(threshold, (int, float))
-    cut = float(threshold) if isinstance(threshold, (int, float)) else 0.0
-    if not (is_fixed or threshold == "union") or math.isnan(cut):
-        raise ValueError(f"threshold must be 'union' or a number, got {threshold!r}")
     is_unknown = np.isnan(score).any()
     return audited.bound(
-        math.nan if is_unknown else bound_at(member_scores, other_scores, cut),
+        math.nan if is_unknown else bound_at(member_scores, other_scores, threshold),
         # The limit: the bound of an attack that separates all games, by a cut at 0.5.
         bound_at(np.ones(member_scores.size), np.zeros(other_scores.size), 0.5),
         score.size,
@@ -284,12 +282,9 @@ def _rates_at_cut(
     cut: float, member_scores: Floats, other_scores: Floats, error: float
 ) -> tuple[Floats, Floats]:
     """Return (1,) Clopper-Pearson's upper bounds of FNR and FPR of ``score > cut``."""
-    misses, false_alarms = (
-        np.array([(member_scores <= cut).sum()]),
-        np.array([(other_scores > cut).sum()]),
-    )
-    fnr = _upper_bounds(misses, member_scores.size, error)
-    return fnr, _upper_bounds(false_alarms, other_scores.size, error)
+    misses, false_alarms = (member_scores <= cut).sum(), (other_scores > cut).sum()
+    fnr = _upper_bounds(np.array([misses]), member_scores.size, error)
+    return fnr, _upper_bounds(np.array([false_alarms]), other_scores.size, error)
 
 
 def _ranks(n: int) -> Ints:
@@ -301,10 +296,7 @@ def _ranks(n: int) -> Ints:
 
 def _upper_bounds(count: Ints, n: int, error: float) -> Floats:
     """Return Clopper-Pearson's upper bounds of rates."""
-    bound: Floats = np.ones(count.shape)
-    partial = count < n
-    bound[partial] = betaincinv(count[partial] + 1, n - count[partial], 1 - error)
-    return bound
+    return np.array([clopper_pearson(k, n - k, 2 * error)[1] for k in count.tolist()])
 
 
 def audit_games(

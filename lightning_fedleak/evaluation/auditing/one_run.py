@@ -63,7 +63,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.evaluation.auditing import lower_bounds
-from lightning_fedleak.evaluation.metrics.clustered import columns
+from lightning_fedleak.evaluation.metrics.clustered import Floats, columns
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 if TYPE_CHECKING:
@@ -400,9 +400,7 @@ def audit_gaussian_scores(
     return audited.bound(epsilon, math.inf, score.size, "sums of Gaussian scores")
 
 
-def _least_mu(
-    member_scores: lower_bounds.Floats, other_scores: lower_bounds.Floats, error: float
-) -> float:
+def _least_mu(member_scores: Floats, other_scores: Floats, error: float) -> float:
     """Return the lower bound on mu from the noncentral t distribution."""
     freedom = member_scores.size + other_scores.size - 2
     spread = math.sqrt((_sum_of_squares(member_scores) + _sum_of_squares(other_scores)) / freedom)
@@ -417,12 +415,12 @@ def _least_mu(
     return width * float(brentq(excess, 0.0, statistic, xtol=1e-9))
 
 
-def _sum_of_squares(values: lower_bounds.Floats) -> float:
+def _sum_of_squares(values: Floats) -> float:
     """Return the sum of squares about the mean."""
     return float(np.square(values - values.mean()).sum())
 
 
-def _check_form(member_scores: lower_bounds.Floats, other_scores: lower_bounds.Floats) -> None:
+def _check_form(member_scores: Floats, other_scores: Floats) -> None:
     """Raise an error if scores are not normal, or if their variance depends on inclusion."""
     if np.ptp(member_scores) == 0 or np.ptp(other_scores) == 0:
         raise ValueError(

@@ -86,7 +86,7 @@ def advantage_rate(right: Bools, member: Bools, code: Ints, alpha: float) -> Rat
     one_side_cap = min((1 + tail ** (1 / np.unique(code[side]).size)) / 2 for side in sides)
     cap = min(tail ** (1 / k), one_side_cap)
     mean = _capped_rate(value, low, high, cap, code[~right], code[right])
-    return Rate(*(2 * p - 1 for p in (mean.value, mean.low, mean.high)))
+    return Rate(*(2 * p - 1 for p in mean))
 
 
 def effective_trials(
@@ -305,13 +305,7 @@ def _decisive_clusters(score: Floats, member: Bools, code: Ints) -> Ints:
 def _bootstrap_aucs(
     member: Bools, code: Ints, starts: Ints, clusters: int, resamples: int, rng: np.random.Generator
 ) -> Floats:
-    """Return the AUCs (resamples,) of draws of clusters with replacement.
-
-    Few clusters are counted by a matrix of pairs (faster), many by the weights of their games.
-    """
-    few = member.size * clusters <= NUMBERS_AT_ONCE
-    ordered_pairs = _ordered_pairs(member, code, starts, clusters) if few else None
-    sizes = [np.bincount(code[side], minlength=clusters) for side in (member, ~member)]
+    """Return the AUCs (resamples,) of draws of clusters with replacement."""
     rows = max(1, NUMBERS_AT_ONCE // member.size)
     draws: list[Floats] = []
     for first in range(0, resamples, rows):
@@ -320,32 +314,8 @@ def _bootstrap_aucs(
         picks = rng.integers(clusters, size=(b, clusters)) + clusters * np.arange(b)[:, None]
         counts = np.bincount(picks.ravel(), minlength=b * clusters)
         times = counts.reshape(b, clusters).astype(float)
-        if ordered_pairs is None:
-            draws.append(_weighted_auc(times[:, code], member, starts))
-            continue
-        wins = ((times @ ordered_pairs) * times).sum(1)
-        draws.append(_ratio(wins, (times @ sizes[0]) * (times @ sizes[1])))
+        draws.append(_weighted_auc(times[:, code], member, starts))
     return np.concatenate(draws)
-
-
-def _ordered_pairs(member: Bools, code: Ints, starts: Ints, clusters: int) -> Floats:
-    """Return the numbers (C, C) of rightly ordered pairs of a member and a non-member.
-
-    The member's cluster is the row, the non-member's is the column. A tie counts half.
-    """
-    non_members_before = np.zeros((member.size + 1, clusters))
-    non_members = np.flatnonzero(~member)
-    non_members_before[non_members + 1, code[non_members]] = 1
-    non_members_before = np.cumsum(non_members_before, axis=0)
-    members = np.flatnonzero(member)
-    members = members[np.argsort(code[members], kind="stable")]
-    tied = np.searchsorted(starts, members, "right") - 1
-    ends = np.append(starts[1:], member.size)
-    below = (non_members_before[starts[tied]] + non_members_before[ends[tied]]) / 2
-    present, first = np.unique(code[members], return_index=True)
-    pairs = np.zeros((clusters, clusters))
-    pairs[present] = np.add.reduceat(below, first, axis=0)
-    return pairs
 
 
 def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
@@ -357,11 +327,7 @@ def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
     members = np.add.reduceat(weights * member, starts, axis=1)
     non_members = np.add.reduceat(weights * ~member, starts, axis=1)
     below = np.cumsum(non_members, axis=1) - non_members / 2
-    return _ratio((members * below).sum(1), members.sum(1) * non_members.sum(1))
-
-
-def _ratio(wins: Floats, pairs: Floats) -> Floats:
-    """Return ``wins / pairs``, NaN without pairs."""
+    wins, pairs = (members * below).sum(1), members.sum(1) * non_members.sum(1)
     shares: Floats = np.full_like(wins, np.nan)
     np.divide(wins, pairs, out=shares, where=pairs > 0)
     return shares

@@ -13,7 +13,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.special import betaincinv
@@ -63,8 +63,7 @@ class Counts:
         return {name: total / n if n else math.nan for name, (total, n) in sums.items()}
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """A proportion and its confidence interval, all NaN if there was nothing to count."""
 
     value: float
@@ -142,7 +141,7 @@ def precision_recall_f1(counts: Counts) -> dict[str, Rate]:
     return {
         "precision": proportion(counts.tp, counts.tp + counts.fp),
         "recall": proportion(counts.tp, counts.tp + counts.fn),
-        "f1": Rate(*(2 * j / (1 + j) for j in (jaccard.value, jaccard.low, jaccard.high))),
+        "f1": Rate(*(2 * j / (1 + j) for j in jaccard)),
     }
 
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import gammaln
 from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import ShortAnswers, gain_beyond
 from lightning_fedleak.evaluation.canaries.repeats import PoolRows
+from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
 from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.private_files import check_private, write_lines
@@ -36,9 +36,6 @@ from lightning_fedleak.validate import explain_errors
 
 BARS = 256  # ranks of non-members used as thresholds; more: slower, and the bound hardly rises
 HALVINGS = 24  # bisections of the level of each rank; more: the bound hardly rises
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def record_p_values(scores: Tensor, members: Tensor) -> Floats:
@@ -60,7 +57,7 @@ def record_p_values(scores: Tensor, members: Tensor) -> Floats:
     return p_values
 
 
-def listed(p_values: Floats, rate: float) -> NDArray[np.bool_]:
+def listed(p_values: Floats, rate: float) -> Bools:
     """Return which members are in the list at a false-discovery rate (Benjamini-Hochberg).
 
     The rate holds although all p-values share the same non-members (Bates et al. 2023, arXiv
@@ -70,7 +67,7 @@ def listed(p_values: Floats, rate: float) -> NDArray[np.bool_]:
         p_values: The p-values of all members.
         rate: The false-discovery rate: the expected share of false discoveries in the list.
     """
-    chosen: NDArray[np.bool_] = false_discovery_control(p_values, method="bh") <= rate
+    chosen: Bools = false_discovery_control(p_values, method="bh") <= rate
     return chosen
 
 

@@ -69,11 +69,12 @@ def rate_name(fpr: float) -> str:
 def shown_tpr(
     scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
 ) -> Rate:
-    """Return a lower and an upper bound of the TPR at a small FPR.
+    """Return the TPR at a small FPR, with a lower and an upper bound.
 
-    Each bound is wrong with a probability of at most the look's share of ``alpha``; both together
-    are wrong with at most twice that. The lower bound is unknown (NaN) with too few non-members.
-    The value of the rate is its lower bound.
+    The value is the share of members above the (m + 1)-th highest of n non-members, for
+    m = floor(fpr * n). Ties count against the members. Each bound is wrong with a probability of at
+    most the look's share of ``alpha``; both together are wrong with at most twice that. The value
+    and the lower bound are unknown (NaN) with too few non-members.
 
     The lower bound's threshold is a non-member's score that is high enough: its FPR exceeds ``fpr``
     with a probability of at most half of the look's share. The FPR above the j-th highest of n
@@ -97,31 +98,17 @@ def shown_tpr(
     n, ranks = len(non_members), np.arange(1, len(non_members) + 1)
     strict = binom.cdf(ranks - 1, n, fpr) <= spent / 2  # P(FPR above the j-th > fpr)
     lenient = binom.sf(ranks - 1, n, fpr) <= spent / 2  # P(FPR from the j-th on < fpr)
-    low, high = math.nan, 1.0
+    value, low, high = math.nan, math.nan, 1.0
     if strict.any():
         hits = int((inside > non_members[np.flatnonzero(strict)[-1]]).sum())
         low = float(beta.ppf(spent / 2, hits, len(inside) - hits + 1)) if hits else 0.0
+        # 1e-9: a product of the rate and a number may be just below an integer.
+        value = float((inside > non_members[int(fpr * n + 1e-9)]).mean())
     if lenient.any():
         hits = int((inside >= non_members[np.flatnonzero(lenient)[0]]).sum())
         full = hits == len(inside)
         high = 1.0 if full else float(beta.ppf(1 - spent / 2, hits + 1, len(inside) - hits))
-    return Rate(low, low, high)
-
-
-def _judged_tpr(scores: Tensor, members: Tensor, *, look: int, alpha: float, fpr: float) -> Rate:
-    """Return the estimated TPR at an FPR with its bounds; all NaN with too few non-members.
-
-    The value is the share of members above the (m + 1)-th highest of n non-members, for
-    m = floor(fpr * n). Ties count against the members.
-    """
-    bounds = shown_tpr(scores, members, look=look, alpha=alpha, fpr=fpr)
-    if math.isnan(bounds.low):
-        return UNKNOWN
-    score, member = _pool(scores, members)
-    non_members = np.sort(score[~member])[::-1]
-    # 1e-9: a product of the rate and a number may be just below an integer.
-    above = score[member] > non_members[int(fpr * len(non_members) + 1e-9)]
-    return Rate(float(above.mean()), bounds.low, bounds.high)
+    return Rate(value, low, high)
 
 
 def rank_test(scores: Tensor, members: Tensor) -> float:
@@ -247,24 +234,24 @@ def membership_values(
     Raises:
         ValueError: There are no members or no non-members, the lengths differ, or a score is NaN.
     """
-    shown = shown_tpr(scores, members, look=look, alpha=alpha)
+    tprs = [shown_tpr(scores, members, look=look, alpha=alpha, fpr=fpr) for fpr in FPRS]
     spent = spent_at(look, alpha)
     auc_rate = _auc(scores, members, spent)
     error = permutation_test(scores, members) if exact else least_error(*_pool(scores, members))
     pairs = min(int(members.sum()), int((~members).sum()))
     provable = (spent / 2) ** (1 / pairs)  # so high an AUC ranks all disjoint pairs right
     if exact and error > spent / 2:
-        auc_rate = replace(auc_rate, low=min(auc_rate.low, 0.5))
+        auc_rate = auc_rate._replace(low=min(auc_rate.low, 0.5))
     if exact and spent / 2 < 1 / (1 + PERMUTATIONS):  # below the smallest p-value
         provable = min(provable, 0.5)
-    tprs = (_judged_tpr(scores, members, look=look, alpha=alpha, fpr=fpr) for fpr in FPRS)
-    rates = dict(zip(map(rate_name, FPRS), tprs, strict=True))
+    known = (UNKNOWN if math.isnan(tpr.low) else tpr for tpr in tprs)
+    rates = dict(zip(map(rate_name, FPRS), known, strict=True))
     return {
         **flat({"auc": auc_rate, **rates}),
         "auc_provable": provable,
         "p_value": min(1.0, error * alpha / spent),
-        "shown": shown.low,
-        "shown_high": shown.high,
+        "shown": tprs[0].low,
+        "shown_high": tprs[0].high,
         "shown_p_value": min(1.0, rank_test(scores, members) * alpha / spent),
         "visible": visible_tpr(int(members.sum()), int((~members).sum()), look=look, alpha=alpha),
     }
@@ -324,7 +311,7 @@ def extraction_values(
             )
             for min_rows, tier in tiers.items()
         }
-        ends = zip(*((rate.value, rate.low, rate.high) for rate in rates.values()), strict=True)
+        ends = zip(*rates.values(), strict=True)
         values |= flat({name: Rate(*map(max, ends)), **rates})
         values |= {f"{name}_x{min_rows}_provable": low for min_rows, low in provable.items()}
         values[f"{name}_provable"] = min(provable.values())
@@ -541,8 +528,6 @@ def _auc(scores: Tensor, members: Tensor, alpha: float) -> Rate:
 def _difference(first: Rate, second: Rate) -> Rate:
     """Return the difference of two independent proportions; unknown if either is unknown."""
     value = first.value - second.value
-    if math.isnan(value):
-        return UNKNOWN
     down = math.hypot(first.value - first.low, second.high - second.value)
     up = math.hypot(first.high - first.value, second.value - second.low)
     return Rate(value, value - down, value + up)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 from torch import Tensor
@@ -23,10 +22,9 @@ from torchmetrics.functional.text.rouge import rouge_score
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
+from lightning_fedleak.evaluation.metrics.clustered import Floats
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, RateMetric, proportion
 from lightning_fedleak.validate import check_integer
-
-Floats = NDArray[np.float64]
 
 RECONSTRUCTION_RATES = (
     "token_accuracy",

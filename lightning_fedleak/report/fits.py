@@ -226,7 +226,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         recorded=log.begin is not None,
         start=begin.time or NOT_RECORDED,
         end=_end_in_words(log),
-        steps=max(log.looks_at, default=None),
+        steps=log.last_step,
         length=None if log.end is None else log.end.step - from_one,
         looked_at=sum(log.end is None or from_one or s < log.end.step for s in log.looks_at),
         costs=_costs(log.looks),

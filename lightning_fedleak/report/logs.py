@@ -70,6 +70,11 @@ class FitLog:
         return frozenset((*steps, *(line.step for line in self.looks)))
 
     @property
+    def last_step(self) -> int | None:
+        """The last step or round that was measured."""
+        return max(self.looks_at, default=None)
+
+    @property
     def fit_name(self) -> str:
         """A name that all monitors of one fit share."""
         recorded = self.begin.fit if self.begin is not None else None

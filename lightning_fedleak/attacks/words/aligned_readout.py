@@ -157,7 +157,7 @@ def fit_readout(
     vector = torch.cat([start.flatten() for start in starts]).to(device).requires_grad_()
 
     def parameters() -> list[Tensor]:
-        parts = vector.split([math.prod(s) for s in shapes])
+        parts = torch.split(vector, [math.prod(s) for s in shapes])
         return [part.view(s) for part, s in zip(parts, shapes, strict=True)]
 
     optimizer = torch.optim.AdamW([vector], lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)

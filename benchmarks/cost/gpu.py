@@ -25,8 +25,13 @@ SMALL = (
     ("dpsgd", "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --peers plain"),
 )
 WHOLE = (  # each fills the GPU: a step of a smaller model waits for the host
-    ("overhead", "--steps 16 --size 12 768 --shape 32x128"),
+    ("overhead", "--steps 16 --size 12 768 --shape 32x128 --fits 200"),
     ("overhead", "--steps 16 --size 12 768 --shape 32x128 --precision bf16-mixed"),
+    (  # 1.2 billion weights
+        "overhead",
+        "--steps 8 --size 16 2048 --vocabulary 128000 --lora 8 --shape 8x256 "
+        "--precision bf16-mixed --fits 200",
+    ),
     ("dpsgd", "--layers 12 --width 768 --batch 32 128"),
     ("dpsgd", "--layers 12 --width 768 --batch 32 128 --lora"),
 )

@@ -10,8 +10,9 @@ monitor is there, the step is not looked at), ``look`` (every attack runs, witho
 (the controls of all attacks are read, as at the first look of a run). Medians, and ratios to
 ``off``, with a bootstrap 95% interval, of elapsed and of processor time; the latter is the one to
 read where others use the machine too. The processor time in the monitor's own hooks is printed as
-well: its share of a step is known far more closely than a difference of two steps. Whole fits
-(``--fits``) are made without and with the monitor and its default cadence.
+well: its share of a step is known far more closely than a difference of two steps. On a GPU it is
+counted how often the host waits for it. Whole fits (``--fits``) are made without and with the
+monitor and its default cadence.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import datetime
 import platform
 import statistics
 import time
+import warnings
+from collections import Counter
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -180,13 +183,38 @@ def interval(looked: list[float], plain: list[float]) -> tuple[float, float]:
     return low, high
 
 
+@contextmanager
+def in_turn(monitor: InTurn):
+    """A context in which the kind of a step decides which controls are due."""
+    with patch.object(
+        Controls, "_is_due", lambda controls, look, plan: monitor.is_due(look, plan, controls)
+    ):
+        yield
+
+
+def count_waits(arguments: argparse.Namespace, rounds: int = 4) -> None:
+    """Print how often the host waits for the GPU in a step of each kind, as CUDA reports it."""
+    monitor, waits = InTurn(ARMS), Counter()
+
+    def count(message, *_):
+        if "synchronizing CUDA operation" in str(message):
+            waits[getattr(monitor, "now", "set-up")] += 1
+
+    with warnings.catch_warnings(), in_turn(monitor):
+        warnings.simplefilter("always")
+        warnings.showwarning = count
+        torch.cuda.set_sync_debug_mode("warn")
+        run(arguments, [monitor], rounds * len(ARMS))
+        torch.cuda.set_sync_debug_mode("default")
+    for arm in ARMS:
+        print(f"a step of kind {arm} waits {waits[arm] / rounds:.1f} times for the GPU")
+
+
 def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]:
     """Elapsed seconds, processor seconds and the monitor's own of every step, by arm."""
     monitor = InTurn(ARMS)
     clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
-    with patch.object(
-        Controls, "_is_due", lambda controls, look, plan: monitor.is_due(look, plan, controls)
-    ):
+    with in_turn(monitor):
         run(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
     return clock.times
 
@@ -267,6 +295,8 @@ def main() -> None:
     print(f"{arguments.shape}, {arguments.precision}\n")
     if arguments.steps:
         time_steps(arguments)
+        if arguments.device == "cuda":
+            count_waits(arguments)
     if arguments.fits:
         time_fits(arguments)
 

@@ -195,36 +195,37 @@ class Weights:
                 f"({_names_of(changed, root)}), and no noise covers that. "
                 "Nothing was released. Write to a copy of the weights."
             )
-        self.check_finite(root)
+        if (error := self._not_finite(root)) is not None:
+            raise error
 
-    def check_finite(self, root: nn.Module) -> None:
-        """Raise an error if the optimizer's last step made weights that are not finite.
+    def _not_finite(self, root: nn.Module) -> DefenseError | None:
+        """Return an error that names the weights that the optimizer's last step made not finite.
 
-        Raises:
-            DefenseError: Names them. It depends only on releases, and leaks nothing else.
+        It depends only on releases, and leaks nothing else.
         """
         not_finite = [
             p
             for p, total in self._sums.items()
             if not bool(total.isfinite()) and not bool(local_part(p).isfinite().all())
         ]
-        if not_finite:
-            raise DefenseError(
-                "DPSGD: weights are not finite after the last release "
-                f"({_names_of(not_finite, root)}). The learning rate is too high for the "
-                "noise or the weights' precision: lower it."
-            )
+        if not not_finite:
+            return None
+        return DefenseError(
+            f"DPSGD: weights are not finite after the last release ({_names_of(not_finite, root)})."
+            " The learning rate is too high for the noise or the weights' precision: lower it."
+        )
 
     @contextmanager
     def explain_errors(self, root: nn.Module) -> Iterator[None]:
-        """Raise :meth:`check_finite`'s error instead of another one of a run with such weights.
+        """Replace an error of a run with weights that are not finite by one that names them.
 
-        The other one may depend on the examples: NaN in the row of a word shows where it is used.
+        The first may depend on the examples: NaN in the row of a word shows whether they have it.
         """
         try:
             yield
         except Exception:
-            self.check_finite(root)
+            if (error := self._not_finite(root)) is not None:
+                raise error from None
             raise
 
     def released(self) -> None:

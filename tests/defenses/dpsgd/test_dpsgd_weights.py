@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.dpsgd.step import fingerprint
+from lightning_fedleak.defenses.dpsgd.writes import fingerprint
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_dpsgd_silent import noisy
 
@@ -116,7 +116,25 @@ def test_weights_that_are_not_finite_after_a_release_stop_the_run(value: float, 
     run.optimizer.param_groups[0]["lr"] = value
     run.step(first(5))
     with pytest.raises(DefenseError, match=r"not finite.*'below.weight', .*learning rate"):
-        run.backward(first(5))
+        run.step(first(5))
+    assert run.defense.releases == 2
+
+
+def test_an_error_on_weights_that_are_not_finite_does_not_show_the_examples(runs: Any) -> None:
+    run = runs()
+    run.step(first(5))
+    run.optimizer.param_groups[0]["lr"] = math.nan
+    run.step(first(5))
+
+    def fails_on_nan(*_: Any) -> None:
+        raise ValueError("the loss of example 3 is not a number")
+
+    run.root.register_forward_hook(fails_on_nan)
+    with pytest.raises(
+        DefenseError, match=r"not finite.*'below.weight', .*learning rate"
+    ) as caught:
+        run.step(first(5))
+    assert caught.value.__suppress_context__
     assert run.defense.releases == 2
 
 

@@ -86,7 +86,7 @@ def advantage_rate(right: Bools, member: Bools, code: Ints, alpha: float) -> Rat
     one_side_cap = min((1 + tail ** (1 / np.unique(code[side]).size)) / 2 for side in sides)
     cap = min(tail ** (1 / k), one_side_cap)
     mean = _capped_rate(value, low, high, cap, code[~right], code[right])
-    return Rate(*(2 * p - 1 for p in mean))
+    return Rate(*(2 * p - 1 for p in (mean.value, mean.low, mean.high)))
 
 
 def effective_trials(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ def clustered_auc(
     member_rows = np.bincount(code, member) > 0
     error = permutation_test(torch.from_numpy(means), torch.from_numpy(member_rows))
     if error > spent / 2:
-        area = area._replace(low=min(area.low, 0.5))
+        area = replace(area, low=min(area.low, 0.5))
     min_rows = min(int(member_rows.sum()), int((~member_rows).sum()))
     provable = (spent / 2) ** (1 / min_rows)
     return {
@@ -257,7 +258,8 @@ def entity_values(
     values: dict[str, float] = {}
     for name, hits in (("first", guess.ranks == 1), ("greedy", guess.greedy)):  # rank 1: likeliest
         rates = [_excess(hits, tier, non_members, spent) for tier in tiers]
-        values |= flat({name: Rate(*map(max, zip(*rates, strict=True)))})
+        ends = zip(*((rate.value, rate.low, rate.high) for rate in rates), strict=True)
+        values |= flat({name: Rate(*map(max, ends))})
         values[f"{name}_others"] = float(hits[non_members].double().mean())
         values[f"{name}_provable"] = min(_excess(t, t, non_members, spent).low for t in tiers)
     in_tiers = torch.stack(tiers).any(0)

@@ -235,7 +235,8 @@ def _decision_rates(decisions: Bools, member: Bools, code: Ints, alpha: float) -
     union = decisions | member
     if union.any():
         jaccard = clustered.share_rate(decisions & member, union, code, alpha)
-        rates["f1"] = Rate(*(2 * j / (1 + j) for j in jaccard))
+        ends = (jaccard.value, jaccard.low, jaccard.high)
+        rates["f1"] = Rate(*(2 * j / (1 + j) for j in ends))
     if member.any() and not member.all():
         rates["advantage"] = clustered.advantage_rate(right, member, code, alpha)
     return rates

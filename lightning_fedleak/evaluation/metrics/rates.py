@@ -13,7 +13,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from scipy.special import betaincinv
@@ -63,7 +63,8 @@ class Counts:
         return {name: total / n if n else math.nan for name, (total, n) in sums.items()}
 
 
-class Rate(NamedTuple):
+@dataclass(frozen=True)
+class Rate:
     """A proportion and its confidence interval, all NaN if there was nothing to count."""
 
     value: float
@@ -141,7 +142,7 @@ def precision_recall_f1(counts: Counts) -> dict[str, Rate]:
     return {
         "precision": proportion(counts.tp, counts.tp + counts.fp),
         "recall": proportion(counts.tp, counts.tp + counts.fn),
-        "f1": Rate(*(2 * j / (1 + j) for j in jaccard)),
+        "f1": Rate(*(2 * j / (1 + j) for j in (jaccard.value, jaccard.low, jaccard.high))),
     }
 
 

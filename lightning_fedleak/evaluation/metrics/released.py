@@ -241,7 +241,7 @@ def membership_values(
     pairs = min(int(members.sum()), int((~members).sum()))
     provable = (spent / 2) ** (1 / pairs)  # so high an AUC ranks all disjoint pairs right
     if exact and error > spent / 2:
-        auc_rate = auc_rate._replace(low=min(auc_rate.low, 0.5))
+        auc_rate = replace(auc_rate, low=min(auc_rate.low, 0.5))
     if exact and spent / 2 < 1 / (1 + PERMUTATIONS):  # below the smallest p-value
         provable = min(provable, 0.5)
     known = (UNKNOWN if math.isnan(tpr.low) else tpr for tpr in tprs)
@@ -311,7 +311,7 @@ def extraction_values(
             )
             for min_rows, tier in tiers.items()
         }
-        ends = zip(*rates.values(), strict=True)
+        ends = zip(*((rate.value, rate.low, rate.high) for rate in rates.values()), strict=True)
         values |= flat({name: Rate(*map(max, ends)), **rates})
         values |= {f"{name}_x{min_rows}_provable": low for min_rows, low in provable.items()}
         values[f"{name}_provable"] = min(provable.values())

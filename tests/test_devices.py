@@ -361,12 +361,16 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     )
 
 
-def test_the_host_waits_once_in_a_step_of_dpsgd() -> None:
-    """Steps 0, 1, 3 and 7 check the model's loss; a release follows in the others too."""
+def test_the_host_waits_twice_in_a_step_of_dpsgd() -> None:
+    """Before the forward for the last step's weights, and before the release for all checks.
+
+    Steps 0, 1, 3 and 7 check the model's loss too.
+    """
     private = fit(None, DPSGD(1.0, noise_multiplier=1.0), steps=7).steps
-    batches = fit(None, steps=3).steps[2]["copy to the device"]  # and what the model copies
+    batches = fit(None).steps[2]["copy to the device"]  # and what the model copies
     for step in (2, 4, 5):
-        assert private[step] == {"copy to the device": batches, "copy to the host": 1}
+        waits = {"_local_scalar_dense": 1, "copy to the host": 1}
+        assert private[step] == {"copy to the device": batches, **waits}
     assert private[3].total() > private[2].total()
 
 

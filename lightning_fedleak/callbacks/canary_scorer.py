@@ -58,13 +58,15 @@ class CanaryScorer(EitherCallback):
     def __init__(self, canaries: CanarySet) -> None:
         self.canaries = canaries
         self._anatomy: Anatomy | None = None
-        self._trainer: L.Trainer | None = None  # while it trains
         self._clear_scores()
 
     def _clear_scores(self) -> None:
         """Set all scores to 0, and forget that any step was scored."""
         self._total = torch.zeros(len(self.canaries), dtype=torch.float64)
         self._scored = False
+        # The losses at the first step that is not in the scores yet; None before training.
+        self._losses_before: Tensor | None = None
+        self._counted_step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Clear the scores of an earlier fit. Lightning loads those of a checkpoint later."""
@@ -92,17 +94,21 @@ class CanaryScorer(EitherCallback):
         self._anatomy = anatomy
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compute the losses before training, with the weights of a loaded checkpoint if any."""
-        self._trainer, self._counted_step = trainer, trainer.global_step
-        self._losses_before = self._losses()
+        """Compute the losses before training, if no checkpoint held them."""
+        if self._losses_before is None:
+            self._losses_before, self._counted_step = self._losses(), trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the steps since the last checkpoint."""
-        self._add_decrease()
+        """Add to each canary's score the decrease of its loss by all steps."""
+        if self._losses_before is not None and trainer.global_step > self._counted_step:
+            losses = self._losses()
+            self._total += self._losses_before - losses
+            self._losses_before = losses
+            self._counted_step, self._scored = trainer.global_step, True
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Drop the references to the model and the Trainer."""
-        self._anatomy = self._trainer = None
+        """Drop the reference to the model."""
+        self._anatomy = None
 
     def scores(self) -> Tensor:
         """Return (m,) float64, the scores of the m canaries, in their order.
@@ -115,14 +121,6 @@ class CanaryScorer(EitherCallback):
         if not self._scored:
             raise RuntimeError("no step was scored: call trainer.fit(...) with this callback first")
         return self._total.clone()
-
-    def _add_decrease(self) -> None:
-        """Add to each canary's score the decrease of its loss by the steps since the last call."""
-        if self._trainer is not None and self._trainer.global_step > self._counted_step:
-            losses = self._losses()
-            self._total += self._losses_before - losses
-            self._losses_before = losses
-            self._counted_step, self._scored = self._trainer.global_step, True
 
     @torch.no_grad()
     def _losses(self) -> Tensor:
@@ -143,12 +141,13 @@ class CanaryScorer(EitherCallback):
         return torch.cat(losses).double().cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scores so far, and the state of the canaries."""
-        self._add_decrease()
+        """Return the scores so far, the losses before other steps, and the canaries' state."""
         return {
             "canaries": self.canaries.state_dict(),
             "scores": self._total.clone(),
             "seen": self._scored,
+            "losses_before": self._losses_before,
+            "counted_step": self._counted_step,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -159,3 +158,5 @@ class CanaryScorer(EitherCallback):
         """
         self.canaries.load_state_dict(state_dict["canaries"])
         self._total, self._scored = state_dict["scores"].cpu().double(), bool(state_dict["seen"])
+        self._losses_before = state_dict.get("losses_before")
+        self._counted_step = state_dict.get("counted_step", 0)

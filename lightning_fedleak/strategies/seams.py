@@ -445,7 +445,7 @@ class _DDPSeam(_Seam, DDPStrategy):
         if not release.reduces:
             return
         unsupported = sorted(set(self._ddp_kwargs) - _REDUCER_SETTINGS)
-        unsupported += [name for name in _OWN_SETTINGS if getattr(self, f"_{name}") is not None]
+        unsupported += [name for name in _OWN_SETTINGS if getattr(self, f"_{name}")]
         inner, original = inner_of(self), twin("strategies.DDPStrategy", self)
         for method in ("configure_ddp", "_setup_model"):
             if getattr(inner, method) is not getattr(original, method):

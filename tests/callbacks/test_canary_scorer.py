@@ -103,26 +103,23 @@ def test_a_resumed_run_goes_on_with_its_scores(tmp_path: Path) -> None:
         scorer = CanaryScorer(canary_set(texts))
         return scorer, fit(model, texts, [scorer], tmp_path, steps, resume)
 
-    first, trainer = run(3)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again, _ = run(6, str(tmp_path / "a.ckpt"))
-    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    del content["callbacks"]
-    torch.save(content, tmp_path / "b.ckpt")
-    rest, _ = run(6, str(tmp_path / "b.ckpt"))
-    assert float(rest.scores().abs().max()) > 1e-4
-    torch.testing.assert_close(again.scores(), first.scores() + rest.scores())
-
-    class Saver(L.Callback):
+    class Saver(L.Callback):  # within an epoch, before the scores are added up
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
 
     model = tiny_llama()
     texts = texts_of(model)
-    fit(model, texts, [CanaryScorer(canary_set(texts)), Saver()], tmp_path)
-    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)["callbacks"]["CanaryScorer"]
-    torch.testing.assert_close(saved["scores"], run(2)[0].scores())
-    assert saved["seen"]
+    fit(model, texts, [CanaryScorer(canary_set(texts)), Saver()], tmp_path, 2)
+    trainer = run(3)[1]
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    for path, steps in ((tmp_path / "end.ckpt", 3), (tmp_path / "within.ckpt", 2)):
+        again, _ = run(6, str(path))
+        content = torch.load(path, weights_only=True)
+        del content["callbacks"]
+        torch.save(content, path)
+        rest, _ = run(6, str(path))
+        assert float(rest.scores().abs().max()) > 1e-4
+        torch.testing.assert_close(again.scores(), run(steps)[0].scores() + rest.scores())
     other_canaries = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
     with pytest.raises(ValueError, match="written with other canaries"):
         CanaryScorer(

@@ -17,6 +17,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak.defenses import Defense, DefenseContext, GradientNoise
+from lightning_fedleak.defenses.noise import noise_key
 from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
@@ -142,10 +143,15 @@ def rank_clients(
                 own *= min(1.0, clip / float(own.norm()))
             found["local"].append(distance(flat(local[step]), own))
             noise = GradientNoise(CLIP, SIGMA, 3)
-            keys = [noise._key(CONTEXT[rank], step, i) for i in range(len(parameters))]
+            ids = {"client": CONTEXT[rank].client, "name": noise.name}
             drawn = [
-                _standard_normal(key, p.shape, p.device, torch.float32)
-                for key, p in zip(keys, parameters, strict=True)
+                _standard_normal(
+                    noise_key(noise._base(CONTEXT[rank]), step, i, **ids),
+                    p.shape,
+                    p.device,
+                    torch.float32,
+                )
+                for i, p in enumerate(parameters)
             ]
             clipped = own * min(1.0, CLIP / float(own.norm()))
             expected = clipped + CLIP * SIGMA * flat(drawn)

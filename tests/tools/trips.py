@@ -48,7 +48,7 @@ STEP = 2
 PUBLIC = fedleak.PublicText(
     [[(i * i + 7 * i * j + 3 * j * j) % 90 + 3 for j in range(12)] for i in range(120)]
 )
-CEILINGS = {"look": (28, 208, 18), "dpsgd": (15, 100, 15), "round": (33, 165, 14)}
+CEILINGS = {"look": (28, 208, 18), "dpsgd": (16, 103, 15), "round": (33, 165, 14)}
 """Most files, functions and depth of each trip."""
 _INNER = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 

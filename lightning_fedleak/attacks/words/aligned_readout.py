@@ -281,7 +281,8 @@ def rehearse(
         common = _common_types(other_half)
         public = public.with_known(common, weight, bias)
         most_rows = len(common) + _RANDOM + len(public.labels) + len(public.input_ids)
-        noise = torch.randn(most_rows * public.states.shape[1], generator=generator).to(unit)
+        size = min(most_rows, len(weight)) * public.states.shape[1]  # of the largest gradient
+        noise = torch.randn(size + _RANDOM, generator=generator).to(unit)
         for batch in _draw_batches(public, generator):
             types, importance = _draw_types(batch, common, len(weight), generator)
             gradient = batch.gradient(weight, bias, types)

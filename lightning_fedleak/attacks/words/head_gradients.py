@@ -228,19 +228,13 @@ class GradientParts:
 
     @classmethod
     def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:
-        """Return the parts of all sentences of several batches, which are numbered anew.
-
-        The logit map is that of the part with most tokens, which it was checked on.
-        """
+        """Return the parts of all sentences of several batches."""
         start, renumbered = 0, []
         for part in parts:
             sentence, input_sentence = part.sentence + start, part.input_sentence + start
             renumbered.append(replace(part, sentence=sentence, input_sentence=input_sentence))
             start += part.n_sentences
-        names = [f.name for f in fields(cls) if f.default is MISSING]
-        columns = {name: torch.cat([getattr(p, name) for p in renumbered]) for name in names}
-        longest = max(parts, key=lambda p: len(p.labels))
-        return cls(**columns, logit_map=longest.logit_map, projection=longest.projection)
+        return _join(renumbered)
 
     @classmethod
     def compute(
@@ -254,6 +248,17 @@ class GradientParts:
             if known is None and len(parts[-1].labels) >= CHECKED_ROWS:
                 known = parts[-1].logit_map
         return cls.concatenate(parts)
+
+
+def _join(parts: Sequence[GradientParts]) -> GradientParts:
+    """Join parts whose sentences have different numbers.
+
+    The logit map is that of the part with most tokens, which it was checked on.
+    """
+    names = [f.name for f in fields(GradientParts) if f.default is MISSING]
+    columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
+    longest = max(parts, key=lambda p: len(p.labels))
+    return GradientParts(**columns, logit_map=longest.logit_map, projection=longest.projection)
 
 
 def gradient_parts(
@@ -277,7 +282,7 @@ def gradient_parts(
     projection = head_surface(anatomy).projection
     width = weight.shape[1] if projection is None else len(projection)
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
-    parts: list[GradientParts] = []
+    parts, start = list[GradientParts](), 0
     tied = inputs and anatomy.tied and projection is None
     with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in model_runs.micro_batches(anatomy, batch):
@@ -301,16 +306,17 @@ def gradient_parts(
                 GradientParts(
                     states.float(),
                     labels,
-                    _label_rows(part),
+                    _label_rows(part) + start,
                     input_ids.to(labels.device),
                     grads.to(labels.device).reshape(-1, width),
-                    input_rows.to(labels.device),
+                    input_rows.to(labels.device) + start,
                     opening.to(labels.device),
                     logit_map or PLAIN,
                     projection=projection,
                 )
             )
-    return GradientParts.concatenate(parts)
+            start += len(part.input_ids)
+    return _join(parts)
 
 
 def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:

@@ -361,12 +361,14 @@ def check_delta_for(delta: float, examples: int) -> None:
     """Raise an error for a delta that would allow the release of a random example.
 
     Args:
-        delta: The delta of the guarantee, in (0, 1).
+        delta: The delta of the guarantee.
         examples: The number of examples of the client.
 
     Raises:
-        DefenseError: ``delta`` is not below ``1 / examples``.
+        DefenseError: ``delta`` is outside (0, 1), or not below ``1 / examples``.
     """
+    check_probability(delta, "target_delta")
+    ledger.check_count(examples, "examples")
     if delta >= 1 / examples:
         raise DefenseError(
             f"target_delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}: else "

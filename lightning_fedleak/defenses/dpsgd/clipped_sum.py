@@ -218,7 +218,8 @@ class EarlierPieces:
                     left, right = per_sample.random_direction(index, parameter)
                     value, squares = per_sample.probe(clipped.parts[parameter], left, right)
                     earlier = self.probes.get(parameter, (0.0, 0.0))
-                    terms = clipped.unit * float(value), clipped.unit**2 * float(squares)
+                    unit = float(clipped.unit)
+                    terms = unit * float(value), unit**2 * float(squares)
                     self.probes[parameter] = earlier[0] + terms[0], earlier[1] + terms[1]
 
         sharded = [p for p in parameters if isinstance(p, DTensor)]
@@ -261,7 +262,7 @@ class ClippedSum:
         samples: The number U of clipped gradients.
         parts: The recorded gradients of all rows, by parameter, in the form of
             :mod:`~lightning_fedleak.defenses.dpsgd.per_sample`.
-        unit: The factor from a recorded gradient to an addend to the gradient of the mean loss.
+        unit: () The factor from a recorded gradient to an addend to the mean loss's gradient.
         mean_weights: (B,) the factors from such an addend to the gradient of a row's loss.
         weights: (U,) the factors from the norms that are computed first to ``norms``: the product
             of ``unit`` and ``mean_weights``, or ones for users, whose norms include the product.
@@ -292,7 +293,8 @@ class ClippedSum:
         self._earlier, in_batch = earlier, samples if earlier is None else earlier.samples
         if weights is None:
             weights = torch.ones(samples, dtype=torch.float64, device=device)
-        self.mean_weights, self.unit = in_batch * weights.to(device, torch.float64), 1.0
+        self.mean_weights = in_batch * weights.to(device, torch.float64)
+        self.unit = torch.ones((), dtype=torch.float64)
         if recorder.terms is not None:
             self.unit = samples / recorder.terms / max(1, in_batch)
         self.weights = self.mean_weights * self.unit
@@ -568,9 +570,9 @@ class ClippedSum:
         # The processes that hold the same part of autograd's gradient add equal shares of it. That
         # gradient is a mean over processes, so the sums of samples are divided by their number.
         share = processes.copies(gradient) if team.size > 1 else 1.0
-        norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))
+        norm, unit = float(torch.linalg.vector_norm(shard, dtype=torch.float64)), float(self.unit)
         return (
             float(expected) / share,
-            (value * self.unit + earlier[0]) / team.size,
-            norm**2 / share + (squares * self.unit**2 + earlier[1]) / team.size**2,
+            (value * unit + earlier[0]) / team.size,
+            norm**2 / share + (squares * unit**2 + earlier[1]) / team.size**2,
         )

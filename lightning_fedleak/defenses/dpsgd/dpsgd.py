@@ -370,8 +370,7 @@ class DPSGD(Defense):
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero."""
-        with self._fit_step.trained_weights.explain_errors(context.root):
-            return self._fit_step.run(training_step, batch, self.releases, context)
+        return self._fit_step.run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
@@ -383,8 +382,8 @@ class DPSGD(Defense):
         """Write the clipped and noised mean into ``p.grad``, and record the release.
 
         Raises:
-            DefenseError: A gradient does not match the recorded layers, or weights were changed.
-                Nothing is released.
+            DefenseError: A gradient does not match the recorded layers, or weights or buffers were
+                changed. Nothing is released.
         """
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases

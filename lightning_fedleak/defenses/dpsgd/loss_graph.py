@@ -102,7 +102,8 @@ class LossCheck:
         unchecked: Whether the next release must be checked: something is new, or was not checked.
         is_per_sample: Whether the operations of the last loss show that samples are not mixed.
         weights: (B,) factors that turn each sample's gradient into that of its mean; None for 1.
-        terms: The number of terms of the mean: of labels if there are weights, else of samples.
+        terms: () on the device, the number of terms of the mean: of labels, at least 1, if there
+            are weights, else of samples.
         form: Pairs of adjacent operations of the last loss, down to the layers, with the dimensions
             that they work along.
     """
@@ -110,7 +111,7 @@ class LossCheck:
     def __init__(self, *, trusted: bool = False) -> None:
         self.unchecked = self.is_per_sample = False
         self.weights: Tensor | None = None
-        self.terms = 0
+        self.terms = torch.ones((), dtype=torch.float64)
         self.form: frozenset[tuple[str, str]] = frozenset()
         self._trusted = trusted
         self._means: list[Tensor | None] = []  # label masks of cross-entropies, None of other means
@@ -135,10 +136,10 @@ class LossCheck:
         Raises:
             DefenseError: The loss is not known to be a mean over equally many terms of each sample.
         """
-        _refuse_if(loss.numel() != 1 or loss.grad_fn is None, "it is not one number with a graph")
+        is_scalar = loss.numel() == 1 and loss.grad_fn is not None
+        _refuse_if(not (is_scalar or self._trusted), "it is not one number with a graph")
         start = skip_ddp_node(loss)
         first_node = start.grad_fn if isinstance(start, Tensor) else start.node
-        assert first_node is not None
         outputs = {call.edge.node: call for call in calls}
         top_calls: dict[int, Call] = {}
         visited: set[tuple[Node, bool]] = set()
@@ -146,7 +147,9 @@ class LossCheck:
         self._means.clear()
         form: set[tuple[str, str]] = set()
         # Node, whether it is below a mean, its path, and the label of the node above.
-        stack: list[tuple[Node, bool, str, str]] = [(first_node, False, "", "")]
+        stack: list[tuple[Node, bool, str, str]] = []
+        if first_node is not None:
+            stack.append((first_node, False, "", ""))
         while stack:
             node, below_mean, path, upper_label = stack.pop()
             name = node.name()
@@ -165,13 +168,14 @@ class LossCheck:
             for index, (child, _) in enumerate(node.next_functions):
                 if child is not None:
                     stack.append((child, below_mean, f"{path}/{name}.{index}", label))
+        self.terms = loss.new_full((), samples, dtype=torch.float64)
         if self._trusted:
-            self.terms = samples
             return list(top_calls.values())
         self.form = frozenset(form)
         self.weights = _weights(self._means, samples, is_ordered=self.is_per_sample)
         [label_mask] = self._means if self.weights is not None else [None]
-        self.terms = samples if label_mask is None else int(label_mask.sum())
+        if label_mask is not None:
+            self.terms = label_mask.sum().double().clamp(min=1)
         return list(top_calls.values())
 
     def check_graph(

@@ -118,7 +118,7 @@ class Recorder:
         self.calls: list[Call] = []
         self.samples = 0
         self.half = self.lacks_sums = False
-        self.terms: int | None = None
+        self.terms: Tensor | None = None
         self._recording = self._paused = False
         self.counts = True
         self._expanded_layers: set[nn.Module] = set()  # whose one row became a row per sample

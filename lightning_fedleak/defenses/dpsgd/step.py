@@ -6,7 +6,7 @@ rows, it is run in *pieces* and released once. If the loader draws an empty batc
 run instead of it, as a *placeholder* whose gradient does not count.
 
 Noise covers only the optimizer's updates. Anything else that a training step writes to the model
-would be shared without noise, so :class:`_Buffers` and :class:`_Weights` refuse such a write.
+would be shared without noise, and is refused (:mod:`~lightning_fedleak.defenses.dpsgd.writes`).
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ class WatchedStep:
             if self._failure is not None:
                 raise self._failure
             self._check_new(batch, context.host)
+            self._buffers.comparisons.clear()
             self.trained_weights.begin(context.root)
             samples = 0 if self._is_placeholder else count_samples(batch)
             sampler: Any = self.sampling.loader.batch_sampler
@@ -211,8 +212,9 @@ class WatchedStep:
 
         Raises:
             DefenseError: In this process or another, there is no loss with a graph, the loss is not
-                a mean of per-sample means, samples are mixed, a buffer was changed, or weights are
-                not finite.
+                a mean of per-sample means, samples are mixed, something wrote to a buffer or a
+                parameter, or weights are not finite. :meth:`checked_sum` tells a write through
+                ``.data`` to a buffer.
         """
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
@@ -264,14 +266,14 @@ class WatchedStep:
         half precision regardless of Lightning's setting. ``p.grad`` is scaled back to the gradient
         of the mean. Gradients of other backward passes, such as an attack's, are not changed.
         """
-        terms, engine = max(1, self.check.terms), torch.autograd.Variable._execution_engine
+        terms, engine = self.check.terms, torch.autograd.Variable._execution_engine
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
-            scale = gradient * (1.0 / terms)
+            scale = gradient / terms
             self._scaling_hooks += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
             engine.queue_callback(self.end_scaling)
-            return torch.full_like(gradient, terms)
+            return terms.to(gradient).expand_as(gradient)
 
         loss.register_hook(begin)  # type: ignore[no-untyped-call]
         self._recorder.terms = terms
@@ -312,20 +314,20 @@ class WatchedStep:
     def checked_sum(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> ClippedSum:
-        """Return :meth:`clipped` if nothing wrote to buffers or weights, and these are finite.
+        """Return :meth:`clipped` if nothing wrote to buffers or weights.
 
-        Here the host waits for the device, and nowhere else in a step in which no check of the loss
-        is due: it reads in the same copy which samples have a finite gradient.
+        The host waits for the device: in one copy it reads what was compared, and which samples
+        have a finite gradient.
 
         Raises:
             DefenseError: Names the buffer or the weights.
         """
         clipped, weights = self.clipped(parameters, context), self.trained_weights
-        vectors = clipped.finite, *self._buffers.flags(), *weights.flags(parameters)
-        flags = torch.cat([vector.to(context.device) for vector in vectors]).cpu()
-        clipped.finite, unwritten = flags.tensor_split([len(clipped.finite)])
+        comparisons = *self._buffers.comparisons.values(), *weights.compare(parameters)
+        flags = [flag.to(context.device) for flag in (clipped.finite, *comparisons)]
+        clipped.finite, unwritten = torch.hstack(flags).cpu().tensor_split([len(clipped.finite)])
         if not bool(unwritten.all()):
-            self._buffers.check_contents()
+            self._buffers.check_comparisons()
             weights.check(parameters, context.root)
         return clipped
 
@@ -336,7 +338,6 @@ class WatchedStep:
             unchecked: Whether a check that was due could not be made, so that it is due again.
         """
         self.trained_weights.released()
-        self._buffers.released()
         self._last_released_batch, self._has_unreleased_batch = self._batch, False
         self.canaries = 0
         self.check.unchecked = unchecked

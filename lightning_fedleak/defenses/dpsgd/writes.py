@@ -38,11 +38,15 @@ class Buffers:
 
     Args:
         root: The module that is trained.
+
+    Attributes:
+        comparisons: Whether buffers have had equal contents before and after each run of this
+            batch, () on the device, by name.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._are_equal: dict[str, Tensor] = {}  # whether buffers have their contents, by name
+        self.comparisons: dict[str, Tensor] = {}
 
     def read(self, *, all_contents: bool) -> None:
         """Read the buffers and parameters before a training step, which must not change them.
@@ -93,6 +97,8 @@ class Buffers:
     def check_unchanged(self) -> None:
         """Raise an error if a buffer or parameter was written to, or a buffer replaced or added.
 
+        Contents of buffers are compared on the device, in :attr:`comparisons`.
+
         Raises:
             DefenseError: Names the buffer or parameter.
         """
@@ -101,8 +107,8 @@ class Buffers:
             if buffer is not original or _version(buffer) != version:
                 raise _buffer_error(name)
             if copy is not None:
-                earlier = self._are_equal.get(name, True)
-                self._are_equal[name] = _is_equal(buffer, copy) & earlier
+                earlier = self.comparisons.get(name, True)
+                self.comparisons[name] = _is_equal(buffer, copy) & earlier
         for name, parameter, version, content in self._parameters:
             is_changed = content is not None and not torch.equal(fingerprint(parameter), content)
             if is_changed or _version(parameter) != version:
@@ -113,23 +119,15 @@ class Buffers:
                 )
         self._buffers, self._parameters = {}, []  # frees the memory of the copies
 
-    def flags(self) -> list[Tensor]:
-        """Return a vector that is False, on the device, where :meth:`check_contents` raises."""
-        return [_stack(list(self._are_equal.values()))] if self._are_equal else []
-
-    def check_contents(self) -> None:
-        """Raise an error if :meth:`check_unchanged` has found a buffer with another content.
+    def check_comparisons(self) -> None:
+        """Raise an error if a buffer had another content after a run.
 
         Raises:
             DefenseError: Names the buffer.
         """
-        for name, is_equal in self._are_equal.items():
+        for name, is_equal in self.comparisons.items():
             if not bool(is_equal):
                 raise _buffer_error(name)
-
-    def released(self) -> None:
-        """Forget the comparisons of a batch."""
-        self._are_equal = {}
 
 
 def _buffer_error(name: str) -> DefenseError:
@@ -166,67 +164,50 @@ class Weights:
         self._handle.remove()
 
     def begin(self, root: nn.Module) -> None:
-        """Begin a batch, and read the weights before the first one."""
+        """Begin a batch, and read the weights before the first one.
+
+        Raises:
+            DefenseError: The optimizer's last step made weights that are not finite. That depends
+                only on releases, so that the error leaks nothing else. The host waits here, since
+                what a step with such weights raises may depend on its examples.
+        """
         self._released = False
         if self._trained is None:
             self._trained = [p for p in root.parameters() if p.requires_grad]
             self._read(self._trained)
+        if not self._sums or bool(_stack(list(self._sums.values())).isfinite().all()):
+            return
+        parts = {p: local_part(p) for p in self._sums}  # a sum of finite numbers may overflow
+        not_finite = [p for p, part in parts.items() if not bool(part.isfinite().all())]
+        if not_finite:
+            raise DefenseError(
+                "DPSGD: weights are not finite after the last release "
+                f"({_names_of(not_finite, root)}). The learning rate is too high for the "
+                "noise or the weights' precision: lower it."
+            )
 
-    def flags(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return vectors that are True, on the device, where :meth:`check` raises no error."""
+    def compare(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return a vector that is False, on the device, where :meth:`check` raises an error."""
         parameters = [p for p in parameters if p in self._contents]
-        vectors = [_stack(list(self._sums.values())).isfinite()] if self._sums else []
-        if parameters:
-            contents = _stack([fingerprint(p) for p in parameters])
-            vectors.append(contents == torch.stack([self._contents[p] for p in parameters]))
-        return vectors
+        if not parameters:
+            return []
+        contents = _stack([fingerprint(p) for p in parameters])
+        return [contents == torch.stack([self._contents[p] for p in parameters])]
 
     def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
         """Raise an error if weights were written to since the optimizer's last step.
 
         Raises:
-            DefenseError: Names these weights, or those that are not finite.
+            DefenseError: Names these weights.
         """
-        parameters = [p for p in parameters if p in self._contents]
-        changed = [p for p in parameters if not torch.equal(fingerprint(p), self._contents[p])]
+        contents = ((p, self._contents[p]) for p in parameters if p in self._contents)
+        changed = [p for p, c in contents if not torch.equal(fingerprint(p).to(c.device), c)]
         if changed:
             raise DefenseError(
                 "DPSGD: weights were written to since the optimizer's last step "
                 f"({_names_of(changed, root)}), and no noise covers that. "
                 "Nothing was released. Write to a copy of the weights."
             )
-        if (error := self._not_finite(root)) is not None:
-            raise error
-
-    def _not_finite(self, root: nn.Module) -> DefenseError | None:
-        """Return an error that names the weights that the optimizer's last step made not finite.
-
-        It depends only on releases, and leaks nothing else.
-        """
-        not_finite = [
-            p
-            for p, total in self._sums.items()
-            if not bool(total.isfinite()) and not bool(local_part(p).isfinite().all())
-        ]
-        if not not_finite:
-            return None
-        return DefenseError(
-            f"DPSGD: weights are not finite after the last release ({_names_of(not_finite, root)})."
-            " The learning rate is too high for the noise or the weights' precision: lower it."
-        )
-
-    @contextmanager
-    def explain_errors(self, root: nn.Module) -> Iterator[None]:
-        """Replace an error of a run with weights that are not finite by one that names them.
-
-        The first may depend on the examples: NaN in the row of a word shows whether they have it.
-        """
-        try:
-            yield
-        except Exception:
-            if (error := self._not_finite(root)) is not None:
-                raise error from None
-            raise
 
     def released(self) -> None:
         """Prepare for the optimizer step that follows a release."""
@@ -246,7 +227,9 @@ class Weights:
         contents = _stack([fingerprint(p) for p in parameters])
         self._contents.update(zip(parameters, contents, strict=True))
         floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
-        self._sums.update({p: local_part(p).sum(dtype=torch.float32) for p in floating})
+        shards = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in floating]
+        sums = [shard.sum(dtype=torch.float32) for shard in shards]
+        self._sums.update(zip(floating, sums, strict=True))
 
 
 @torch.no_grad()
@@ -293,13 +276,17 @@ def _version(tensor: Tensor) -> int:
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor's numbers as integers of the same size, by which NaN equals itself."""
-    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    numbers = tensor.resolve_conj().resolve_neg()
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
     return numbers.view(_INTEGERS[numbers.element_size()])
 
 
 @torch.no_grad()
 def _is_equal(first: Tensor, second: Tensor) -> Tensor:
     """Return whether two tensors have the same type, shape and bits, () on the device."""
+    first, second = (t.to_local() if isinstance(t, DTensor) else t for t in (first, second))
     if first.shape != second.shape or first.dtype != second.dtype:
         return torch.zeros((), dtype=torch.bool)
+    if first.is_quantized:
+        return torch.tensor(torch.equal(first, second))
     return (_bits(first) == _bits(second)).all()

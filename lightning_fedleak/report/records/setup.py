@@ -186,7 +186,8 @@ class BeginLine(RunLine):
         settings_hash: SHA-256 of all settings.
         next_look: step of the first look; None if none is planned.
         weights: one hash of all ``trained`` and one of all ``frozen`` tensors before the first
-            step; a group that is too large is left out. None for sharded weights and federations.
+            step; a group that is too large is left out. None for sharded weights and federations,
+            and where both are too large.
     """
 
     kind: str = field(default="begin", init=False)

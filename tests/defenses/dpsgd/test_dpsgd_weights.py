@@ -116,25 +116,7 @@ def test_weights_that_are_not_finite_after_a_release_stop_the_run(value: float, 
     run.optimizer.param_groups[0]["lr"] = value
     run.step(first(5))
     with pytest.raises(DefenseError, match=r"not finite.*'below.weight', .*learning rate"):
-        run.step(first(5))
-    assert run.defense.releases == 2
-
-
-def test_an_error_on_weights_that_are_not_finite_does_not_show_the_examples(runs: Any) -> None:
-    run = runs()
-    run.step(first(5))
-    run.optimizer.param_groups[0]["lr"] = math.nan
-    run.step(first(5))
-
-    def fails_on_nan(*_: Any) -> None:
-        raise ValueError("the loss of example 3 is not a number")
-
-    run.root.register_forward_hook(fails_on_nan)
-    with pytest.raises(
-        DefenseError, match=r"not finite.*'below.weight', .*learning rate"
-    ) as caught:
-        run.step(first(5))
-    assert caught.value.__suppress_context__
+        run.backward(first(5))
     assert run.defense.releases == 2
 
 

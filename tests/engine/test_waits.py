@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, SubspaceWords
 from lightning_fedleak.attacks.base import Surfaces, WordGuess
+from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.results import Results
@@ -206,19 +207,23 @@ def test_a_run_that_resumes_goes_on_waiting(tmp_path: Path) -> None:
 def test_auto_calibrates_for_b_and_again_for_a_and_leaves_training_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrated: list[int] = []
-    calibrate = GradientMembership._calibrate
+    calibrated: list[int | None] = []
+    calibrate, try_few = GradientMembership._calibrate, gradients._all_reached
+
+    def tried(anatomy: Any, maps: Any, batch: Any) -> bool:
+        calibrated.append(len(batch.input_ids))
+        return try_few(anatomy, maps, batch)
 
     def counted(self: GradientMembership, anatomy: Any) -> None:
+        calibrated.append(None)
         calibrate(self, anatomy)
-        calibrated.append(len(self._whitenings))
 
+    monkeypatch.setattr(gradients, "_all_reached", tried)
     monkeypatch.setattr(GradientMembership, "_calibrate", counted)
     training = run(tmp_path, "auto", every_n_steps=None)
     assert_same_training(run(None, None), training)
-    # A has no gradient at first: public text is run for B, and again once A has one.
-    assert len(calibrated) == 2
-    assert calibrated[1] == 2 * calibrated[0]
+    # A has no gradient at first, as a few texts show: all are run for B, and again once A has one.
+    assert calibrated == [gradients.TIMED_TEXTS, None, None]
     assert not math.isnan(training.watch.latest["leakage/gradient_membership/auc"])
 
 

@@ -174,9 +174,15 @@ class GradientMembership(PassiveMembership):
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on public text, forward and backward.
 
-        A LoRA's A has no slopes as long as B is zero: :meth:`run` calibrates again once it has.
+        A LoRA whose B is zero is calibrated in :meth:`run`, because its A has no slopes yet.
         """
-        self._calibrate(anatomy)
+        maps = self._select_maps(anatomy)
+        factors = [m for m in maps if m.factor == "A"]
+        if factors and not _all_reached(anatomy, factors, self._texts(anatomy, TIMED_TEXTS)):
+            self._names, self._anatomy = [m.name for m in maps], anatomy
+            self._whitenings, self._common = {}, None  # none of an earlier fit
+        else:
+            self._calibrate(anatomy)
 
     def _calibrate(self, anatomy: Anatomy) -> None:
         """Fit the whitening of the maps, or else the other parameters' common part."""
@@ -365,6 +371,16 @@ def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
     linears = find_linear_maps(anatomy)
     linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
+
+
+def _all_reached(anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch) -> bool:
+    """Return whether each of the maps has a gradient from some text."""
+
+    def reached(parts: Parts) -> set[str]:
+        return {name for name, sides in parts.items() if all(bool(s.any()) for s in sides)}
+
+    names = token_parts.map_token_parts(anatomy, maps, batch, reached)
+    return set[str]().union(*names) == {m.name for m in maps}
 
 
 def _gradient_size(gradients: Iterable[Tensor]) -> float:

@@ -475,7 +475,10 @@ class ReadableInput:
             noise: The standard deviation of the noise of each gradient.
             factors: The rows of AdaLoRA's factors A by map, which are projected out too.
         """
-        nuisance = self.dictionary.atoms(positions, tuple(factors.values()))[1]
+        if self._atoms is not None and self._atoms[0] == (positions, frozenset(factors)):
+            nuisance = self._atoms[1].nuisance
+        else:
+            nuisance = self.dictionary.atoms(positions, tuple(factors.values()))[1]
         shared = SharedRows.stack(gradients, nuisance, rounding=rounding, noise=noise)
         if factors and not any(noise) and shared.is_noise:
             raise NotYet(linear_maps.NO_GRADIENT_YET)

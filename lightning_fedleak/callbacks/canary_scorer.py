@@ -36,8 +36,8 @@ class CanaryScorer(EitherCallback):
     It is for an auditor who can query the model before and after training. The model must be
     causal. The loss of a canary is the mean over all of its tokens, in eval mode.
 
-    Training does not change. A checkpoint holds the scores, which reveal the included canaries as
-    much as the weights do: protect it like the record of which canaries are included.
+    Training does not change. A checkpoint holds what the scores are computed from, which reveals
+    the included canaries as much as the weights do: protect it like the record of inclusion.
 
     Examples:
         >>> import torch
@@ -98,8 +98,8 @@ class CanaryScorer(EitherCallback):
         if self._losses_before is None:
             self._losses_before, self._counted_step = self._losses(), trainer.global_step
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Add to each canary's score the decrease of its loss by all steps."""
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Add to each canary's score the decrease of its loss, also if all steps were resumed."""
         if self._losses_before is not None and trainer.global_step > self._counted_step:
             losses = self._losses()
             self._total += self._losses_before - losses
@@ -158,5 +158,6 @@ class CanaryScorer(EitherCallback):
         """
         self.canaries.load_state_dict(state_dict["canaries"])
         self._total, self._scored = state_dict["scores"].cpu().double(), bool(state_dict["seen"])
-        self._losses_before = state_dict.get("losses_before")
+        losses = state_dict.get("losses_before")
+        self._losses_before = None if losses is None else losses.cpu().double()
         self._counted_step = state_dict.get("counted_step", 0)

@@ -387,7 +387,15 @@ class UpdateSum(Generic[C]):
             UpdateError: the client was not sampled, or has sent an update before: two updates of a
                 client would change the sum by twice the accounted sensitivity.
         """
-        self._add(client, lambda: update)
+        self._take_turn(client)
+        try:
+            clipped_update = clipped(update, self.clip, self.like)
+        except UpdateError as error:
+            self.zeros[client] = str(error)
+            return
+        del self.zeros[client]
+        for name, tensor in clipped_update.items():
+            self.total[name] += tensor.to(self.total[name].device)
 
     def add_returned(self, client: C, sent: State, returned: State) -> None:
         """Add the difference of a returned and a sent state; it is zero if it cannot be read.
@@ -395,23 +403,20 @@ class UpdateSum(Generic[C]):
         Raises:
             UpdateError: the same as in :meth:`add`.
         """
-        self._add(client, lambda: difference(sent, returned, trained=self.like))
+        try:
+            update = difference(sent, returned, trained=self.like)
+        except UpdateError as error:
+            self._take_turn(client)
+            self.zeros[client] = str(error)
+        else:
+            self.add(client, update)
 
-    def _add(self, client: C, read: Callable[[], Update]) -> None:
-        """Clip and add the update that a function reads, if it is this client's turn."""
+    def _take_turn(self, client: C) -> None:
         if client not in self._awaited:
             raise UpdateError(
                 f"an update came from client {client!r}, which was not sampled or sent one already"
             )
         self._awaited.remove(client)
-        try:
-            clipped_update = clipped(read(), self.clip, self.like)
-        except UpdateError as error:
-            self.zeros[client] = str(error)
-            return
-        del self.zeros[client]
-        for name, tensor in clipped_update.items():
-            self.total[name] += tensor.to(self.total[name].device)
 
     def end(self) -> Release:
         """Return the noised mean, which counts as one release.

@@ -280,8 +280,8 @@ def rehearse(
     for public, other_half in zip(reversed(halves), expected, strict=True):
         common = _common_types(other_half)
         public = public.with_known(common, weight, bias)
-        most_rows = len(common) + _RANDOM + len(public.labels) + len(public.input_ids)
-        size = min(most_rows, len(weight)) * public.states.shape[1]  # of the largest gradient
+        types = torch.unique(torch.cat([common, public.labels, public.input_ids]))
+        size = min(len(types) + _RANDOM, len(weight)) * unit.shape[1]  # of the largest gradient
         noise = torch.randn(size + _RANDOM, generator=generator).to(unit)
         for batch in _draw_batches(public, generator):
             types, importance = _draw_types(batch, common, len(weight), generator)

@@ -296,7 +296,8 @@ class ClippedSum:
         self.mean_weights = in_batch * weights.to(device, torch.float64)
         self.unit = torch.ones((), dtype=torch.float64)
         if recorder.terms is not None:
-            self.unit = samples / recorder.terms / max(1, in_batch)
+            terms = recorder.terms.to(device)
+            self.unit = torch.full_like(terms, samples) / terms / max(1, in_batch)
         self.weights = self.mean_weights * self.unit
         used: Iterator[Tensor] = (p for p in parameters if p in parts)
         self.parts = {p: per_sample.to_form(parts[p], p.shape, clip.form) for p in used}

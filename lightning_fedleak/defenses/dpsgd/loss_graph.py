@@ -167,7 +167,8 @@ class LossCheck:
                 below_mean = self._check_node(node, name, below_mean, samples, path)
             for index, (child, _) in enumerate(node.next_functions):
                 if child is not None:
-                    stack.append((child, below_mean, f"{path}/{name}.{index}", label))
+                    below = "" if self._trusted else f"{path}/{name}.{index}"
+                    stack.append((child, below_mean, below, label))
         self.terms = loss.new_full((), samples, dtype=torch.float64)
         if self._trusted:
             return list(top_calls.values())

@@ -273,7 +273,7 @@ class WatchedStep:
             scale = gradient / terms
             self._scaling_hooks += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
             engine.queue_callback(self.end_scaling)
-            return terms.to(gradient).expand_as(gradient)
+            return terms.to(gradient, copy=True).expand_as(gradient)
 
         loss.register_hook(begin)  # type: ignore[no-untyped-call]
         self._recorder.terms = terms

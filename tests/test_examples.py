@@ -105,7 +105,8 @@ def test_inversion_reads_texts_at_every_split(run) -> None:
 def test_own_defense_hides_few_words_and_leaves_membership_unknown(run) -> None:
     printed = run("own_defense.py", steps=4)
     local = value(printed, "leakage_local/aligned_flatchat/f1 =")
-    assert local - 0.2 < value(printed, "leakage/aligned_flatchat/f1 =") <= local
+    shared = value(printed, "leakage/aligned_flatchat/f1 =")
+    assert local - 0.2 < shared < local + 0.02  # noise may also add a word by chance
     assert value(printed, "leakage_local/fc_membership/auc =") == 1
     assert "leakage/fc_membership/auc = unknown" in printed
 

@@ -90,6 +90,7 @@ _SIZES = 9  # maximal number of sizes of rehearsed batches; more cost time
 _REPEATS = 12  # maximal number of rehearsed batches of one size; more cost time
 _FREQUENT = 4096  # most probable types, whose rows are in every rehearsal; more cost memory
 _RANDOM = 2048  # further types that are drawn for a rehearsal; more cost memory
+_STARTS = 2048  # places at which the noise of the largest gradient may start
 _MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss
 
 
@@ -153,7 +154,7 @@ def fit_readout(
     shapes = [*itertools.pairwise(sizes), *((o,) for o in sizes[1:])]
     starts = [torch.randn(s, generator=generator) * (2 / s[0]) ** 0.5 for s in shapes[:3]]
     starts += [torch.zeros(s) for s in shapes[3:]]
-    # AdamW takes a third of the time for one tensor of all parameters.
+    # One tensor of all parameters, since a step of AdamW takes longer for six.
     vector = torch.cat([start.flatten() for start in starts]).to(device).requires_grad_()
 
     def parameters() -> list[Tensor]:
@@ -280,9 +281,9 @@ def rehearse(
     for public, other_half in zip(reversed(halves), expected, strict=True):
         common = _common_types(other_half)
         public = public.with_known(common, weight, bias)
-        types = torch.unique(torch.cat([common, public.labels, public.input_ids]))
-        size = min(len(types) + _RANDOM, len(weight)) * unit.shape[1]  # of the largest gradient
-        noise = torch.randn(size + _RANDOM, generator=generator).to(unit)
+        n_types = len(torch.unique(torch.cat([common, public.labels, public.input_ids])))
+        size = min(n_types + _RANDOM, len(weight)) * unit.shape[1]  # of the largest gradient
+        noise = torch.randn(size + _STARTS, generator=generator).to(unit)
         for batch in _draw_batches(public, generator):
             types, importance = _draw_types(batch, common, len(weight), generator)
             gradient = batch.gradient(weight, bias, types)

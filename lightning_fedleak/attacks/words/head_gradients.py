@@ -87,7 +87,9 @@ def head_gradient(
         product = torch.cat([(hidden[i] * weight[labels[i]]).sum(1) for i in parts])
         product = product if bias is None else product + bias[labels]
         scaled = hidden * logit_map.steepness(logit_map(product, labels)[:, None])
-    places = labels if rows is None else _places(rows, len(weight))[labels]
+    if rows is None:
+        return gradient.index_add_(0, labels, scaled, alpha=-logit_map.scale)
+    places = _places(rows, len(weight))[labels]
     in_rows = places >= 0
     return gradient.index_add_(0, places[in_rows], scaled[in_rows], alpha=-logit_map.scale)
 

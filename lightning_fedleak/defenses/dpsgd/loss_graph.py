@@ -56,9 +56,17 @@ REMEDY = (
 )
 # The sets below hold names of autograd nodes. These select, reshape, copy or negate numbers.
 _SHAPE_OPS = {
-    *(f"{name}Backward0" for name in ("Alias", "Clone", "Neg", "ReshapeAlias", "Select", "Stack")),
-    *(f"{name}Backward0" for name in ("Squeeze", "ToCopy", "Unsqueeze", "View")),
+    "AliasBackward0",
+    "CloneBackward0",
+    "NegBackward0",
+    "ReshapeAliasBackward0",
+    "SelectBackward0",
+    "SqueezeBackward0",
     "SqueezeBackward1",
+    "StackBackward0",
+    "ToCopyBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
 }
 _SUM_OPS = {"AddBackward0", "SubBackward0"}
 _SCALE_OPS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}

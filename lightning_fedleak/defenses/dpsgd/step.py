@@ -323,12 +323,14 @@ class WatchedStep:
             DefenseError: Names the buffer or the weights.
         """
         clipped, weights = self.clipped(parameters, context), self.trained_weights
-        comparisons = *self._buffers.comparisons.values(), *weights.compare(parameters)
-        flags = [flag.to(context.device) for flag in (clipped.finite, *comparisons)]
-        clipped.finite, unwritten = torch.hstack(flags).cpu().tensor_split([len(clipped.finite)])
-        if not bool(unwritten.all()):
-            self._buffers.check_comparisons()
-            weights.check(parameters, context.root)
+        buffers = self._buffers.comparisons.values()
+        flags = [
+            f.to(context.device) for f in (clipped.finite, *buffers, *weights.compare(parameters))
+        ]
+        ends = len(clipped.finite), len(clipped.finite) + len(buffers)
+        clipped.finite, same_buffers, same_weights = torch.hstack(flags).cpu().tensor_split(ends)
+        self._buffers.check(same_buffers.tolist())
+        weights.check(parameters, same_weights.tolist(), context.root)
         return clipped
 
     def released(self, *, unchecked: bool = False) -> None:

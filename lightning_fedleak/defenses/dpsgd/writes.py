@@ -119,18 +119,22 @@ class Buffers:
                 )
         self._buffers, self._parameters = {}, []  # frees the memory of the copies
 
-    def check_comparisons(self) -> None:
+    def check(self, equal: Sequence[bool]) -> None:
         """Raise an error if a buffer had another content after a run.
+
+        Args:
+            equal: The numbers of :attr:`comparisons`.
 
         Raises:
             DefenseError: Names the buffer.
         """
-        for name, is_equal in self.comparisons.items():
-            if not bool(is_equal):
+        for name, is_equal in zip(self.comparisons, equal, strict=True):
+            if not is_equal:
                 raise _buffer_error(name)
 
 
 def _buffer_error(name: str) -> DefenseError:
+    """Return the error about a buffer that a training step changed."""
     return DefenseError(
         f"DPSGD: training_step changed the buffer '{name}', and no noise covers that. Put its "
         "layer into eval mode. A value that does not depend on training data may be a plain "
@@ -187,21 +191,28 @@ class Weights:
             )
 
     def compare(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return a vector that is False, on the device, where :meth:`check` raises an error."""
+        """Return which known weights are as the optimizer left them: no or one vector."""
         parameters = [p for p in parameters if p in self._contents]
         if not parameters:
             return []
         contents = _stack([fingerprint(p) for p in parameters])
         return [contents == torch.stack([self._contents[p] for p in parameters])]
 
-    def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
+    def check(
+        self, parameters: Sequence[nn.Parameter], equal: Sequence[bool], root: nn.Module
+    ) -> None:
         """Raise an error if weights were written to since the optimizer's last step.
+
+        Args:
+            parameters: The weights.
+            equal: The numbers of :meth:`compare`.
+            root: The module that is trained.
 
         Raises:
             DefenseError: Names these weights.
         """
-        contents = ((p, self._contents[p]) for p in parameters if p in self._contents)
-        changed = [p for p, c in contents if not torch.equal(fingerprint(p).to(c.device), c)]
+        known = (p for p in parameters if p in self._contents)
+        changed = [p for p, is_equal in zip(known, equal, strict=True) if not is_equal]
         if changed:
             raise DefenseError(
                 "DPSGD: weights were written to since the optimizer's last step "

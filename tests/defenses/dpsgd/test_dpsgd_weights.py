@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.dpsgd.writes import fingerprint
+from lightning_fedleak.defenses.dpsgd.writes import Buffers, fingerprint
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_dpsgd_silent import noisy
 
@@ -118,6 +118,28 @@ def test_weights_that_are_not_finite_after_a_release_stop_the_run(value: float, 
     with pytest.raises(DefenseError, match=r"not finite.*'below.weight', .*learning rate"):
         run.backward(first(5))
     assert run.defense.releases == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+@pytest.mark.parametrize("written", [None, 0, 1])
+def test_a_write_in_one_piece_of_a_batch_is_not_forgotten_in_the_next(
+    written: int | None, dtype: torch.dtype
+) -> None:
+    root = nn.Module()
+    first_number = math.nan if dtype.is_floating_point else 1
+    root.register_buffer("kept", torch.tensor([first_number, 2, 3], dtype=dtype))
+    buffers = Buffers(root)
+    for piece in (0, 1):
+        buffers.read(all_contents=False)
+        if piece == written:
+            root.kept.data[2] = 4  # type: ignore[union-attr, operator]
+        buffers.check_unchanged()
+    equal = [bool(is_equal) for is_equal in buffers.comparisons.values()]
+    if written is None:
+        buffers.check(equal)
+    else:
+        with pytest.raises(DefenseError, match="changed the buffer 'kept'"):
+            buffers.check(equal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])

@@ -324,13 +324,13 @@ class WatchedStep:
         """
         clipped, weights = self.clipped(parameters, context), self.trained_weights
         buffers = self._buffers.comparisons.values()
-        flags = [
-            f.to(context.device) for f in (clipped.finite, *buffers, *weights.compare(parameters))
-        ]
-        ends = len(clipped.finite), len(clipped.finite) + len(buffers)
-        clipped.finite, same_buffers, same_weights = torch.hstack(flags).cpu().tensor_split(ends)
-        self._buffers.check(same_buffers.tolist())
-        weights.check(parameters, same_weights.tolist(), context.root)
+        flags = (clipped.finite, *buffers, *weights.compare(parameters))
+        samples = len(clipped.finite)
+        read = torch.hstack([flag.to(context.device) for flag in flags]).cpu()
+        clipped.finite, unwritten = read[:samples], read[samples:].tolist()
+        if not all(unwritten):  # one of these raises
+            self._buffers.check(unwritten[: len(buffers)])
+            weights.check(parameters, unwritten[len(buffers) :], context.root)
         return clipped
 
     def released(self, *, unchecked: bool = False) -> None:

@@ -36,7 +36,8 @@ from lightning_fedleak.model.model_runs import (
 T = TypeVar("T")
 
 # The number of logits of one run, just under 32 MiB: larger tensors get new memory from the system
-# each time. Half as many took 12% longer, twice as many 10% (24 texts of 64 tokens, V = 32,000).
+# each time. Half as many took 11% longer, twice as many 10 to 19% (24 texts of 64 tokens, two
+# models with V = 32,000, one thread of a CPU).
 LOGITS_AT_ONCE = (1 << 23) - (1 << 12)
 # The width of the widest side that is whitened by a full matrix; wider ones are whitened by a
 # diagonal, since the cost of the full matrix grows with the cube of the width.

@@ -90,7 +90,7 @@ _SIZES = 9  # maximal number of sizes of rehearsed batches; more cost time
 _REPEATS = 12  # maximal number of rehearsed batches of one size; more cost time
 _FREQUENT = 4096  # most probable types, whose rows are in every rehearsal; more cost memory
 _RANDOM = 2048  # further types that are drawn for a rehearsal; more cost memory
-_STARTS = 2048  # places at which the noise of the largest gradient may start
+_STARTS = 2048  # places where the noise of a batch may start; more cost memory
 _MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss
 
 

@@ -71,9 +71,8 @@ class LeakageMonitor(EitherCallback, Reported):
     or the fit ends before, they are *unknown*. Until their gradients are non-zero, a retry costs
     only the check for that.
 
-    The first step of each fit is a look, also in a resumed fit. Only with ``max_overhead`` does the
-    first look wait until its cost is within that share. If layers are frozen or
-    unfrozen during training, the next look takes that into account.
+    The first step of each fit is a look, also in a resumed fit. If layers are frozen or unfrozen
+    during training, the next look takes that into account.
 
     Under FSDP2 (``ModelParallelStrategy``) attacks get full gradients, gathered on every process.
     While they calibrate, refresh or invert texts, the full model is gathered too. Membership games
@@ -97,9 +96,9 @@ class LeakageMonitor(EitherCallback, Reported):
         attacks: The attacks, with different names; or ``"auto"``. One monitor runs all attacks of
             a run, at all stages. A second one that logs the same names is refused.
         every_n_steps: The interval n: looks are at optimizer steps 0, n, 2n, ...
-        max_overhead: The maximum share of the training time that looks may cost; not together with
-            ``every_n_steps``. By default neither is set, and there are ten looks if they cost
-            little, see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
+        max_overhead: The maximum share of the training time that set-up and up to ten looks may
+            cost, the first one aside; not together with ``every_n_steps``. By default they may take
+            5% or 30 s, see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
         folder: The folder for ``leakage.jsonl``; by default the logger's folder.
         games: The settings of membership games: the number of candidate texts, the source of
             non-members, the looks over which rates are pooled, and the user's canaries; see

@@ -87,8 +87,8 @@ class StepEngine:
         fit, number = self._fit, self._fit.run.step
         if fit.is_before_batch:
             fit.check_first_batch(batch)
-        may_differ = fit.begin_look(number) or fit.scheduler.cadence.price is not None
-        if may_differ and self.report is not None and self.report.record is not None:
+        begins = fit.begin_look(number)
+        if begins and self.report is not None and self.report.record is not None:
             next_look = max(number, fit.scheduler.cadence.next_step)
             self.report.record.write_new_plan(number, next_look)
         if fit.look is not None:

@@ -275,7 +275,7 @@ class Engine(StepEngine):
             replace(
                 facts,
                 fit=destination.fit or uuid.uuid4().hex,
-                next_look=run.step + options.cadence.timed_steps if looks_at_steps else None,
+                next_look=run.step if looks_at_steps else None,
                 weights=self.record.weights_of(run),
             )
         )
@@ -338,10 +338,9 @@ class Engine(StepEngine):
                 channel.load_state_dict({})
         self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
-        look_seconds = self._fit.lineup.look_seconds
-        cadence.begin(run.step, run.planned_steps, self._set_up_seconds, look_seconds)
+        cadence.begin(run.step, run.planned_steps, self._set_up_seconds)
         if run.unit == "step" and self._fit.series:
-            looks = cadence.describe(look_seconds)
+            looks = cadence.describe(self._fit.lineup.look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
         self._logged_names = self.results.names(self.results.playing)
         self._fit.lineup.begin(run.step)

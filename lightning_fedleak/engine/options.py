@@ -54,8 +54,6 @@ from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
-MAX_OVERHEAD = 0.005
-"""Share of the training time that looks may take by default beyond those of a curve."""
 SCALE = 1e9
 """Default factor by which a dishonest server scales the gradient of the layers that it adds.
 
@@ -79,7 +77,7 @@ class Games:
         >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
         >>> texts = PublicText([[5, 8, 2, 7], [7, 1, 3, 4]])  # ids; strings need a tokenizer
         >>> LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
-        LeakageMonitor([fc_membership], 10 looks or max_overhead=0.005)
+        LeakageMonitor([fc_membership], 10 looks)
 
     Args:
         targets: the largest number of members that are queried at a look, and of non-members.
@@ -225,7 +223,7 @@ class WatchSettings:
         >>> from lightning_fedleak import LeakageMonitor
         >>> from lightning_fedleak.callbacks import WatchSettings
         >>> LeakageMonitor(settings=WatchSettings(stages=("local", "shared")))
-        LeakageMonitor('auto', 10 looks or max_overhead=0.005, stages=['local', 'shared'])
+        LeakageMonitor('auto', 10 looks, stages=['local', 'shared'])
 
     Attributes:
         stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
@@ -538,9 +536,9 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None) -> Cadence
         raise ValueError("give every_n_steps or max_overhead, not both")
     if every_n_steps is not None:
         return Cadence(check_integer("every_n_steps", every_n_steps))
-    share = MAX_OVERHEAD if max_overhead is None else max_overhead
-    check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-    return Cadence(share=share, is_curve=max_overhead is None)
+    if max_overhead is not None:
+        check_number("max_overhead", max_overhead, above=0, at_most=1, hint="it is a share")
+    return Cadence(max_overhead=max_overhead)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:

@@ -241,9 +241,9 @@ class RunRecord:
         """Write a line if a look is at another step than earlier lines have stated.
 
         Args:
-            step: The step of this look, or the one from which it is postponed.
+            step: The step of this look.
             next_look: The planned step of the next look: ``step`` itself, unless attacks are
-                retried or the first look is postponed.
+                retried.
         """
         if self.planned is None or self.planned == next_look:
             return

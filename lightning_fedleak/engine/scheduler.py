@@ -26,101 +26,58 @@ CURVE_SECONDS = 30.0
 """Seconds that these looks may take in a short run: a wait that people accept."""
 MAX_CURVE_SHARE = 0.25
 """Largest share of the training time for these looks, except for the first look; not tuned."""
-TIMED_STEPS = 3
-"""Number of steps timed before the first look if ``max_overhead`` is given; not tuned."""
-LOOK_STEPS = 10
-"""Estimated cost of the first look, in training steps, at least; with its control it was 9 to 21 on
-three models (``benchmarks.cost.overhead``, November 2026)."""
+OPEN_SHARE = 0.005
+"""Share of the training time for looks beyond 30 s, if the length of the run is not known."""
 
 
 @dataclass
 class Cadence:
     """Decide at which optimizer steps the engine looks.
 
-    There are three rules:
+    There are two rules:
 
     - ``every_n_steps=n``: steps 0, n, 2n, ...
-    - A share (``max_overhead=``): looks and set-up cost at most this share of the training time.
-      The first look is at a step for which the whole run pays, or, if the length of the run is not
-      known, for which the steps before have paid. If the run pays for none, it is at the second
-      last step, so that a waiting attack can be retried.
     - A curve (the default): ten looks, evenly spread, the last step among them. They and the set-up
-      have to fit into the larger of 5% of the training time and 30 s, and into a quarter of that
-      time; otherwise as many looks are made as fit, but always the first. If the number of steps is
-      not known, the looks are at steps 0, 1, 3, 7, ... for the first 30 s of looks. Further looks
-      are made if the share allows them.
+      have to fit into the share ``max_overhead`` of the training time; by default into the larger
+      of 5% of that time and 30 s, and into a quarter of it. Otherwise as many looks are made as
+      fit, but always the first.
+
+    If the number of steps is not known, looks are made once the steps so far pay for all of them
+    with the share ``max_overhead`` of their time. By default there are looks at steps 0, 1, 3, 7,
+    ..., which may take 30 s and 0.5% of that time.
 
     The next look is decided at the look before. Under DDP the decision of rank 0 is sent with the
     results of that look, so that no step needs a message of its own.
 
     Attributes:
-        every_n_steps: The interval n; None if a share decides.
-        share: The largest cost of looks, as a share of the training time: a look of ``c`` seconds
-            is followed by ``c / (share * s)`` steps of ``s`` seconds each.
-        is_curve: Whether the third rule holds, so that the ten looks of a curve are planned.
+        every_n_steps: The interval n; None for a curve.
+        max_overhead: The largest cost of a curve, as a share of the training time; None by default.
         next_step: The next step to look at.
         steps: The planned number of steps; None if it is not known.
         first_step: The step at which the run began.
-        price: The estimated seconds of the first look by a share; None once it was made.
         spent: The seconds that the set-up and the looks have taken.
-        unpaid: The seconds of set-up that no interval between looks has covered yet.
         last_look: The step and the seconds of the last look.
     """
 
     every_n_steps: int | None = None
-    share: float = 1.0
-    is_curve: bool = False
+    max_overhead: float | None = None
     next_step: int = 0
     steps: int | None = None
     first_step: int = 0
-    price: float | None = None
     spent: float = 0.0
-    unpaid: float = 0.0
     last_look: tuple[int, float] = (0, 0.0)
 
-    def begin(
-        self, step: int, steps: int | None, set_up_seconds: float = 0.0, look_seconds: float = 0.0
-    ) -> None:
+    def begin(self, step: int, steps: int | None, set_up_seconds: float = 0.0) -> None:
         """Begin a run.
 
         Args:
             step: The first step of the run.
             steps: The step at which the run is planned to end; None if it is not known.
             set_up_seconds: The duration of the set-up.
-            look_seconds: The estimated duration of a look; 0 if it is not known.
         """
         self.first_step = self.next_step = step
         self.steps = steps
-        self.spent = self.unpaid = set_up_seconds
-        self.price = None
-        if self.timed_steps:
-            self.price = look_seconds
-            self.next_step = self._near_end(step + self.timed_steps)
-
-    @property
-    def timed_steps(self) -> int:
-        """Return the number of steps that are timed before the first look."""
-        return 0 if self.every_n_steps is not None or self.is_curve else TIMED_STEPS
-
-    def postponed_step(self, step: int, step_seconds: float) -> int:
-        """Return the step of the first look by a share, ``step`` or later.
-
-        Args:
-            step: The present step.
-            step_seconds: The duration of a step without a look.
-        """
-        assert self.price is not None
-        if step_seconds <= 0:
-            return step
-        price = self.spent + max(self.price, LOOK_STEPS * step_seconds)
-        paying = math.ceil(price / (self.share * step_seconds))
-        if self.steps is not None and paying <= self.steps - self.first_step:
-            return step
-        return max(step, self._near_end(self.first_step + paying))
-
-    def _near_end(self, step: int) -> int:
-        """Return ``step``, or the run's second last step if that is earlier."""
-        return step if self.steps is None else max(self.first_step, min(step, self.steps - 2))
+        self.spent = set_up_seconds
 
     def due(self, step: int) -> bool:
         """Return whether a look is due at optimizer step ``step``, counted from 0."""
@@ -136,34 +93,36 @@ class Cadence:
         """
         if self.every_n_steps is not None:
             return (step // self.every_n_steps + 1) * self.every_n_steps
-        self.spent, self.price = self.spent + look_seconds, None
+        self.spent += look_seconds
         self.last_look = step, look_seconds
         if step_seconds <= 0:
             return step + 1
-        price, self.unpaid = look_seconds + self.unpaid, 0.0
-        by_share = step + max(1, math.ceil(price / (self.share * step_seconds)))
-        if not self.is_curve:  # the rule of a share: a look more only if the whole run pays for it
-            if self.steps is None:
-                return by_share
-            pays = self.share * step_seconds * (self.steps - self.first_step)
-            return by_share if self.spent + look_seconds <= pays else self.steps
-        if self.steps is None or step >= self.steps - 1:  # a curve of steps 0, 1, 3, 7, ...
-            within = self.spent + look_seconds <= CURVE_SECONDS
-            return min(by_share, 2 * step + 1) if within else by_share
-        by_price = self._affordable_step(step_seconds)
-        if by_price >= self.steps - 1:  # the remaining seconds are for a look at the last step
-            return by_price
-        return min(by_share, max(by_price, self._even_step(step)))
+        if self.steps is not None and step >= self.steps - 1:
+            self.steps = None  # a run that goes on beyond its plan has no known end
+        affordable = self._affordable_step(step_seconds)
+        if self.steps is None:
+            return max(affordable, 2 * step + 1 if self.max_overhead is None else step + 1)
+        if affordable >= self.steps - 1:  # the remaining seconds are for a look at the last step
+            return affordable
+        return max(affordable, self._even_step(step))
 
     def _affordable_step(self, step_seconds: float) -> int:
-        """Return the step of the next look if the remaining seconds are spread evenly.
+        """Return the step of the next look for which there are seconds.
 
-        It is beyond the last step if these seconds are too few for a look.
+        If the length of the run is known, the remaining seconds are spread evenly, and the step is
+        beyond the last one if they are too few for a look.
         """
-        assert self.steps is not None
         step, look_seconds = self.last_look
+        if self.steps is None:
+            share, free = self.max_overhead, 0.0
+            if share is None:
+                share, free = OPEN_SHARE, CURVE_SECONDS
+            owed = self.spent + look_seconds - free
+            return self.first_step + math.ceil(owed / (share * max(step_seconds, 1e-9)))
         training = (self.steps - self.first_step) * step_seconds
         seconds = min(max(CURVE_SHARE * training, CURVE_SECONDS), MAX_CURVE_SHARE * training)
+        if self.max_overhead is not None:
+            seconds = self.max_overhead * training
         looks = (seconds - self.spent) // max(look_seconds, 1e-9)
         return self.steps if looks < 1 else step + math.ceil((self.steps - 1 - step) / looks)
 
@@ -180,11 +139,9 @@ class Cadence:
             retry_seconds: The duration of the retry.
             step_seconds: The duration of a step without a look.
         """
-        if self.every_n_steps is None and not self.is_curve:
-            return self.after_look(self.next_step, retry_seconds, step_seconds)
-        self.spent += retry_seconds
-        if self.every_n_steps is not None or self.steps is None:
+        if self.every_n_steps is not None:
             return self.next_step
+        self.spent += retry_seconds
         return max(self.next_step, self._affordable_step(step_seconds))
 
     @property
@@ -192,9 +149,9 @@ class Cadence:
         """Return the argument that sets this cadence, such as ``every_n_steps=50``."""
         if self.every_n_steps is not None:
             return f"every_n_steps={self.every_n_steps}"
-        if self.is_curve:
-            return f"{CURVE_LOOKS} looks or max_overhead={self.share:g}"
-        return f"max_overhead={self.share:g}"
+        if self.max_overhead is None:
+            return f"{CURVE_LOOKS} looks"
+        return f"max_overhead={self.max_overhead:g}"
 
     def describe(self, look_seconds: float) -> str:
         """Return in words at which steps of the run looks are made, as known at its begin.
@@ -202,35 +159,37 @@ class Cadence:
         Args:
             look_seconds: The estimated duration of a look; 0 if it is not known.
         """
-        n, steps, share = self.every_n_steps, self.steps, f"{self.share:.1%} of the training time"
+        n, steps = self.every_n_steps, self.steps
+        limit = f"{self.max_overhead or 0.0:.1%} of the training time"
+        if self.max_overhead is None:
+            limit = (
+                f"{CURVE_SHARE:.0%} of the training, or {CURVE_SECONDS:g} s if that is more, and "
+                f"never more than {MAX_CURVE_SHARE:.0%} of it"
+            )
         if steps is None:
             if n is not None:
                 return "looks at every step" if n == 1 else f"looks at one step in {n}"
+            if self.max_overhead is not None:
+                return f"looks in {limit}"
             n = self.next_step + 1
             few = f"steps {n}, {2 * n}, {4 * n}, ... for {CURVE_SECONDS:g} s of looks"
-            return f"looks at {few}, and then in {share}" if self.is_curve else f"looks in {share}"
+            return f"looks at {few} and {OPEN_SHARE:.1%} of the training time"
         run_steps = f"{steps - self.first_step:,} steps"
         if n is not None:
             looks = 1 + max(0, (steps - 1) // n - self.next_step // n)
             return f"looks at {looks:,} of {run_steps}"
-        if not self.is_curve:
-            return (
-                f"looks at {run_steps} as often as {share} pays for set-up and looks, at least once"
-            )
-        even, step = 1, self.next_step
+        looks, step = 1, self.next_step
         while step < steps - 1:
-            even, step = even + 1, self._even_step(step)
-        seconds = max(0.0, CURVE_SECONDS - self.spent)
-        looks = min(even, max(2, int(seconds // max(look_seconds, 1e-9))))
-        costs = [f"set-up took {self.unpaid:.2g} s"] if self.unpaid >= 1 else []
+            looks, step = looks + 1, self._even_step(step)
+        if self.max_overhead is None:
+            seconds = max(0.0, CURVE_SECONDS - self.spent)
+            looks = min(looks, max(2, int(seconds // max(look_seconds, 1e-9))))
+        costs = [f"set-up took {self.spent:.2g} s"] if self.spent >= 1 else []
         costs += [f"a look takes about {look_seconds:.2g} s"] if look_seconds else []
-        limit = f"{CURVE_SHARE:.0%} of the training, or {CURVE_SECONDS:g} s if that is more"
         return "; ".join(
             (
-                f"looks at up to {looks} of {run_steps}, the last among them, and at more as "
-                f"{share} "
-                f"pays for them; with the set-up they take at most {limit}, and never more than "
-                f"{MAX_CURVE_SHARE:.0%} of it, but one is always made",
+                f"looks at up to {looks} of {run_steps}, the last among them; with the set-up they "
+                f"take at most {limit}, but one is always made",
                 *costs,
             )
         )
@@ -286,12 +245,6 @@ class Scheduler:
         if self.phase is Phase.ACCUMULATING:
             return None
         scope: frozenset[Series] | None = None
-        if self.cadence.due(step) and self.cadence.price is not None:
-            first = self.cadence.postponed_step(step, self._step_seconds)
-            self.cadence.next_step = first = self._run.broadcast(first)
-            if first > step:
-                why = f"max_overhead={self.cadence.share:g} pays for none before"
-                rank_zero_info(f"{self._run.watcher}: the first look is at step {first}: {why}")
         if not self.cadence.due(step):
             scope = frozenset(s for s in self.waiting if s.attack in exposed)
             if not scope:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -211,8 +212,7 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
-        # Plans the rounds of looks so that they take at most this share of the time.
-        self._cadence = None if max_overhead is None else core.cadence_of(None, max_overhead)
+        self._max_overhead = core.cadence_of(None, max_overhead).max_overhead
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
@@ -455,10 +455,11 @@ class RoundObserver:
         """
         engines = (e for (name, _), e in self._clients.items() if client in (name, SUM))
         waiting = any(engine.results.waiting for engine in engines)
-        if self._cadence is not None and not waiting:
+        if (share := self._max_overhead) is not None and not waiting:
             # At least 1% of the round, so that looks go on even if other work takes too long.
-            free = max(round_seconds - beside_seconds / self._cadence.share, round_seconds / 100)
-            self.next_look[client] = self._cadence.after_look(self.round_, seconds, free)
+            free = max(round_seconds - beside_seconds / share, round_seconds / 100)
+            rounds = math.ceil(seconds / (share * free)) if free > 0 else 1
+            self.next_look[client] = self.round_ + max(1, rounds)
 
     def forget(self, look: RoundLook) -> None:
         """Discard a client's newest look, which was not logged, so that no rate counts it.

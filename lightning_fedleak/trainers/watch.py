@@ -97,9 +97,9 @@ class Watch(Reported):
             of another run, which this one does not resume, a new folder ``version_<n>`` in it is
             used.
         every_n_steps: Look at optimizer steps 0, n, 2n, ...
-        max_overhead: The largest fraction of the training time that looks take, in place of
-            ``every_n_steps``. If both are None, there are looks at steps 1, 2, 4, 8, ... until they
-            have taken 30 s, and then this fraction is 0.005.
+        max_overhead: The largest fraction of the training time that looks take, the first one
+            aside, in place of ``every_n_steps``. If both are None, there are looks at steps 1, 2,
+            4, 8, ..., which may take 30 s and 0.5% of the training time.
         games: The settings of membership games.
         settings: The rarely changed settings: :class:`WatchSettings`.
 

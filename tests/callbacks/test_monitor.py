@@ -369,7 +369,7 @@ def test_a_monitor_and_a_gate_show_their_settings(tmp_path: Path) -> None:
         fit([monitor, gate], tmp_path)
     assert repr(monitor) == "LeakageMonitor([probe, b], every_n_steps=4, looks=2)"
     assert repr(gate) == "RiskGate('leakage/probe/f1', at_most=0, warn, fired at step 0)"
-    assert repr(LeakageMonitor()) == "LeakageMonitor('auto', 10 looks or max_overhead=0.005)"
+    assert repr(LeakageMonitor()) == "LeakageMonitor('auto', 10 looks)"
 
 
 def test_only_words_of_the_packages_own_errors_are_logged() -> None:

@@ -412,21 +412,33 @@ def test_batches_that_train_nothing_are_no_part_of_the_truth(tmp_path: Path) -> 
 # ---- when a look is due -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
-def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -> None:
-    cadence = Cadence(share=share)
-    spent = passed = 0.0
+@given(
+    share=st.sampled_from([0.005, 0.05, 1.0]),
+    look=st.floats(0.01, 10),
+    set_up=st.floats(0, 20),
+    first=st.integers(0, 3),
+)
+def test_max_overhead_keeps_looks_within_their_share_of_the_time_so_far(
+    share: float, look: float, set_up: float, first: int
+) -> None:
+    """Where the length of the run is not known; the first look is always made."""
+    cadence = Cadence(max_overhead=share)
+    cadence.begin(first, None, set_up)
     generator = torch.Generator().manual_seed(0)
-    for step in range(20_000):
-        passed += 0.5
+    costs = [look * (1 + torch.rand((), generator=generator).item()) for _ in range(2000)]
+    spent, dearest, steps = set_up, 0.0, list[int]()
+    for step in range(first, 2000):
         if cadence.due(step):
-            cost = 0.05 + 0.1 * torch.rand((), generator=generator).item()
-            spent += cost
-            cadence.next_step = cadence.after_look(step, cost, 0.5)
-    assert 0 < spent <= share * passed * 1.02 + 0.15
-    assert cadence.next_step > 1
-    cadence.next_step = 40
-    assert cadence.after_retry(0.5, 1.0) == 40 + math.ceil(0.5 / share)  # later looks pay for it
+            spent, dearest = spent + costs[step], max(dearest, costs[step])
+            steps.append(step)
+            cadence.next_step = cadence.after_look(step, costs[step], 0.5)
+            paid = share * (step - first) * 0.5
+            assert len(steps) == 1 or spent <= paid * (1 + 1e-9) + look  # a look may cost more
+    assert steps[0] == first
+    paying = first + math.ceil((spent + dearest) / (share * 0.5))  # it is not later than needed
+    assert cadence.next_step <= max(steps[-1] + 1, paying)
+    owed = cadence.after_retry(100.0, 0.5)  # later looks pay for it
+    assert owed >= first + (spent + 100.0) / (share * 0.5)
 
 
 def looks_of(cadence: Cadence, steps: int, look: float, step_seconds: float) -> list[int]:
@@ -445,16 +457,17 @@ def looks_of(cadence: Cadence, steps: int, look: float, step_seconds: float) -> 
     step_seconds=st.floats(1e-3, 10),
     first=st.integers(0, 1),
     set_up=st.floats(0, 40),
+    share=st.none() | st.sampled_from([0.005, 0.05, 0.5]),
 )
 def test_a_curve_ends_at_the_last_step_where_it_can_and_stays_within_its_price(
-    steps: int, look: float, step_seconds: float, first: int, set_up: float
+    steps: int, look: float, step_seconds: float, first: int, set_up: float, share: float | None
 ) -> None:
-    cadence = Cadence(share=0.005, is_curve=True)
+    cadence = Cadence(max_overhead=share)
     cadence.begin(first, steps, set_up)
     looks = looks_of(cadence, steps, look, step_seconds)
     assert looks[0] == first
     training = (steps - first) * step_seconds
-    allowed = min(max(0.05 * training, 30.0), training / 4)
+    allowed = min(max(0.05 * training, 30.0), training / 4) if share is None else share * training
     further = set_up + len(looks) * look
     assert len(looks) == 1 or further <= allowed * (1 + 1e-9)  # the first one is always made
     if set_up + 2 * look <= allowed:
@@ -474,7 +487,7 @@ def test_a_curve_ends_at_the_last_step_where_it_can_and_stays_within_its_price(
 def test_as_many_looks_are_announced_as_are_made_if_they_are_paid_for(
     steps: int, share: float, n: int | None, known: bool
 ) -> None:
-    cadence = Cadence(n, share=1e-6, is_curve=n is None)
+    cadence = Cadence(n)
     first = int(share * (steps - 1))
     cadence.begin(first, steps)
     sentence = cadence.describe(1.0 if known else 0.0)
@@ -483,55 +496,27 @@ def test_as_many_looks_are_announced_as_are_made_if_they_are_paid_for(
     assert sentence.startswith(f"looks at {some} of {steps - first:,} steps")  # of this run
 
 
-def test_without_a_plan_or_with_a_share_the_line_says_which_looks_are_certain() -> None:
-    share = Cadence(share=0.25)
+def test_the_line_says_how_many_looks_there_may_be_and_what_they_may_take() -> None:
+    share = Cadence(max_overhead=0.25)
     assert share.describe(1.0) == "looks in 25.0% of the training time"
     share.begin(0, 1200)
     assert share.describe(0.0) == (
-        "looks at 1,200 steps as often as 25.0% of the training time pays for set-up and looks, "
-        "at least once"
+        "looks at up to 10 of 1,200 steps, the last among them; with the set-up they take at most "
+        "25.0% of the training time, but one is always made"
     )
     assert Cadence(50).describe(0.0) == "looks at one step in 50"
-    cheap = Cadence(share=0.005, is_curve=True)
-    cheap.begin(3, None)
-    assert cheap.describe(0.0).startswith("looks at steps 4, 8, 16, ... for 30 s of looks, and")
-    cheap.begin(0, 1000)
-    assert cheap.describe(0.1) == (
-        "looks at up to 10 of 1,000 steps, the last among them, and at more as 0.5% of the "
-        "training time pays for them; with the set-up they take at most 5% of the training, or "
-        "30 s if that is more, and never more than 25% of it, but one is always made; a look takes "
-        "about 0.1 s"
+    curve = Cadence()
+    curve.begin(3, None)
+    assert curve.describe(0.0) == (
+        "looks at steps 4, 8, 16, ... for 30 s of looks and 0.5% of the training time"
     )
-    assert len(looks_of(cheap, 1000, 0.1, 1.0)) > 50
-
-
-@given(
-    steps=st.none() | st.integers(4, 5000),
-    share=st.sampled_from([0.005, 0.05, 0.5]),
-    look=st.floats(1e-3, 10),
-    set_up=st.floats(0, 20),
-    first=st.integers(0, 3),
-)
-def test_by_a_share_no_look_comes_before_it_is_paid_for_but_one_near_the_end(
-    steps: int | None, share: float, look: float, set_up: float, first: int
-) -> None:
-    cadence = Cadence(share=share)
-    cadence.begin(first, steps, set_up, look)
-    run = Scheduler(cast("Run", SimpleNamespace(broadcast=int, watcher="")), cadence, [])
-    run._series, run._step_seconds = (Series.at(Stage.SHARED, "one"),), 0.1
-    looks, last = [], (steps or 5000) - 1
-    for step in range(first, last + 1):
-        run._since = None
-        if run.due_look(step, []) is not None:
-            looks.append(step)
-            cadence.next_step = cadence.after_look(step, look, 0.1)
-    run_seconds, latest = 0.1 * (last + 1 - first), max(first, last - 1)
-    is_paid = set_up + len(looks) * look <= share * run_seconds * 1.001
-    assert is_paid or looks == ([latest] if steps else looks[:1])
-    if set_up + max(look, 1.0) <= share * run_seconds * 0.999:
-        assert looks
-        paid = 0 if steps is not None else math.floor((set_up + look) / (share * 0.1))
-        assert looks[0] >= min(first + max(paid, 3), latest)
+    curve.begin(0, 1000)
+    assert curve.describe(0.1) == (
+        "looks at up to 10 of 1,000 steps, the last among them; with the set-up they take at most "
+        "5% of the training, or 30 s if that is more, and never more than 25% of it, but one is "
+        "always made; a look takes about 0.1 s"
+    )
+    assert len(looks_of(curve, 1000, 0.1, 1.0)) == 10
 
 
 def test_listed_attacks_are_looked_at_as_a_curve_unless_the_user_rules() -> None:
@@ -539,9 +524,8 @@ def test_listed_attacks_are_looked_at_as_a_curve_unless_the_user_rules() -> None
         return LeakageMonitor([Probe()], **asked).engine.options.cadence
 
     assert cadence_of() == LeakageMonitor().engine.options.cadence
-    assert cadence_of().is_curve
     assert cadence_of(every_n_steps=7) == Cadence(7)
-    assert cadence_of(max_overhead=0.1) == Cadence(share=0.1)
+    assert cadence_of(max_overhead=0.1) == Cadence(max_overhead=0.1)
 
 
 LAST_LINE = (
@@ -575,13 +559,19 @@ def test_what_each_attack_took_of_the_looks_is_written_and_said(
 def test_looks_are_at_multiples_of_n_or_at_powers_of_two_for_30_seconds() -> None:
     """The latter where the number of steps is unknown."""
     assert looks_of(Cadence(50), 120, 1.0, 1.0) == [0, 50, 100]
-    cadence = Cadence(share=0.005, is_curve=True)
+    cadence = Cadence()
     cadence.begin(0, None)
-    assert looks_of(cadence, 1500, 4.0, 1.0) == [0, 1, 3, 7, 15, 31, 63, 863]
+    assert looks_of(cadence, 1500, 4.0, 1.0) == [0, 1, 3, 7, 15, 31, 63, 400, 1200]
+
+
+def test_a_run_that_goes_on_beyond_its_plan_is_looked_at_further() -> None:
+    cadence = Cadence()
+    cadence.begin(0, 10)
+    assert looks_of(cadence, 100, 0.1, 1.0) == [*range(10), 19, 39, 79]
 
 
 def test_a_retry_moves_the_looks_of_a_curve_where_it_leaves_too_little_for_ten() -> None:
-    cadence = Cadence(share=0.005, is_curve=True)
+    cadence = Cadence()
     cadence.begin(0, 100)
     cadence.next_step = cadence.after_look(0, 1.0, 1.0)
     assert cadence.after_retry(3.0, 1.0) == 11
@@ -607,7 +597,6 @@ def test_max_overhead_counts_whole_optimizer_steps(
 
     monkeypatch.setattr(Cadence, "after_look", recorded)
     monkeypatch.setattr("lightning_fedleak.engine.run.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("lightning_fedleak.engine.scheduler.LOOK_STEPS", 0)
     watched(tmp_path, Probe(), max_overhead=0.5, loss=loss, accumulate=accumulate, n=80)
     assert seconds
     assert seconds == pytest.approx([1000 * accumulate] * len(seconds), rel=0.01)

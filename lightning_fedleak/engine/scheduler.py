@@ -16,7 +16,6 @@ from enum import Enum
 
 from lightning_fedleak.engine.outcomes import Series, Waiting
 from lightning_fedleak.engine.run import Look, Run
-from lightning_fedleak.messages import rank_zero_info
 
 CURVE_LOOKS = 10
 """Number of looks of a run by default, evenly spread: enough for a curve; more take longer."""
@@ -44,7 +43,7 @@ class Cadence:
 
     If the number of steps is not known, looks are made once the steps so far pay for all of them
     with the share ``max_overhead`` of their time. By default there are looks at steps 0, 1, 3, 7,
-    ..., which may take 30 s and 0.5% of that time.
+    ..., or later, so that they take at most 30 s and 0.5% of that time, and a quarter of it.
 
     The next look is decided at the look before. Under DDP the decision of rank 0 is sent with the
     results of that look, so that no step needs a message of its own.
@@ -114,11 +113,12 @@ class Cadence:
         """
         step, look_seconds = self.last_look
         if self.steps is None:
-            share, free = self.max_overhead, 0.0
-            if share is None:
-                share, free = OPEN_SHARE, CURVE_SECONDS
-            owed = self.spent + look_seconds - free
-            return self.first_step + math.ceil(owed / (share * max(step_seconds, 1e-9)))
+            needed = self.spent + look_seconds
+            if self.max_overhead is None:
+                seconds = max((needed - CURVE_SECONDS) / OPEN_SHARE, needed / MAX_CURVE_SHARE)
+            else:
+                seconds = needed / self.max_overhead
+            return self.first_step + math.ceil(seconds / max(step_seconds, 1e-9))
         training = (self.steps - self.first_step) * step_seconds
         seconds = min(max(CURVE_SHARE * training, CURVE_SECONDS), MAX_CURVE_SHARE * training)
         if self.max_overhead is not None:
@@ -172,8 +172,11 @@ class Cadence:
             if self.max_overhead is not None:
                 return f"looks in {limit}"
             n = self.next_step + 1
-            few = f"steps {n}, {2 * n}, {4 * n}, ... for {CURVE_SECONDS:g} s of looks"
-            return f"looks at {few} and {OPEN_SHARE:.1%} of the training time"
+            return (
+                f"looks at steps {n}, {2 * n}, {4 * n}, ..., or later: they take at most "
+                f"{CURVE_SECONDS:g} s and {OPEN_SHARE:.1%} of the training time, and never more "
+                f"than {MAX_CURVE_SHARE:.0%} of it, but one is always made"
+            )
         run_steps = f"{steps - self.first_step:,} steps"
         if n is not None:
             looks = 1 + max(0, (steps - 1) // n - self.next_step // n)

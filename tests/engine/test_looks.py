@@ -11,8 +11,7 @@ import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +22,11 @@ from torch import nn
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
-from lightning_fedleak.engine.outcomes import Series
-from lightning_fedleak.engine.run import Run
-from lightning_fedleak.engine.scheduler import Cadence, Scheduler
+from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.federation import RoundObserver, RoundSettings
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.snapshots import Inapplicable, NotYet, Stage
+from lightning_fedleak.model.snapshots import Inapplicable, NotYet
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
@@ -508,7 +505,8 @@ def test_the_line_says_how_many_looks_there_may_be_and_what_they_may_take() -> N
     curve = Cadence()
     curve.begin(3, None)
     assert curve.describe(0.0) == (
-        "looks at steps 4, 8, 16, ... for 30 s of looks and 0.5% of the training time"
+        "looks at steps 4, 8, 16, ..., or later: they take at most 30 s and 0.5% of the training "
+        "time, and never more than 25% of it, but one is always made"
     )
     curve.begin(0, 1000)
     assert curve.describe(0.1) == (
@@ -556,12 +554,14 @@ def test_what_each_attack_took_of_the_looks_is_written_and_said(
     assert re.search(LAST_LINE, caplog.text)
 
 
-def test_looks_are_at_multiples_of_n_or_at_powers_of_two_for_30_seconds() -> None:
+def test_looks_are_at_multiples_of_n_or_twice_as_far_each_time_once_they_are_paid_for() -> None:
     """The latter where the number of steps is unknown."""
     assert looks_of(Cadence(50), 120, 1.0, 1.0) == [0, 50, 100]
     cadence = Cadence()
     cadence.begin(0, None)
-    assert looks_of(cadence, 1500, 4.0, 1.0) == [0, 1, 3, 7, 15, 31, 63, 400, 1200]
+    assert looks_of(cadence, 1500, 1.0, 1.0) == [0, 8, 17, 35, 71, 143, 287, 575, 1151]
+    cadence.begin(0, None)
+    assert looks_of(cadence, 1500, 4.0, 1.0) == [0, 32, 65, 131, 263, 527, 1055]
 
 
 def test_a_run_that_goes_on_beyond_its_plan_is_looked_at_further() -> None:

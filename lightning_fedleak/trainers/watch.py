@@ -99,7 +99,7 @@ class Watch(Reported):
         every_n_steps: Look at optimizer steps 0, n, 2n, ...
         max_overhead: The largest fraction of the training time that looks take, the first one
             aside, in place of ``every_n_steps``. If both are None, there are looks at steps 1, 2,
-            4, 8, ..., or later, which take at most 30 s and 0.5% of the training time, and a quarter.
+            4, 8, ... or later, which take at most 30 s, 0.5%, and a quarter of the training time.
         games: The settings of membership games.
         settings: The rarely changed settings: :class:`WatchSettings`.
 

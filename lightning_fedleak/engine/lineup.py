@@ -415,7 +415,7 @@ def check_texts(
                     "their own: give PublicText(texts, targets=...), token ids of each"
                 )
     for name, text in named.items():
-        read = [(text.sentences, anatomy.embedding_name, anatomy.embedding_rows)]
+        read: list[Any] = [(text.sentences, anatomy.embedding_name, anatomy.embedding_rows)]
         if text.targets is not None and anatomy.kind == "seq2seq":
             read.append((text.targets, anatomy.head_name, anatomy.vocab_size))
         for ids, matrix, rows in read:

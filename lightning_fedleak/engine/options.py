@@ -442,7 +442,7 @@ def selected(
     text_passed = settings.public_text not in (None, "sampled")
     if is_auto := attacks == "auto":
         capabilities = ASSUMED if capabilities is None else capabilities
-        chosen = candidates(capabilities, settings, rounds=rounds)
+        chosen: list[Any] = candidates(capabilities, settings, rounds=rounds)
         if games is not None and not rounds:
             if games.canaries is not None and min(map(len, games.canaries.token_ids)) > 1:
                 chosen.append(Canaries())
@@ -454,7 +454,7 @@ def selected(
             "for example AlignedFlatChat(public_text)"
         )
     else:  # `check_attacks` refuses a class or a name that was passed instead of an instance
-        chosen: list[Any] = [attacks] if isinstance(attacks, Attack | type | str) else [*attacks]
+        chosen = [attacks] if isinstance(attacks, Attack | type | str) else [*attacks]
     check_attacks(chosen)
     return Selection(tuple(chosen), is_auto, capabilities, text_passed)
 

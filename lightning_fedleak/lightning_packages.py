@@ -15,7 +15,7 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from lightning_utilities.core import rank_zero
 
@@ -127,17 +127,6 @@ def _package_of_class(cls: type) -> str | None:
     return next(names, None)
 
 
-def _refuse_trainer(callback: object, trainer: str) -> NoReturn:
-    """Raise an error for a callback that was passed to another library's trainer."""
-    name = type(callback).__name__
-    raise TypeError(
-        f"{name} is a callback of Lightning's Trainer and does not work in {trainer}. Use "
-        f"Trainer(callbacks=[{name}(...)]) of lightning.pytorch, which trains a causal language "
-        "model as lightning_fedleak.cli.finetuning.CausalLMFineTuning(model). For transformers' "
-        "Trainer use LeakageCallback of lightning_fedleak.trainers, for other loops its Watch."
-    )
-
-
 # ---- base classes that are accepted by both packages -----------------------------------------
 
 
@@ -163,13 +152,14 @@ if not TYPE_CHECKING:
     class EitherCallback(*both("callbacks.Callback")):
         """A callback for the Trainers of both packages, and of no other library."""
 
-        def on_init_end(self, *_: object, **__: object) -> None:
-            """Raise an error for the Trainer of transformers, which calls this first."""
-            _refuse_trainer(self, "transformers.Trainer")
-
         def on_after_setup(self, *_: object, **__: object) -> None:
-            """Raise an error for Fabric, which calls this first."""
-            _refuse_trainer(self, "Fabric")
+            """Raise an error for Fabric and transformers' Trainer, which call this first."""
+            raise TypeError(
+                f"{type(self).__name__} is a callback of Lightning's Trainer: use LeakageCallback "
+                "of lightning_fedleak.trainers for transformers' Trainer, its Watch for other loops"
+            )
+
+        on_init_end = on_after_setup
 
     class EitherStrategy(*both("strategies.Strategy"), metaclass=_OnePackageFirst):
         """A strategy for the Trainers of both packages.

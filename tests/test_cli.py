@@ -73,7 +73,7 @@ def test_numbers_out_of_range_and_wrong_names_are_refused_in_one_line(
         (["game", "--column", "review"], "has no column 'review'"),
         (["demo", "--model", "inside"], "could be loaded from 'inside'"),
         (["sweep", "--model", "./nomodel"], "there is no folder './nomodel'"),
-        (["invert", "--model", "."], "holds no model (no config.json), but 'inside' does"),
+        (["invert", "--model", "."], "is no folder of a model (no config.json)"),
         (["sweep", "--defense", "none", "gradient_nose:sigma=1"], "'gradient_noise'?)"),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_error_of_fit_is_one_line(
     empty.touch()
     arguments = ["fit", f"--data.text={empty}", "--trainer.logger=false", "--trainer.max_steps=1"]
     assert main(arguments) == 1
-    assert f"fedleak: '{empty}' holds no text." in capsys.readouterr().err
+    assert f"fedleak: '{empty}' holds no text" in capsys.readouterr().err
 
 
 def test_demo_without_tensorboard_says_what_to_install(

@@ -147,7 +147,7 @@ def test_whole_texts_and_its_gate(fitted) -> None:
 
 
 def test_memorization_needs_enough_texts(fitted) -> None:
-    with pytest.raises(ValueError, match=r"pay for \d+ of 200 texts within max_overhead=0.1"):
+    with pytest.raises(ValueError, match=r"pay for \d+ of 200 texts: settings"):
         fitted("memorization")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -212,7 +211,7 @@ def test_a_name_that_the_other_package_alone_knows_is_refused(package: str) -> N
     kind = lightning(OTHER[package]).strategies.DDPStrategy
     registry.register("only_there", kind, override=True)
     try:
-        with pytest.raises(DefenseError, match=f"`{package}`, but in the other one: import both"):
+        with pytest.raises(DefenseError, match="'only_there' is not supported"):
             lightning(package).Trainer(strategy=DefendedStrategy("only_there"), accelerator="cpu")
     finally:
         registry.remove("only_there")
@@ -238,11 +237,11 @@ def test_other_trainers_are_refused_in_one_sentence(made: Any, tmp_path: Path) -
     from lightning.fabric import Fabric
 
     callback = made()
-    said = f"{type(callback).__name__} is a callback of Lightning's Trainer and does not work in "
+    said = f"{type(callback).__name__} is a callback of Lightning's Trainer: use LeakageCallback"
     arguments = transformers.TrainingArguments(
         str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
     )
-    with pytest.raises(TypeError, match=re.escape(f"{said}transformers.Trainer. ")):
+    with pytest.raises(TypeError, match=said):
         transformers.Trainer(torch.nn.Linear(2, 2), arguments, callbacks=[callback])
-    with pytest.raises(TypeError, match=re.escape(f"{said}Fabric. ")):
+    with pytest.raises(TypeError, match=said):
         Fabric(accelerator="cpu", devices=1, callbacks=[callback]).setup(torch.nn.Linear(2, 2))

@@ -129,34 +129,21 @@ class RiskGate(core.Threshold, EitherCallback):
         monitors = [c for c in callbacks_of(trainer) if isinstance(c, LeakageMonitor)]
         logged_by = [m for m in monitors if self.metric in m.metric_names()]
         if len(logged_by) != 1:
-            start = f"RiskGate watches '{self.metric}'"
-            if not monitors:
-                raise ValueError(
-                    f"{start}, and this run has no LeakageMonitor: "
-                    "Trainer(callbacks=[LeakageMonitor(), gate])"
-                )
-            if len(monitors) > 1 and (logged_by or core.is_worst(self.metric)):
-                raise ValueError(
-                    f"{start}, and this run has {len(monitors)} LeakageMonitors: give all attacks "
-                    "to one of them, LeakageMonitor([...])"
-                )
             names = [n for m in monitors for n in m.metric_names()]
+            hint = core.names_there_are(self.metric, names, "LeakageMonitor")
             raise ValueError(
-                f"{start}, which no attack of this run logs."
-                f"{core.names_there_are(self.metric, names, 'LeakageMonitor')}"
+                f"RiskGate watches '{self.metric}', which one LeakageMonitor with all attacks has "
+                f"to log, and {len(logged_by)} of {len(monitors)} do: "
+                f"Trainer(callbacks=[LeakageMonitor(), gate]).{hint * (not logged_by)}"
             )
         return logged_by[0].engine
 
     def _check_stop(self, trainer: L.Trainer) -> None:
-        """Check that no other gate has this name, and that a gate that stops can stop the run.
+        """Check that a gate that stops can stop the run. Lightning refuses two of one name.
 
         Raises:
-            ValueError: Another gate has the same name, or this one could not stop the run. The
-                message names the argument to change.
+            ValueError: It could not stop the run. The message names the argument to change.
         """
-        gates = [c for c in callbacks_of(trainer) if isinstance(c, RiskGate) and c is not self]
-        if any(gate.name == self.name for gate in gates):
-            raise ValueError(f"two RiskGates are named '{self.name}': give one of them name=...")
         if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
             raise ValueError(
                 f"RiskGate(action='{self.action}') could not stop this run, because of the "

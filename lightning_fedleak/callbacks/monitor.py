@@ -6,7 +6,6 @@ plans, runs and logs the attacks. A *tap* is a hook that records the calls and g
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -323,25 +322,14 @@ class LeakageMonitor(EitherCallback, Reported):
         pl_module: L.LightningModule,
         exception: BaseException | None = None,
     ) -> None:
-        """End the run's record and remove every tap: Lightning calls no teardown after this.
-
-        Raises:
-            ValueError: The Trainer's folder cannot be written to.
-        """
+        """End the run's record and remove every tap: Lightning calls no teardown after this."""
         if exception is None:  # called on the class, which `setup` refuses
             return
-        has_begun = self.engine.fit is not None
         try:
             self._end(type(exception).__name__)
         finally:  # a second Ctrl-C may interrupt the report
             _FITS.pop(trainer, None)
             self._close()
-        folders = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
-        if isinstance(exception, OSError) and not has_begun and any(map(_is_closed, folders)):
-            raise ValueError(
-                f"the run's folder cannot be written ({exception}): name another one, "
-                "Trainer(default_root_dir='runs')"
-            ) from exception
 
     def _end(self, ending: str) -> None:
         """End the run's record, and write the report if the settings ask for it."""
@@ -367,11 +355,3 @@ class LeakageMonitor(EitherCallback, Reported):
     ) -> None:
         """Restore the state that :meth:`on_save_checkpoint` saved."""
         self.engine.load_state_dict(deepcopy(checkpoint["callbacks"].get(self.state_key, {})))
-
-
-def _is_closed(folder: str | Path | None) -> bool:
-    """Return whether a folder, or its nearest existing parent, cannot be written to."""
-    path = Path(folder or ".").absolute()
-    while not path.exists():
-        path = path.parent
-    return not (path.is_dir() and os.access(path, os.W_OK))

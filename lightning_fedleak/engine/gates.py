@@ -105,19 +105,16 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
         )
     check_number("at_most", at_most)
     rate = rate_of(metric)
-    # Both are (lowest, highest, chance): `span` of the metric, also if the name is an end of its
-    # interval; `interval` of the name itself, for which ends have no chance level.
+    # The span is that of the metric, also if the name is an end of its interval. Ends have no
+    # chance level.
     span = range_of(rate.removesuffix("_low").removesuffix("_high"))
-    if (interval := range_of(rate)) is not None and interval[0] <= at_most < interval[2]:
-        watched = f", the highest {rate} of several attacks" if is_worst(metric) else ""
+    if span is None:
+        return
+    lowest, highest, chance = span
+    if (range_of(rate) is not None and lowest <= at_most < chance) or at_most > highest:
         raise ValueError(
-            f"{gate} watches '{metric}'{watched}. {interval[2]:g} is chance, which is above "
-            f"at_most={at_most:g}: give {interval[2]:g} or more"
-        )
-    if span is not None and at_most > span[1]:
-        raise ValueError(
-            f"{gate} watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
-            f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+            f"{gate} watches '{metric}', which is {chance:g} by chance and at most {highest:g}: "
+            f"at_most={at_most:g} must lie between these (rates are shares, not percent)"
         )
 
 

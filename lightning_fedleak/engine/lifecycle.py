@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
 from lightning_fedleak.engine.channels.released.records import RECORDS
@@ -81,22 +80,12 @@ class Engine(StepEngine):
         self.options = options
         self.channels: list[Channel] = channels_of(selection.attacks, options)
         self.series = series_of(selection.attacks, self.channels, options.stages)
-        if options.memorization.records and all(s.name != RECORDS for s in self.series):
-            raise ValueError(
-                "Memorization(records=True) lists rows by what an attack on the trained weights "
-                "asks, and none is played: add Combined() to the attacks"
-            )
-        is_given = options.memorization.reference is not None
-        if is_given != any(type(a) is CombinedReference for a in selection.attacks):
-            raise ValueError(
-                "CombinedReference() and Memorization(reference=) belong together: add the attack, "
-                "or give settings=WatchSettings(memorization=Memorization(reference='FOLDER'))"
-            )
         names = [series.log_name for series in self.series if "entity/" in series.name]
-        if options.entities and len({*names}) < max(1, len(names)):
+        unread = options.memorization.records and all(s.name != RECORDS for s in self.series)
+        if unread or (options.entities and len({*names}) < max(1, len(names))):
             raise ValueError(
-                "entities= counts values in what attacks on words, texts or the trained weights "
-                "read. Add one, such as Combined(); and give planted kinds other names"
+                "records=True and entities= need an attack that reads texts or the trained "
+                "weights: add Combined(), and give planted kinds names that are not in entities="
             )
         max_steps_waited = MAX_STEPS_WAITED if options.local_steps is None else MAX_WAITS
         self.results = Results(self.series, max_steps_waited=max_steps_waited)

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from lightning_fedleak.attacks import Attack, MissingText, PublicText
 from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.defenses.processes import reshard
@@ -417,20 +415,14 @@ def check_texts(
                     "their own: give PublicText(texts, targets=...), token ids of each"
                 )
     for name, text in named.items():
-        matrix = f"'{anatomy.embedding_name}'"
-        _check_ids(name, text, text.sentences, matrix, anatomy.embedding_rows)
+        read: list[Any] = [(text.sentences, anatomy.embedding_name, anatomy.embedding_rows)]
         if text.targets is not None and anatomy.kind == "seq2seq":
-            _check_ids(name, text, text.targets, f"'{anatomy.head_name}'", anatomy.vocab_size)
-
-
-def _check_ids(name: str, text: PublicText, ids: Sequence[Tensor], matrix: str, rows: int) -> None:
-    largest = max((int(row.max()) for row in ids if len(row)), default=0)
-    if largest < rows:
-        return
-    tokenizer = str(getattr(text.tokenizer, "name_or_path", "") or type(text.tokenizer).__name__)
-    origin = "" if text.tokenizer is None else f" (by '{tokenizer}')"
-    raise ValueError(
-        f"{name} holds token id {largest}{origin}, and the model's {matrix} has {rows} rows: give "
-        "the tokenizer that this model was trained with, or call "
-        "model.resize_token_embeddings(len(tokenizer)) first"
-    )
+            read.append((text.targets, anatomy.head_name, anatomy.vocab_size))
+        for ids, matrix, rows in read:
+            largest = max((int(row.max()) for row in ids if len(row)), default=0)
+            if largest >= rows:
+                raise ValueError(
+                    f"{name} holds token id {largest}, and the model's '{matrix}' has {rows} rows: "
+                    "give the tokenizer that this model was trained with, or call "
+                    "model.resize_token_embeddings(len(tokenizer)) first"
+                )

@@ -185,10 +185,8 @@ def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
         RuntimeError: no run has begun.
         OSError: the file cannot be read any more.
     """
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise ImportError("to_dataframe() needs pandas: pip install pandas") from error
+    import pandas as pd
+
     if jsonl is None:
         raise RuntimeError("to_dataframe() is about a fit: call trainer.fit(...) first")
     return pd.DataFrame(jsonl.rows(), columns=list(COLUMNS))

@@ -8,10 +8,8 @@ at an optimizer step, and the *cadence* is the rule for the steps of looks.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,13 +117,6 @@ class Games:
         check_number("scale", self.scale, above=0)
 
 
-def means_auto(reference: Any) -> bool:
-    """Return whether a reference is "auto" or a misspelling of it, and no existing path."""
-    if not isinstance(reference, str) or Path(reference).exists():
-        return False
-    return bool(get_close_matches(reference.strip().lower(), ("auto", "automatic"), cutoff=0.7))
-
-
 @dataclass(frozen=True)
 class Memorization:
     """The settings of attacks on the trained weights, which measure memorization.
@@ -170,8 +161,7 @@ class Memorization:
         seed: the seed of the random choice of rows.
 
     Raises:
-        ValueError: a number out of its range, or a reference that is nearly "auto" and no folder.
-        TypeError: a reference that is no model and no folder.
+        ValueError: a number out of its range.
     """
 
     others: Any = None
@@ -191,20 +181,8 @@ class Memorization:
         check_integer("most_texts", self.most_texts, at_least=20)
         check_integer("seed", self.seed, at_least=0)
         check_integer("reference_rows", self.reference_rows, optional=True)
-        if self.reference is None and self.reference_rows is not None:
-            raise ValueError("reference_rows counts the rows of a reference: give reference too")
-        if not isinstance(self.reference, str | Path | None) and not callable(self.reference):
-            kind = type(self.reference).__name__
-            raise TypeError(f"reference must be a model or the folder of one, got a {kind}")
-        if not self.trains_reference and means_auto(self.reference):
-            raise ValueError(
-                f"reference={self.reference!r} is no folder. To have a reference trained, write "
-                'Memorization(reference="auto"); else give the folder of a model'
-            )
         for share in self.looks:
             check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")
-        if list(self.looks) != sorted(set(self.looks)):
-            raise ValueError(f"looks must be shares in rising order, got {self.looks}")
 
     @property
     def trains_reference(self) -> bool:
@@ -453,30 +431,28 @@ def selected(
         rounds: whether a client shares the update of a round, not gradients.
 
     Raises:
-        ValueError: ``attacks`` is another string, public text is passed next to listed attacks, or
-            the attacks cannot be logged together.
-        TypeError: an entry is not an attack.
+        ValueError: public text is passed next to listed attacks, or the attacks cannot be logged
+            together.
+        TypeError: an entry is not an attack, or ``attacks`` is another string.
     """
     settings = settings or WatchSettings()
     capabilities = None if settings.assume is None else frozenset(settings.assume)
     text_passed = settings.public_text not in (None, "sampled")
     if is_auto := attacks == "auto":
         capabilities = ASSUMED if capabilities is None else capabilities
-        chosen = candidates(capabilities, settings, rounds=rounds)
+        chosen: list[Any] = candidates(capabilities, settings, rounds=rounds)
         if games is not None and not rounds:
             if games.canaries is not None and min(map(len, games.canaries.token_ids)) > 1:
                 chosen.append(Canaries())
             if games.entities is not None:
                 chosen.append(Entities())
-    elif isinstance(attacks, str):
-        raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
     elif settings.public_text is not None:
         raise ValueError(
             "public_text= is for attacks='auto'; give it to the attacks that you list, "
             "for example AlignedFlatChat(public_text)"
         )
-    else:  # `check_attacks` refuses a class that was passed instead of an instance
-        chosen = [attacks] if isinstance(attacks, Attack | type) else [*attacks]
+    else:  # `check_attacks` refuses a class or a name that was passed instead of an instance
+        chosen = [attacks] if isinstance(attacks, Attack | type | str) else [*attacks]
     check_attacks(chosen)
     return Selection(tuple(chosen), is_auto, capabilities, text_passed)
 
@@ -494,19 +470,14 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
     for attack in attacks:
         if not isinstance(attack, Attack):
             raise TypeError(
-                f"attacks must be instances of Attack, such as FlatChat(); got {attack!r}"
+                f"attacks must be 'auto' or instances of Attack, such as FlatChat(); got {attack!r}"
             )
-        if not re.fullmatch(r"(?!worst$)[A-Za-z0-9_.\-]+", attack.name):
+        double = sum(isinstance(a, Attack) and a.name == attack.name for a in attacks) > 1
+        if double or not re.fullmatch(r"(?!worst$)[A-Za-z0-9_.\-]+", attack.name):
             raise ValueError(
-                f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
-                "'_', '-' and '.', but not 'worst'"
+                f"the name {attack.name!r} is that of two attacks, or 'worst', or has more than "
+                "letters, digits, '_', '-' and '.': give another, FlatChat(name='flatchat_abs')"
             )
-    counts = Counter(attack.name for attack in attacks)
-    if double := sorted(name for name, count in counts.items() if count > 1):
-        raise ValueError(
-            f"several attacks are named {', '.join(double)}: give each a name, "
-            "for example FlatChat(name='flatchat_abs')"
-        )
 
 
 def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:

@@ -94,11 +94,6 @@ def describe_reference(reference: Any, rows: int | None, anatomy: Anatomy) -> Re
 
 def _anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
     """Return the parts of a reference model, or raise a ValueError if it cannot be a reference."""
-    if not isinstance(reference, nn.Module | str | Path):
-        raise ValueError(
-            f"Memorization(reference=): a function that returns a {type(reference).__name__} names "
-            "no model: have it return the model that it trained, or its folder"
-        )
     model = reference if isinstance(reference, nn.Module) else _load(str(reference), anatomy)
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
     if any(id(p) in trained for p in model.parameters()):
@@ -123,14 +118,12 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
     """
     base_model = without_peft(anatomy.model)
     kind = type(base_model)
-    refusal = f"Memorization(reference={folder!r}) cannot be loaded"
-    if not hasattr(kind, "from_pretrained"):
-        raise ValueError(f"{refusal} as a {kind.__name__}: give the model itself")
     # Weights of 4 bits are stored as integers: take the dtype of another parameter.
     dtype = next(p.dtype for p in base_model.parameters() if p.is_floating_point())
 
     def load(source: str) -> nn.Module:
-        model, loaded = kind.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        loader: Any = kind  # fails for a class without `from_pretrained`
+        model, loaded = loader.from_pretrained(source, dtype=dtype, output_loading_info=True)
         if missing := loaded["missing_keys"]:
             raise ValueError(f"'{source}' lacks {len(missing)} tensors of a {kind.__name__}")
         return model  # type: ignore[no-any-return]
@@ -142,11 +135,10 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
         from peft import PeftModel
 
         source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        if not source:
-            raise ValueError("its adapter_config.json names no base model: give the model itself")
         return PeftModel.from_pretrained(load(source), folder)
-    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{refusal}: {error}") from error
+    except Exception as error:
+        message = f"Memorization(reference={folder!r}) cannot be loaded as a {kind.__name__}"
+        raise ValueError(f"{message} ({error}): give a folder of one, or the model") from error
 
 
 # ---- references that are trained before the first step --------------------------------------

@@ -380,16 +380,7 @@ class Results:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: An earlier version wrote the state.
-        """
-        if "series" not in state:
-            raise ValueError(
-                "the checkpoint was written by an earlier version of lightning-fedleak: load the "
-                "model's weights only and start a new run"
-            )
+        """Restore what :meth:`state_dict` returned."""
         self.looks = state["looks"]
         self.failures = state["failures"]
         self.deferrals = state["deferrals"]

@@ -216,12 +216,10 @@ class Threshold:
         requirement = channel.requirement(rate, 1 if worst else clients)
         looks, pooled = requirement.looks, 1 if worst else engine.options.games.window
         if looks > pooled or (self.strict and looks > self.patience + 1):
-            never = f"this value is of {pooled} look{'s' * (pooled > 1)}, and never known"
-            late = f"it is unknown at the first {looks - 1} looks, which a strict gate treats as"
             raise ValueError(
-                f"{self._subject}: {requirement.why}; "
-                f"{never if looks > pooled else f'{late} breaches'}. Watch the AUC, or pass "
-                f"games=Games(targets=, window=) with more{', or strict=False' * (looks <= pooled)}"
+                f"{self._subject}: {requirement.why}, so that it is unknown before look {looks} of "
+                f"a window of {pooled}: watch the AUC, pass games=Games(targets=, window=) with "
+                "more, or strict=False to wait for that look"
             )
 
     def _check_read(self, engine: Engine) -> None:

@@ -92,12 +92,8 @@ class RoundGate(Threshold):
         if (reason := observer.never_judged(self.metric)) is not None:
             usable = [n for n in observer.headlines() if observer.never_judged(n) is None]
             raise ValueError(
-                f"RoundGate watches '{self.metric}': {reason}. It would withhold every update. "
-                + (
-                    f"Watch {' or '.join(usable)}."
-                    if usable
-                    else "No other logged metric can judge one either: remove the gate."
-                )
+                f"RoundGate watches '{self.metric}': {reason}. It would withhold every update: "
+                f"watch one of {usable}, or remove the gate if there is none"
             )
         check_value("RoundGate", self.metric)
         self._watched = observer.engine.results.headlines_of(self.metric) or (self.metric,)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -432,14 +432,7 @@ def _exclude_package(job: Any) -> None:
 def _call_job_code(path: str, site: str) -> Any:
     """Return what a function of the job's own code returns for a site."""
     module, _, name = path.rpartition(".")
-    try:
-        function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"'{path}' is not a function in the job's code ({error}): job.to('watch.py', site) "
-            "adds the file to the job; then pass 'watch.make_observer'"
-        ) from error
-    return function(site)
+    return getattr(importlib.import_module(module), name)(site)
 
 
 def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[federation.RoundGate]:

@@ -63,21 +63,6 @@ class RoundSettings(core.WatchSettings):
     fresh: bool = True
     federation: str | None = None
 
-    def refuse(self, watcher: str, *names: str) -> None:
-        """Refuse settings that do not apply to a watcher, and every watcher but RoundObserver.
-
-        Args:
-            watcher: the name of the class that got these settings.
-            names: the names of the settings that do not apply to it.
-
-        Raises:
-            ValueError: the watcher watches no rounds, or one of the named settings is set. The
-                message names the first such setting.
-        """
-        if watcher != "RoundObserver":
-            raise ValueError(f"{watcher} watches no rounds: pass settings=WatchSettings(...)")
-        super().refuse(watcher, *names)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundRun(core.Run):

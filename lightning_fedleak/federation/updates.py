@@ -31,8 +31,6 @@ Update = Mapping[str, Tensor]
 
 C = TypeVar("C")  # the type of a client's name
 
-_MAX_NAMES = 3  # the number of names that fit into one line of a message
-
 
 def observe(
     sent: State,
@@ -123,7 +121,7 @@ def difference(
     if different := sorted(sent.keys() ^ returned.keys()):
         raise UpdateError(
             "the client must return what it was sent, under the same names: only one of both has "
-            f"{_list_names(different)}"
+            f"'{different[0]}'"
         )
     floats = (n for n, t in sent.items() if t.is_floating_point())
     trained_names = set(floats if trained is None else trained)
@@ -163,7 +161,7 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     unknown = [n for n in update if n not in sent]
     if unknown:
-        raise UpdateError(f"the update has a tensor that was not sent: {_list_names(unknown)}")
+        raise UpdateError(f"the update has a tensor that was not sent: '{unknown[0]}'")
     return {
         name: (before.detach() + update[name].to(before.device)).to(before.dtype)
         if name in update
@@ -304,13 +302,6 @@ def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
 def _form(tensor: Tensor) -> str:
     """Return a tensor's shape and dtype, in words."""
     return f"shape {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _list_names(names: list[str]) -> str:
-    """Return the first names in quotes, and the number of further names."""
-    first_names = ", ".join(f"'{n}'" for n in names[:_MAX_NAMES])
-    n_further = len(names) - _MAX_NAMES
-    return f"{first_names} and {n_further} more" if n_further > 0 else first_names
 
 
 def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:

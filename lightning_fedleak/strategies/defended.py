@@ -16,7 +16,7 @@ import torch
 from lightning_fedleak import lightning_packages
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.release import CanaryHook, Client, Tap, UpdateRelease
-from lightning_fedleak.lightning_packages import EitherStrategy, both, package_of, twin
+from lightning_fedleak.lightning_packages import EitherStrategy, both, twin
 from lightning_fedleak.strategies.seams import combined, seam_of
 
 _AUTOMATIC_NAMES = ("auto", "single_device")  # resolved by the Trainer's devices
@@ -112,7 +112,7 @@ class DefendedStrategy(EitherStrategy):
             self._become(strategy)
             return
         if strategy not in _AUTOMATIC_NAMES:
-            _registries(strategy)
+            _check_name(strategy, *both("strategies.StrategyRegistry"))
         self._fedleak_name = strategy
         # The Trainer sets these attributes before it calls `_configure_launcher`.
         self.cluster_environment: Any = None
@@ -208,13 +208,7 @@ class DefendedStrategy(EitherStrategy):
                 f"DefendedStrategy('{self._fedleak_name}') runs on CPU, CUDA and MPS, and not on "
                 f"the accelerator {type(accelerator).__name__}"
             )
-        is_single = len(devices) == 1 and self.num_nodes == 1
-        if self._fedleak_name == "single_device" and not is_single:
-            raise DefenseError(
-                f"DefendedStrategy('single_device') was given to a Trainer with {len(devices)} "
-                f"devices on {self.num_nodes} nodes. Pass DefendedStrategy('ddp', ...)."
-            )
-        if is_single:
+        if len(devices) == 1 and self.num_nodes == 1:
             return twin("strategies.SingleDeviceStrategy", accelerator)(device=devices[0])
         interactive = twin("trainer.connectors.accelerator_connector._IS_INTERACTIVE", accelerator)
         forks = interactive and self.num_nodes == 1
@@ -243,30 +237,17 @@ def _not_attached() -> NoReturn:
     raise RuntimeError("this DefendedStrategy has not been given to a Trainer yet")
 
 
-def _registries(name: str) -> list[Any]:
-    """Return the registries, of one or both Lightning packages, with a DDP strategy of this name.
-
-    Raises:
-        DefenseError: There is none.
-    """
-    registries = []
-    for registry in both("strategies.StrategyRegistry"):
-        cls = registry[name]["strategy"] if name in registry else object
-        if issubclass(cls, both("strategies.DDPStrategy")) and _is_supported(cls):
-            registries.append(registry)
-    if not registries:
+def _check_name(name: str, *registries: Any) -> None:
+    """Raise an error unless one of the registries has a supported DDP strategy of this name."""
+    classes = [registry[name]["strategy"] for registry in registries if name in registry]
+    if not any(issubclass(c, both("strategies.DDPStrategy")) and _is_supported(c) for c in classes):
         raise DefenseError(f"DefendedStrategy: strategy={name!r} is not supported. {_SUPPORTED}")
-    return registries
 
 
 def _by_name(name: str, accelerator: object) -> Any:
     """Return a registered DDP strategy from the package of the Trainer's accelerator."""
     registry = twin("strategies.StrategyRegistry", accelerator)
-    if all(candidate is not registry for candidate in _registries(name)):
-        raise DefenseError(
-            f"DefendedStrategy: strategy={name!r} is not registered in the Trainer's package, "
-            f"`{package_of(accelerator)}`, but in the other one: import both from the same package."
-        )
+    _check_name(name, registry)
     return registry.get(name)
 
 
@@ -284,12 +265,9 @@ def _is_supported(cls: type) -> bool:
 
 def _check_inner(inner: EitherStrategy) -> None:
     """Raise an error if a strategy instance cannot be wrapped."""
-    name = type(inner).__name__
-    if isinstance(inner, DefendedStrategy):
-        raise DefenseError("DefendedStrategy: `strategy` is already defended: give it all defenses")
-    if not _is_supported(type(inner)):
-        raise DefenseError(f"DefendedStrategy: {name} is not supported. {_SUPPORTED}")
-    if inner._launcher is not None or inner._lightning_module is not None:
+    fits = _is_supported(type(inner)) and not isinstance(inner, DefendedStrategy)
+    if not fits or inner._launcher is not None or inner._lightning_module is not None:
         raise DefenseError(
-            f"DefendedStrategy: this {name} has been used by a Trainer; pass a new one"
+            f"DefendedStrategy: {type(inner).__name__} is not supported, or this one is already "
+            f"defended or used by a Trainer. {_SUPPORTED}"
         )

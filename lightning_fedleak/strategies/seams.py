@@ -521,49 +521,41 @@ class _ModelParallelSeam(_Seam, ModelParallelStrategy):
     """The seam of FSDP2, where all processes are one client and gradients are DTensors."""
 
     def _check_combination(self) -> None:
-        release = self._fedleak
-        if release.client != "world":
-            raise DefenseError(
-                "DefendedStrategy: under ModelParallelStrategy (FSDP2) gradients are reduced "
-                "inside backward, so no process is a client. Pass client='world'."
-            )
-        for defense in release.gradient_defenses:
-            if not defense.takes_shards:
-                raise DefenseError(
-                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not "
-                    "declare that it takes sharded gradients (FSDP2). Set `takes_shards = True` if "
-                    "`on_gradients` supports DTensors, or use DDPStrategy."
-                )
+        whole = [d.name for d in self._fedleak.gradient_defenses if not d.takes_shards]
+        refusals = {
+            "under ModelParallelStrategy (FSDP2) gradients are reduced inside backward, so no "
+            "process is a client. Pass client='world'.": self._fedleak.client != "world",
+            f"{whole} do not declare that they take sharded gradients (FSDP2). Set `takes_shards "
+            "= True` if `on_gradients` supports DTensors, or use DDPStrategy.": whole,
+        }
+        refuse("DefendedStrategy: ", refusals)
 
     def _check_model(self, model: nn.Module) -> None:
-        mesh = self.device_mesh
-        release = self._fedleak
-        for defense in release.defenses:
-            if mesh["tensor_parallel"].size() > 1 and (
-                defense.activation_layers or defense.per_sample
-            ):
-                raise DefenseError(
-                    f"DefendedStrategy: {defense.name} cannot act under tensor parallelism. Use "
-                    "ModelParallelStrategy(tensor_parallel_size=1, data_parallel_size=...)."
-                )
-        if not release.gradient_defenses:
-            return
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise DefenseError(
-                "DefendedStrategy: precision='16-mixed' cannot be used with FSDP2 and defences "
-                "that act on gradients. Use 'bf16-mixed', 'bf16-true' or '32-true'."
-            )
-        reshard(model)  # the root is unsharded after a forward pass before this fit
+        mesh, release = self.device_mesh, self._fedleak
+        acting = release.gradient_defenses
+        if acting:  # the root is unsharded after a forward pass before this fit
+            reshard(model)
         unsharded = [
             name
             for name, p in model.named_parameters()
             if p.requires_grad and not isinstance(p, DTensor)
         ]
-        if unsharded and mesh["data_parallel"].size() > 1:
-            raise DefenseError(
-                f"DefendedStrategy: {', '.join(unsharded[:5])} is not sharded, so nothing reduces "
-                "its gradient. Call fully_shard on the whole model, or freeze these parameters."
-            )
+        on_layers = [d.name for d in release.defenses if d.activation_layers or d.per_sample]
+        refusals = {
+            f"{on_layers} cannot act under tensor parallelism. Use ModelParallelStrategy("
+            "tensor_parallel_size=1, data_parallel_size=...).": (
+                on_layers and mesh["tensor_parallel"].size() > 1
+            ),
+            "precision='16-mixed' cannot be used with FSDP2 and defences that act on gradients. "
+            "Use 'bf16-mixed', 'bf16-true' or '32-true'.": (
+                acting and getattr(self.precision_plugin, "scaler", None) is not None
+            ),
+            f"{', '.join(unsharded[:5])} is not sharded, so nothing reduces its gradient. Call "
+            "fully_shard on the whole model, or freeze these parameters.": (
+                acting and unsharded and mesh["data_parallel"].size() > 1
+            ),
+        }
+        refuse("DefendedStrategy: ", refusals)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, without a release.

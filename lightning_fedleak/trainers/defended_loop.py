@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,10 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.host import Host, rank_and_world_size
 from lightning_fedleak.defenses.release import Client, UpdateRelease
-from lightning_fedleak.engine import AUTOCAST
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.trainers.loop import (
-    autocast_dtype,
+    check_autocast,
     check_whole,
     precision_of,
     torch_optimizers,
@@ -33,6 +33,14 @@ from lightning_fedleak.trainers.loop import (
 
 DEFENSES = "defenses.safetensors"
 """The file in a checkpoint with the states of the defences: the privacy account, no secret."""
+
+
+_ONE_STEP = (
+    "DefendedLoop: gradients are there before backward, or a batch is of another loop, or was not "
+    "released once before the next. For each batch of this loop, even an empty one, call one loss, "
+    "backward, optimizer.step() and zero_grad(set_to_none=True). To accumulate gradients, use "
+    "DPSGD(max_physical_batch_size=...)."
+)
 
 
 def save_defenses(release: UpdateRelease, folder: Path, rank: int) -> None:
@@ -207,12 +215,7 @@ class DefendedLoop(Host):
         """
         has_gradients = any(p.grad is not None for p in self._root.parameters())
         if self._per_sample and (has_gradients or not self._awaits_step):
-            raise DefenseError(
-                "DefendedLoop: gradients are there before backward, or this batch was released "
-                "already, or did not come from this loop. Iterate over the DefendedLoop, and call "
-                "one loss, one optimizer.step() and zero_grad(set_to_none=True) for each batch. To "
-                "accumulate gradients, use DPSGD(max_physical_batch_size=...)."
-            )
+            raise DefenseError(_ONE_STEP)
         loss: Tensor = self._release.training_step(compute, batch)
         return loss
 
@@ -248,11 +251,7 @@ class DefendedLoop(Host):
     def _check_released(self) -> None:
         """Raise an error if the previous batch had no optimizer step."""
         if self._awaits_step:
-            raise DefenseError(
-                "DefendedLoop: the previous batch was not released. Call loss, backward and "
-                "optimizer.step() for each batch before the next, even if it is empty: do not skip "
-                "or collect batches. To accumulate, use DPSGD(max_physical_batch_size=...)."
-            )
+            raise DefenseError(_ONE_STEP)
 
     def _record_step(self, *_: object) -> None:
         """Count an optimizer step, which released the current batch."""
@@ -261,9 +260,5 @@ class DefendedLoop(Host):
 
     def _check_autocast(self, *_: object) -> None:
         """Raise an error if the forward pass runs under an autocast other than ``precision``."""
-        dtype = autocast_dtype(self._device)
-        if dtype not in (None, AUTOCAST.get(self._precision)):
-            raise DefenseError(
-                f"DefendedLoop: the model runs under autocast to {dtype}, but precision is "
-                f"{self._precision!r}. Use autocast to bfloat16. Pass precision='bf16-mixed'."
-            )
+        if torch.is_autocast_enabled(self._device.type):
+            check_autocast(self.name, self._device, self._precision, DefenseError)

@@ -229,13 +229,7 @@ class LoopRun(core.Run):
             if not torch.is_grad_enabled():
                 return
             handle.remove()
-            dtype = autocast_dtype(self.device)
-            if dtype != core.AUTOCAST.get(self.precision):
-                raise ValueError(
-                    f"the model runs under autocast to {dtype}, but {self.watcher} has precision="
-                    f"{self.precision!r}: pass 'bf16-mixed' or '16-mixed' under autocast, and no "
-                    "precision without autocast"
-                )
+            check_autocast(self.watcher, self.device, self.precision)
 
         handle = self.anatomy.embedding.register_forward_pre_hook(check)
         return handle.remove
@@ -267,10 +261,24 @@ class LoopRun(core.Run):
         return core.chosen_metrics(self.loop.utility, names)
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast on a device; None if autocast is off."""
+def check_autocast(
+    owner: str, device: torch.device, precision: str, error: type[ValueError] = ValueError
+) -> None:
+    """Raise an error if autocast on a device is not as a precision says.
+
+    Args:
+        owner: The name of the class that has the precision, for the message.
+        device: The device of the model.
+        precision: The precision, in Lightning's spelling.
+        error: The class of the error.
+    """
     enabled = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if enabled else None
+    dtype = torch.get_autocast_dtype(device.type) if enabled else None
+    if dtype != core.AUTOCAST.get(precision):
+        raise error(
+            f"the model runs under autocast to {dtype}, but {owner} has precision={precision!r}: "
+            "pass precision='bf16-mixed' or '16-mixed' under autocast, and none without autocast"
+        )
 
 
 def precision_of(mixed: str | None, model: nn.Module) -> str:
@@ -321,24 +329,15 @@ def check_whole(
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
     is_fsdp2 = takes_fsdp2 and any(isinstance(module, FSDPModule) for module in model.modules())
     is_sharded = not is_fsdp2 and any(isinstance(p, DTensor) for p in model.parameters())
-    reason = None
-    if "DeepSpeedEngine" in names:
-        instead = "pass the engine itself" if takes_fsdp2 else "use DDP (torchrun)"
+    wraps = names & {"DeepSpeedEngine", "FullyShardedDataParallel", "DataParallel"}
+    reason = explain_shards(model, rank_and_world_size()[1]) if is_fsdp2 and not wraps else None
+    if wraps or is_sharded:
         reason = (
-            "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so "
-            f"p.grad is not the shared gradient: {instead}"
+            f"Under {' and '.join(sorted(wraps)) or 'tensor parallelism'} the shared gradient is "
+            "not whole in p.grad: load it whole and use DDP, one process per GPU by torchrun"
         )
-    elif "FullyShardedDataParallel" in names or is_sharded:
-        instead = "load it whole and use DDP (torchrun), or Lightning with ModelParallelStrategy"
         if takes_fsdp2:
-            instead = "use FSDP2 (fully_shard, or fsdp_version 2 of accelerate)"
-        reason = (
-            "FSDP and tensor parallelism keep a shard of each gradient in every process: " + instead
-        )
-    elif "DataParallel" in names:
-        reason = "DataParallel copies the model at each step: start one process per GPU by torchrun"
-    elif is_fsdp2:
-        reason = explain_shards(model, rank_and_world_size()[1])
+            reason += "; or FSDP2 (fully_shard, fsdp_version 2), or pass DeepSpeed's engine itself"
     if reason:
         raise error(f"{owner} cannot take this model. {reason}")
 
@@ -365,16 +364,11 @@ def steps_in_backward(optim: object) -> bool:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer, unwrapped from Accelerate.
-
-    Raises:
-        TypeError: It is not a torch optimizer.
-    """
+    """Return the optimizer, unwrapped from Accelerate."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    return optimizer
+    torch_optimizer: Optimizer = optimizer
+    return torch_optimizer
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -144,18 +144,17 @@ class LeakageCallback(TrainerCallback, Reported):
         self.engine = self.watch.engine
         bases = _NOT_LIKELIER.keys() & {base.__name__ for base in type(trainer).__mro__}
         weight_attacks = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        refused_names, hint = [attack.name for attack in weight_attacks], ""
+        refused_names = [attack.name for attack in weight_attacks]
         if bases <= _PAIR_TRAINERS:
-            hint = "; PreferenceMargin() attacks its preference pairs"
             refused_names = [a.name for a in weight_attacks if getattr(a, "part", None) != "pairs"]
         elif bases <= _PROMPT_TRAINERS:
-            hint = "; PolicyDrift() and RewardGain() attack its prompts"
             refused_names = [a.name for a in weight_attacks if not isinstance(a, PromptAttack)]
         if bases and refused_names and attacks != "auto":
             base = bases.pop()
             raise ValueError(
                 f"{base} {_NOT_LIKELIER[base]}, so likelihoods do not show what the weights were "
-                f"trained on: remove {', '.join(refused_names)} from attacks={hint}"
+                f"trained on: remove {', '.join(refused_names)} from attacks=; PreferenceMargin() "
+                "reads preference pairs, PolicyDrift() and RewardGain() prompts"
             )
         train = trainer.train
 
@@ -320,19 +319,11 @@ class _TransformersWatch(Watch):
         if (best := self._best_metric()) is None:
             return
         available = [*self.engine.metric_names(), *([core.CHOOSE] if self._on_weights else [])]
-        setting = f"metric_for_best_model='{best}'"
-        if args.greater_is_better is not False:
+        if args.greater_is_better is not False or best not in available:
             raise ValueError(
-                f"{setting} is a leakage metric, where lower is better: set greater_is_better=False"
-            )
-        if best == core.CHOOSE and best not in available:
-            raise ValueError(
-                f"{setting} needs a gate on the trained weights: LeakageCallback(trainer, "
-                "gates=[Threshold('leakage/combined/auc', at_most=0.7)])"
-            )
-        if best not in available:
-            raise ValueError(
-                f"{setting} is not logged.{core.names_there_are(best, available, self.run.watcher)}"
+                f"metric_for_best_model='{best}' needs greater_is_better=False, and a metric that "
+                f"is logged ({core.CHOOSE}: with gates=[Threshold('leakage/combined/auc', ...)])."
+                f"{core.names_there_are(best, available, self.run.watcher)}"
             )
 
     def _fit_copy(self, model: nn.Module, rows: Any) -> None:

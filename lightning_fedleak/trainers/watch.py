@@ -330,15 +330,14 @@ class Watch(Reported):
 
     def _check_gates(self) -> None:
         """Raise an error for a gate whose metric is not logged, or two gates with one name."""
-        logged = self.engine.metric_names()
+        logged, watcher = self.engine.metric_names(), self.run.watcher
+        names = [gate.name for gate in self.gates]
         for gate in self.gates:
             if gate.metric not in logged:
-                watcher = self.run.watcher
                 message = f"Threshold watches '{gate.metric}', which {watcher} does not log."
                 raise ValueError(message + core.names_there_are(gate.metric, logged, watcher))
-        names = [gate.name for gate in self.gates]
-        for name in {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two gates have the name '{name}': pass another name= to one of them")
+            if names.count(gate.name) > 1:
+                raise ValueError(f"two gates have the name '{gate.name}': pass name= to one")
 
     def _log(self, values: dict[str, float], step: int) -> None:
         """Give values to all loggers, and remove a logger that fails."""

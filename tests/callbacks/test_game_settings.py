@@ -29,7 +29,7 @@ def opened(*attacks, stages=("shared",), **processes):
 def test_each_rank_of_ddp_may_be_a_client_and_nothing_else():
     for stages in (("shared",), ("local", "shared")):
         opened(FCMembership(1), stages=stages)
-    with pytest.raises(ValueError, match=r"'fc_membership' .* client='world' it is spread: use"):
+    with pytest.raises(ValueError, match=r"'fc_membership' .* use DDP with client='rank'"):
         opened(Probe(), FCMembership(1), client="world")
     with pytest.raises(ValueError, match="leave 'aggregate' out of stages"):
         opened(FCMembership(1), stages=("shared", "aggregate"))

@@ -117,7 +117,7 @@ def test_two_gates_on_one_metric_need_names(tmp_path):
     monitor = LeakageMonitor(Probe(), every_n_steps=1)
     gates = [RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99, name="hard")]
     fit([*gates, monitor], tmp_path)
-    with pytest.raises((ValueError, RuntimeError), match=r"gates have the name|state_key"):
+    with pytest.raises(RuntimeError, match="state_key"):
         fit([RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99), monitor], tmp_path)
 
 
@@ -142,16 +142,16 @@ def test_the_decision_is_logged_and_breaches_survive_a_checkpoint(tmp_path):
 def test_a_metric_that_is_not_logged_is_refused_with_the_names_that_exist(tmp_path, metric):
     monitor = LeakageMonitor(Probe())
     hint = r"(Did you mean 'leakage/probe/f1'|the highest: leakage/worst/words).* All names: "
-    with pytest.raises(ValueError, match=rf"no attack of this run logs\. .*{hint}"):
+    with pytest.raises(ValueError, match=rf"one LeakageMonitor .* has to log.*{hint}"):
         fit([RiskGate(metric, at_most=0.3), monitor], tmp_path)
     assert monitor.looks == 0
 
 
 def test_a_gate_says_what_a_run_lacks(tmp_path):
-    with pytest.raises(ValueError, match=r"no LeakageMonitor: Trainer\(callbacks=\[LeakageM"):
+    with pytest.raises(ValueError, match=r"0 of 0 do: Trainer\(callbacks=\[LeakageM"):
         fit([RiskGate(F1, 0.3)], tmp_path)
     monitors = [LeakageMonitor(Probe()), LeakageMonitor(Probe(name="other"))]
-    with pytest.raises(ValueError, match=r"has 2 LeakageMonitors.*give all attacks to one"):
+    with pytest.raises(ValueError, match=r"one LeakageMonitor with all attacks .* 2 of 2 do"):
         fit([RiskGate("leakage/worst/words", 0.3), *monitors], tmp_path)
     with pytest.raises(ValueError, match=r"LeakageMonitor\(attacks=\[SubspaceTexts\(\)\]\)"):
         fit([RiskGate("leakage/worst/texts", 0.3), monitors[0]], tmp_path)
@@ -163,11 +163,9 @@ def test_a_gate_says_what_a_run_lacks(tmp_path):
     [
         ({"at_most": math.nan}, "at_most must be"),
         ({"at_most": True}, "at_most must be"),
-        ({"action": "halt"}, "action must be"),
         ({"patience": -1}, "patience must be"),
-        ({"at_most": 60}, "between 0 and 1.*not percent"),
-        ({"at_most": 60, "metric": f"{F1}_low"}, "between 0 and 1.*not percent"),
-        ({"at_most": 0.3, "metric": "leakage/probe/auc"}, "0.5 is chance"),
+        ({"at_most": 60, "metric": f"{F1}_low"}, "at most 1: .*not percent"),
+        ({"at_most": 0.3, "metric": "leakage/probe/auc"}, "0.5 by chance"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

@@ -64,7 +64,7 @@ def test_local_is_before_and_shared_behind_a_defence(tmp_path, layer):
     assert torch.equal(shared, local + 1)
     defended(tmp_path, above, Shift(layer))
     assert len(above.inputs) == 1
-    with pytest.raises(ValueError, match="Leave 'local' out"):
+    with pytest.raises(ValueError, match="leave 'local' out"):
         defended(tmp_path, Recording(2), Shift(layer), stages=("local",))
 
 

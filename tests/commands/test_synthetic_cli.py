@@ -173,7 +173,7 @@ def test_generated_texts_may_have_a_column_of_their_own(folder: Path, tmp_path: 
     settings = {"column": "text", "generated": str(source)}
     _, text = run(folder, generated_column="reply", **settings)
     assert "fitted on 200 generated texts" in text
-    with pytest.raises(SourceError, match="has no column 'text'"):
+    with pytest.raises(SourceError, match="has no column 'text' with text"):
         run(folder, **settings)
 
 

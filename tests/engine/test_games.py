@@ -383,5 +383,5 @@ def planted(seed=3):
 def test_canaries_that_nothing_queries_are_refused():
     games, model = Games(canaries=planted().canaries), still_gpt2()
     optimizer = torch.optim.SGD(model.parameters(), 1)
-    with pytest.raises(ValueError, match=r"and there are none: add Canaries\(\)"):
+    with pytest.raises(ValueError, match=r"Canaries\(\) and .* belong together"):
         Watch(model, optimizer, RecordingAttack(), games=games)

@@ -34,7 +34,7 @@ def test_ids_that_the_model_does_not_have_are_refused(auto: bool, tmp_path: Path
     attacks = "auto" if auto else [probe, FlatChat(LONG, tokenizer=tokenizer)]
     given = {"public_text": LONG, "tokenizer": tokenizer} if auto else {}
     message = (
-        r"public text of attack '(aligned_)?flatchat' holds token id 140 \(by 'another-model'\), "
+        r"public text of attack '(aligned_)?flatchat' holds token id 140, "
         rf"and the model's 'transformer.wte' has {VOCAB} rows"
     )
     with pytest.raises(ValueError, match=message):

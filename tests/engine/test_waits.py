@@ -20,7 +20,6 @@ from lightning_fedleak.attacks.base import Surfaces, WordGuess
 from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine.fit import Fit
-from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
@@ -279,11 +278,3 @@ def test_no_attack_is_dropped_for_its_seconds_under_an_account(accounted: bool) 
     )
     Fit.end_look(fit, Look(0))
     assert dropped == ([] if accounted else [{"words": 99.0}])
-
-
-def test_the_state_of_an_earlier_version_is_refused() -> None:
-    results = Results({})
-    state = results.state_dict()
-    state["ledger"] = state.pop("series")
-    with pytest.raises(ValueError, match=r"by an earlier version .* start a new run"):
-        results.load_state_dict(state)

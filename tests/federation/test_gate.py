@@ -204,7 +204,7 @@ def test_a_gate_on_a_surface_that_is_not_shared_is_refused(tmp_path):
     watched = observer(
         tmp_path, net, [Probe(), Probe(name="b", role=next(iter(trained_state(net))))]
     )
-    with pytest.raises(ValueError, match="Watch leakage/worst/words or leakage/b/f1"):
+    with pytest.raises(ValueError, match=r"watch one of \['leakage/worst/words', 'leakage/b/f1'"):
         OutgoingUpdates(watched, [RoundGate(F1, at_most=1.0)])
 
 

@@ -70,7 +70,7 @@ def test_an_update_that_is_read_without_an_error_does_not_leave(tmp_path):
 
 @pytest.mark.parametrize("rate", [*MembershipChannel.own_threshold, "auc_low", "tpr_at_fpr_0.01"])
 def test_rates_that_may_be_low_or_unknown_of_every_update_are_refused(tmp_path, rate):
-    with pytest.raises(ValueError, match=f"Watch {MEMBERSHIP} or {AUC}"):
+    with pytest.raises(ValueError, match=f"watch one of .*{MEMBERSHIP}', '{AUC}"):
         asked(tmp_path, batches(1, n=4, rows=4), RoundGate(f"leakage/asks/{rate}", at_most=0.9))
 
 
@@ -140,10 +140,8 @@ def test_a_value_that_no_update_can_have_is_refused_with_one_that_can(
     ) as refused:
         OutgoingUpdates(watched, [RoundGate(WORDS, at_most=0.5)])
     if settings.get("fresh", True):
-        assert f"Watch {MEMBERSHIP} or {AUC}." in str(refused.value)
+        assert f"watch one of {[MEMBERSHIP, AUC]}" in str(refused.value)
         OutgoingUpdates(watched, [RoundGate(MEMBERSHIP, at_most=0.5)])
-    else:
-        assert "No other logged metric can judge one either" in str(refused.value)
 
 
 def test_an_attack_that_is_not_made_for_several_adaptive_steps_leaves_the_worst_to_others(tmp_path):

@@ -80,7 +80,7 @@ def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
             TextDataModule(text, tiny_tokenizer(), **wrong)
     with pytest.raises(SourceError, match=r"length must be .* to 64, got 65: tokens"):
         TextDataModule(text, tiny_tokenizer(), length=65).setup()
-    with pytest.raises(SourceError, match=r"at least 50 \(batch_size\)"):
+    with pytest.raises(SourceError, match=r"fewer than batch_size=50"):
         TextDataModule(text, tiny_tokenizer(), batch_size=50).setup()
     single = tmp_path / "one.txt"
     single.write_text("hi\n")

@@ -71,7 +71,7 @@ def test_bitfit_refuses_a_model_without_biases() -> None:
 
 
 def test_a_missing_model_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"holds no model \(no config.json\)"):
+    with pytest.raises(SourceError, match=r"no folder of a model \(no config.json\)"):
         CausalLMFineTuning(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SourceError, match="no causal language model could be loaded from"):

@@ -127,7 +127,7 @@ class OwnWrapping(DDPStrategy):
         (lambda: DefendedStrategy("deepspeed"), r"'deepspeed' is not supported\. Pass 'auto'"),
         (lambda: DefendedStrategy("fsdp"), r"'fsdp' is not supported\. Pass 'auto'"),
         (lambda: DefendedStrategy("nonsense"), r"'nonsense' is not supported\. Pass 'auto'"),
-        (lambda: DefendedStrategy(FSDPStrategy()), r"FSDPStrategy is not supported\. Pass"),
+        (lambda: DefendedStrategy(FSDPStrategy()), "FSDPStrategy is not supported.* Pass"),
         (lambda: DefendedStrategy(ModelParallelStrategy()), r"FSDP2.*client='world'"),
         (lambda: DefendedStrategy(DefendedStrategy("ddp")), "already defended"),
         (lambda: DefendedStrategy(DefendedStrategy()), "already defended"),
@@ -161,7 +161,7 @@ def test_refusals_at_construction(build, message: str) -> None:
 def test_a_used_instance_is_refused() -> None:
     inner = SingleDeviceStrategy("cpu")
     trainer(inner).fit(ToyLM(), loader())
-    with pytest.raises(DefenseError, match="has been used by a Trainer"):
+    with pytest.raises(DefenseError, match="used by a Trainer"):
         DefendedStrategy(inner)
 
 

@@ -139,13 +139,13 @@ def own_batch(loop: Loop, batch: Any) -> None:
     ("step", "message"),
     [
         (forgets, r"gradients are there before backward.*zero_grad\(set_to_none=True\)"),
-        (accumulates, "To accumulate, use DPSGD.max_physical_batch_size"),
+        (accumulates, "To accumulate gradients, use DPSGD.max_physical_batch_size"),
         (clips, "is not the sum of its recorded per-sample gradients"),
-        (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
+        (casts, "autocast to torch.bfloat16.*pass precision='bf16-mixed'"),
         (twice, "Nothing was released"),
-        (writes, "previous batch was not released"),
-        (repeats, "released already.*one loss, one"),
-        (skips, "the previous batch was not released.*even if it is empty"),
+        (writes, "not released once"),
+        (repeats, "released once.*one loss"),
+        (skips, "released once.*even an empty"),
         (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
         (own_batch, "made no batch of that size|before the first was released"),
     ],
@@ -167,7 +167,7 @@ def test_batches_in_a_list_are_refused_before_any_release(more: int) -> None:
     loop = Loop(DPSGD(CLIP, 1.0, seed=2))
     if not more:
         loop.private._loader = DataLoader(rows(BATCH), batch_size=BATCH)
-    with loop.private, pytest.raises(DefenseError, match="do not skip or collect batches"):
+    with loop.private, pytest.raises(DefenseError, match="For each batch of this loop"):
         list(loop.private)
     assert loop.defense.releases == 0
 
@@ -179,7 +179,7 @@ def test_workers_that_draw_ahead_do_not_let_a_batch_be_released_twice() -> None:
         batches = iter(loop.private)
         batch = next(batches)
         loop.step(batch)
-        with pytest.raises(DefenseError, match="released already"):
+        with pytest.raises(DefenseError, match="released once"):
             loop.step(batch)
         batches.close()  # type: ignore[attr-defined]
     assert loop.defense.releases == 1
@@ -198,7 +198,7 @@ def test_an_empty_batch_must_not_be_left_out() -> None:
                     continue
                 loop.step(batch)
 
-    with loop.private, pytest.raises(DefenseError, match="even if it is empty"):
+    with loop.private, pytest.raises(DefenseError, match="even an empty one"):
         train()
     assert sizes[-1] == 0
     assert loop.defense.releases == len(sizes) - 1
@@ -206,7 +206,7 @@ def test_an_empty_batch_must_not_be_left_out() -> None:
 
 def test_a_batch_of_another_loader_is_refused() -> None:
     loop = Loop(DPSGD(CLIP, 1.0, seed=2))
-    with loop.private, pytest.raises(DefenseError, match="did not come from this loop"):
+    with loop.private, pytest.raises(DefenseError, match="is of another loop"):
         loop.step(next(iter(DataLoader(rows(), batch_size=BATCH))))
 
 
@@ -225,7 +225,7 @@ def test_a_loop_may_end_in_the_middle_of_an_epoch() -> None:
     ("build", "message"),
     [
         (lambda: Loop(DPSGD(CLIP, 1.0), tiny_llama().eval()), r"Call `model.train\(\)`"),
-        (lambda: Loop(DPSGD(CLIP, 1.0), DataParallel(tiny_llama().train())), "copies the model"),
+        (lambda: Loop(DPSGD(CLIP, 1.0), DataParallel(tiny_llama().train())), "Under DataParallel"),
         (lambda: Loop(DPSGD(CLIP, 1.0), precision="16-mixed"), "Use 'bf16-mixed'"),
         (
             lambda: Loop(DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3), epochs=None),

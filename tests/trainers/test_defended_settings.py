@@ -104,8 +104,8 @@ def flattened(trainer: Any) -> None:
         (early, "EarlyStoppingCallback decides by evaluations.*leave it out"),
         (searched, "hyperparameter_search .*choose on public data"),
         (flattened, "rows of"),
-        (lambda t: setattr(t, "is_fsdp_enabled", True), "FSDP and tensor .*torchrun"),
-        (lambda t: setattr(t, "is_deepspeed_enabled", True), "DeepSpeed keeps .*torchrun"),
+        (lambda t: setattr(t, "is_fsdp_enabled", True), "FullySharded.*torchrun"),
+        (lambda t: setattr(t, "is_deepspeed_enabled", True), "DeepSpeedEngine .*torchrun"),
         (lambda t: setattr(t.args, "_n_gpu", 2), "DataParallel.*torchrun"),
         (
             lambda t: setattr(t.accelerator.state, "_mixed_precision", "fp16"),

@@ -298,7 +298,7 @@ def test_it_is_given_the_trainer(tmp_path: Path) -> None:
         (
             {"metric_for_best_model": "leakage/no/f1", "greater_is_better": False},
             [],
-            "is not logged",
+            "that is logged",
         ),
         ({"optim": "adalomo"}, [], "during backward"),
     ],

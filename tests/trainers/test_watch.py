@@ -273,9 +273,9 @@ class OneOf(torch.nn.Module):
 @pytest.mark.parametrize(
     ("wrapper", "words"),
     [
-        ("DeepSpeedEngine", "DeepSpeed keeps"),
-        ("FullyShardedDataParallel", "FSDP and tensor .*use FSDP2"),
-        ("DataParallel", "DataParallel copies"),
+        ("DeepSpeedEngine", "Under DeepSpeedEngine"),
+        ("FullyShardedDataParallel", "Under FullySharded.* FSDP2"),
+        ("DataParallel", "Under DataParallel"),
     ],
 )
 def test_wrappers_of_gradients_in_parts_are_refused(

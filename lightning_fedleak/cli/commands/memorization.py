@@ -34,7 +34,6 @@ from lightning_fedleak.cli.studies.models import (
 )
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
-from lightning_fedleak.engine.options import means_auto
 from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
@@ -301,11 +300,6 @@ def _query(
         reference model, and facts about it. Without a reference these are empty and None.
     """
     if options.reference is not None:  # checked before the queries, which may take minutes
-        if means_auto(options.reference):
-            raise SourceError(
-                f"--reference '{options.reference}' is not possible: this command trains no "
-                "reference here. Give the folder of a model, or --references 2 to train two"
-            )
         with refuse_errors("--reference cannot be loaded", SourceError):
             released_config(options.reference, options.base)
     texts = {text.whole.content: text.whole for group in groups for text in group}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -53,13 +52,9 @@ def as_path(name: str | Path) -> Path:
         path.exists()
     except (RuntimeError, OSError) as error:
         reason = getattr(error, "strerror", None) or "no user has the name after ~"
-        problem = f"'{name}' cannot be looked for: {reason}"
-        if getattr(error, "errno", None) == errno.ENAMETOOLONG:  # often the text itself
-            problem = (
-                f"a name of {len(str(name))} characters is not a file, folder or dataset: give the "
-                "name of a file that holds the text, not the text."
-            )
-        raise SourceError(problem) from None
+        # A long name is often the text itself, which may be private.
+        shown = f"'{name}'" if len(str(name)) < 200 else f"a name of {len(str(name))} characters"
+        raise SourceError(f"{shown} is no file, folder or dataset ({reason})") from None
     return path
 
 
@@ -78,10 +73,11 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     path = EMBEDDED_MODEL if name is None else as_path(name)
     if path.is_dir() and any((path / file).exists() for file in _MODEL_FILES):
         return str(path), {}
-    if path.is_dir():
-        problem = _describe_no_model(path)
-    elif path.is_file():
-        problem = f"'{name}' is a file; give the folder that holds the model."
+    if path.exists():
+        problem = (
+            f"'{path}' is no folder of a model (no config.json). model.save_pretrained(folder) and "
+            "tokenizer.save_pretrained(folder) write one."
+        )
     elif is_path(str(name)):
         problem = f"there is no folder '{name}'{nearest(path)}"
     else:
@@ -109,16 +105,6 @@ def loading(source: str, content: str) -> AbstractContextManager[None]:
     hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
     message = f"no {content} could be loaded from '{source}'"
     return refuse_errors(message, OSError, ValueError, hint=hint)
-
-
-def _describe_no_model(path: Path) -> str:
-    """Return the message that a folder holds no model, and name a subfolder that does."""
-    start = f"the folder '{path}' holds no model (no config.json)"
-    if inside := sorted(path.glob("*/config.json")):
-        return f"{start}, but '{inside[0].parent}' does; give that."
-    return (
-        f"{start}. model.save_pretrained(folder) and tokenizer.save_pretrained(folder) write one."
-    )
 
 
 def nearest(path: Path) -> str:

@@ -152,10 +152,9 @@ class TextDataModule(L.LightningDataModule):
         )
         if len(train) < self.batch_size or not len(val):
             raise assets.SourceError(
-                f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
-                f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
-                "needed. Give more text (in a plain file one a line), or a smaller batch_size or "
-                "length."
+                f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training, "
+                f"fewer than batch_size={self.batch_size}, or none of {len(val)} for validation: "
+                "give more text (in a plain file one a line), or a smaller batch_size or length."
             )
         self._train, self._val = train, val
 

@@ -66,7 +66,7 @@ def read_texts(source: str | Path, column: str | None = None) -> list[str]:
     name = column_of(rows, names, column or column_in_name, str(source))
     texts = ((text_of(row.get(name)) or "").strip() for row in rows)
     if not (filled := [text for text in texts if text]):
-        raise assets.SourceError(f"'{source}' holds no text.")
+        raise assets.SourceError(f"'{source}' holds no text (of a folder, .txt files are read).")
     return filled
 
 
@@ -85,10 +85,6 @@ def read_rows(source: str | Path) -> tuple[Rows, str | None]:
     path = assets.as_path(source)
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
-        if not files:
-            raise assets.SourceError(
-                f"the folder '{path}' holds no .txt files: name one of its files."
-            )
         return [{"text": _decoded(_content(file), file)} for file in files], None
     if path.is_file():
         return _file_rows(path), None
@@ -169,12 +165,8 @@ def _json_rows(text: str, path: Path) -> Rows:
         if error.msg == "Extra data" and "\n" in text[: error.pos + 1]:
             return _json_lines(text, path)  # lines of JSON are often named so
         raise assets.SourceError(f"'{path}' is not JSON: {error}") from None
-    if not isinstance(content, list):
-        raise assets.SourceError(
-            f"'{path}' is a {type(content).__name__}; it must be an array of objects, like "
-            '[{"text": "..."}].'
-        )
-    return [_row(item, f"'{path}', element {n}", "element") for n, item in enumerate(content, 1)]
+    items = content if isinstance(content, list) else [content]
+    return [_row(item, f"'{path}', element {n}") for n, item in enumerate(items, 1)]
 
 
 def _json_lines(text: str, path: Path) -> Rows:
@@ -186,11 +178,11 @@ def _json_lines(text: str, path: Path) -> Rows:
         place = f"'{path}', line {number}"
         with assets.refuse_errors(f"{place} is not JSON", json.JSONDecodeError):
             row = json.loads(line)
-        rows.append(_row(row, place, "line"))
+        rows.append(_row(row, place))
     return rows
 
 
-def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
+def _row(content: Any, place: str) -> Mapping[str, object]:
     """Return a JSON value as a row; raise ``SourceError`` unless it is an object, text or chat."""
     if isinstance(content, str):
         return {"text": content}
@@ -198,8 +190,7 @@ def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
         return {"messages": content}
     if not isinstance(content, dict):
         raise assets.SourceError(
-            f"{place} is a {type(content).__name__}; each {unit} must be an object like "
-            '{"text": "..."}.'
+            f'{place} is a {type(content).__name__}; it must be an object like {{"text": "..."}}.'
         )
     return content
 
@@ -232,11 +223,9 @@ def _check_name(source: str) -> None:
     spelled_as_path = assets.is_path(name) or "\\" in source or "://" in source
     is_path = spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
     in_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
-    if not is_path and (colon or not in_folder):
-        return
-    folder = f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
-    why = "" if is_path else f"{folder}for the dataset of that name write '{source}:'"
-    raise assets.SourceError(f"there is no file '{source}'{why}{assets.nearest(path)}")
+    if is_path or (in_folder and not colon):
+        why = "" if is_path else f"; for the dataset of that name write '{source}:'"
+        raise assets.SourceError(f"there is no file '{source}'{assets.nearest(path)}{why}")
 
 
 def _hub_rows(source: str) -> tuple[Rows, str | None]:
@@ -277,14 +266,10 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
                 f"which column of '{source}' holds the text? It has {_column_list(names)}; name "
                 "one with column= (--column)."
             )
-    if rows and column is not None:
-        if column not in names:
-            has = _column_list(names)
-            raise assets.SourceError(f"'{source}' has no column '{column}'; it has {has}.")
-        if all(text_of(row.get(column)) is None for row in rows):
-            raise assets.SourceError(
-                f"column '{column}' of '{source}' holds no text; it has {_column_list(names)}."
-            )
+    if rows and column is not None and all(text_of(row.get(column)) is None for row in rows):
+        raise assets.SourceError(
+            f"'{source}' has no column '{column}' with text; it has {_column_list(names)}."
+        )
     return column or ""
 
 

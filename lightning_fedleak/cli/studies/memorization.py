@@ -131,15 +131,10 @@ class ReleasedPool:
             self.times = torch.ones(len(pool), dtype=torch.long)
         n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
         if min(n, n_others) < MIN_TEXTS:
-            excluded = {
-                "short": "only texts that have 1 to 7 label tokens and occur once count",
-                "prompts": f"only prompts of {MIN_LABELS} tokens that no other repeats count",
-                "long": f"after {self.short} texts of fewer than {MIN_LABELS} tokens and "
-                f"{self.repeated} that repeat parts of others",
-            }[part]
             raise ValueError(
-                f"{n} members and {n_others} others are left to compare, {excluded}: "
-                f"at least {MIN_TEXTS} on each side are needed"
+                f"{n} members and {n_others} others are left to compare (part: {part}), without "
+                f"{self.short} of fewer than {MIN_LABELS} label tokens and {self.repeated} "
+                f"repeated texts: at least {MIN_TEXTS} on each side are needed"
             )
         self.compressed = compressed_bytes(self.texts, decode)
 

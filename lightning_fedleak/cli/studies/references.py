@@ -116,13 +116,10 @@ def _settings_of_runs(folder: Path) -> dict[str, Any]:
         )
     problems = [problem for log in logs.values() for problem in log.problems]
     settings = [] if problems else [_training_of(log.lines) for log in logs.values()]
-    if not settings or None in settings:
-        reason = problems[0] if problems else f"'{folder}' has no whole {records.RECORD}"
-        raise SourceError(f"{reason}: give the run's logs (--run)")
-    if any(setting != settings[0] for setting in settings):
-        names = ", ".join(f"'{path.parent}'" for path in paths)
+    if not settings or None in settings or any(setting != settings[0] for setting in settings):
         raise SourceError(
-            f"runs with different settings are in {names}: give --run with one of them"
+            f"'{folder}' has no whole {records.RECORD}, or runs with different settings: give "
+            f"--run with the logs of one run. {' '.join(problems[:1])}"
         )
     return settings[0] or {}
 

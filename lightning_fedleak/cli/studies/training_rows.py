@@ -39,10 +39,6 @@ class UnknownLabels(ValueError):
     """Nothing says which tokens of the rows the loss was computed on."""
 
 
-class _LengthMismatch(ValueError):
-    """A row has different numbers of words and classes; the message contains no word."""
-
-
 @dataclass(frozen=True)
 class RowReader:
     """Encode rows as they were encoded for the training, cut to the same length.
@@ -109,9 +105,9 @@ class RowReader:
             except (UnknownLabels, SourceError):
                 raise
             except Exception as error:  # its message may contain private text
-                reason = str(error) if isinstance(error, _LengthMismatch) else type(error).__name__
                 raise SourceError(
-                    f"row {number} of '{source}' cannot be read like the other rows ({reason})"
+                    f"row {number} of '{source}' cannot be read like the others, with as many "
+                    f"labels as words or ids ({type(error).__name__})"
                 ) from None
             if ids:
                 cut = slice(self.length)
@@ -212,9 +208,7 @@ class RowReader:
         self, words: Sequence[Any], classes: Sequence[Any], has_ids: bool
     ) -> tuple[list[int], list[int]]:
         """Return the ids of words, which may already be token ids, and their classes as labels."""
-        numbers = [self._class(value) for value in classes]
-        if len(words) != len(numbers):
-            raise _LengthMismatch(f"{len(words)} words and {len(numbers)} classes")
+        numbers = [self._class(value) for _, value in zip(words, classes, strict=True)]
         if has_ids:
             return list(words)[: self.length], numbers[: self.length]
         settings = {"truncation": True, "max_length": self.length, "is_split_into_words": True}

@@ -33,7 +33,7 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, explain_stale_optimizer
-from lightning_fedleak.attacks.memorization import Canaries, Entities
+from lightning_fedleak.attacks.memorization import Canaries, CombinedReference, Entities
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
 from lightning_fedleak.engine.options import Options
@@ -451,20 +451,20 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
     """Return one channel of every known family, with the attacks of that family.
 
     Raises:
-        ValueError: The settings do not fit, or texts are planted for attacks that are not listed.
+        ValueError: The settings do not fit, or an attack and the setting that it needs are not
+            given together.
     """
-    channels = [
+    for kind, setting, value in (
+        (Canaries, "games=Games(canaries=train.canaries)", settings.games.canaries),
+        (Entities, "games=Games(entities=train.entities)", settings.games.entities),
+        (CombinedReference, "Memorization(reference=)", settings.memorization.reference),
+    ):
+        if (value is not None) != any(isinstance(attack, kind) for attack in attacks):
+            raise ValueError(f"{kind.__name__}() and {setting} belong together: give both")
+    return [
         channel([a for a in attacks if family_of(a) is channel], settings)
         for channel in Channel.registry.values()
     ]
-    for name, attack_class in (("canaries", Canaries), ("entities", Entities)):
-        has_attack = any(isinstance(attack, attack_class) for attack in attacks)
-        if getattr(settings.games, name) is not None and not has_attack:
-            raise ValueError(
-                f"{name}= are planted for attacks on the trained weights, and there are none: add "
-                f"{attack_class.__name__}()"
-            )
-    return channels
 
 
 def family_of(attack: Attack) -> type[Channel]:

@@ -170,20 +170,12 @@ class MembershipChannel(Channel):
         )
         self._has_new_ids = any(d.acts_on_batches for d in run.defenses)
         self._rewriters = {layer: d.name for d in run.defenses for layer in d.activation_layers}
-        self._check_processes(run)
-
-    def _check_processes(self, run: Run) -> None:
-        distributed, need = run.processes > 1, ""
-        if run.is_sharded:
-            need = "need whole layers, and this model is sharded: use DDP with client='rank'"
-        elif distributed and run.client == "world":
-            need = "query one process's batch, and with client='world' it is spread: use 'rank'"
-        elif distributed and Stage.AGGREGATE in self.settings.stages:
-            need = "query one client's batch: leave 'aggregate' out of stages="
-        if need:
+        joins = run.client == "world" or Stage.AGGREGATE in self.settings.stages
+        if run.is_sharded or (run.processes > 1 and joins):
             raise ValueError(
-                f"'{self.attacks[0].name}' plays membership games, which {need}, or train on one "
-                "device; or give these attacks a monitor of their own"
+                f"'{self.attacks[0].name}' plays membership games, which need whole layers and one "
+                "client's batch on a process: use DDP with client='rank' and leave 'aggregate' out "
+                "of stages=, or give these attacks a monitor of their own on one device"
             )
 
     def check(self, attack: Attack) -> None:

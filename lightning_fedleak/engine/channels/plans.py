@@ -22,7 +22,6 @@ from lightning_fedleak.model.anatomy import (
     HEAD_BIAS,
     HEAD_WEIGHT,
     Anatomy,
-    without_peft,
 )
 from lightning_fedleak.model.model_runs import why_not_run
 
@@ -152,20 +151,19 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     """Return the plan of an attack on gradients of the client's own parameters, checked.
 
     Raises:
-        ValueError: The attack reads words off a head whose rows are a classifier's outputs.
-        ValueError: The attack reads parameters of several optimizers, or no gradients.
+        ValueError: The attack reads words off a head whose rows are a classifier's outputs, or
+            parameters of several optimizers.
     """
     anatomy = run.anatomy
-    _check_head(attack, anatomy)
+    if anatomy.kind == "classifier" and HEAD_CAPABILITIES & attack.threat_model.needs:
+        raise ValueError(
+            f"attack '{attack.name}' reads words off an output head with a row for each token, and "
+            "a classifier's has one for each class. Remove it; BagOfWords reads the embeddings' "
+            "gradient, SubspaceWords that of the first projections."
+        )
     # DDP reduces every trainable parameter, not only those that an optimizer owns.
     reduces_all = run.under_ddp and run.client == "rank"
-    surfaces = attack.needs(anatomy)
-    roles = surfaces.gradients
-    if not roles or surfaces.layers:
-        raise ValueError(
-            f"attack '{attack.name}' asks for nothing, or for activations, which a monitor shows "
-            "only to an InversionAttack"
-        )
+    roles = attack.needs(anatomy).gradients
     owners: list[Optimizer] = []
     exposed = True
     for role in roles:
@@ -180,24 +178,3 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
             "optimizers. Give these parameters to one optimizer, or leave this attack out."
         )
     return Plan(attack, roles, exposed, owners[0] if owners else None)
-
-
-def _check_head(attack: Attack, anatomy: Anatomy) -> None:
-    """Refuse an attack that reads words off the output head, if its rows are classes.
-
-    Raises:
-        ValueError: The model is a classifier.
-    """
-    if anatomy.kind != "classifier" or not HEAD_CAPABILITIES & attack.threat_model.needs:
-        return
-    model = type(without_peft(anatomy.model)).__name__
-    n = anatomy.vocab_size
-    head = f"{model} has none"
-    if anatomy.head is not None:
-        outputs = "one output" if n == 1 else f"{n} outputs"
-        head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
-    raise ValueError(
-        f"attack '{attack.name}' reads words off an output head with a row for each token, and "
-        f"{head}. Remove it; BagOfWords reads the embeddings' gradient, SubspaceWords that of the "
-        "first projections."
-    )

@@ -304,12 +304,7 @@ class Sources:
             if long_enough[i] and text_ids[i] not in batch_texts
         }
         if not members:
-            requirement = "a token before a label" if self._causal else "a token, and a label,"
-            restriction = " besides special ones" if self._special else ""
-            raise NoTargets(
-                f"no sentence of the batch has {requirement}{restriction}, so that none can be "
-                "asked for"
-            )
+            raise NoTargets("no sentence of the batch has a label and a token that is not special")
         count = min(self._max_members, len(members), len(non_members))
         if count == 0:
             return None

@@ -159,13 +159,11 @@ class TextsChannel(Channel):
         """
         for defense in self.run.defenses if Stage.LOCAL in self._stages else ():
             for attack in self.inverters:
-                below = [layer for layer in defense.activation_layers if layer < attack.layer]
-                if below:
+                if any(layer < attack.layer for layer in defense.activation_layers):
                     raise ValueError(
-                        f"stages=('local', ...): the defence '{defense.name}' rewrites the hidden "
-                        f"states at layer {below[0]}, below layer {attack.layer} that "
-                        f"'{attack.name}' reads; what these would be without it is never computed. "
-                        "Leave 'local' out, and compare with a run without the defence"
+                        f"'{attack.name}' reads layer {attack.layer}, whose undefended states are "
+                        f"never computed, as '{defense.name}' acts below it: leave 'local' out of "
+                        "stages=, and compare with a run without the defence"
                     )
 
     # ---- a look -----------------------------------------------------------------------------
@@ -369,10 +367,7 @@ class TextsChannel(Channel):
             raise UnusableObservation("no time: the budget is over before any token is found")
         texts = _find_texts(step.batches, in_gradients=attack.last_token_open)
         if not texts:
-            raise UnusableObservation(
-                "no text of this batch has a token that a label depends on: each is one token "
-                "long, or has no label after its first token"
-            )
+            raise UnusableObservation("no text of this batch has a label after its first token")
         ids, real = _stack_tokens(texts)
         order = (~real).int().argsort(dim=1, stable=True)  # moves padding to the right
         ids, real = ids.gather(1, order), real.gather(1, order)

@@ -442,7 +442,7 @@ def test_given_others_are_no_draw(tmp_path: Path) -> None:
 def test_under_dp_it_is_refused(accepted: bool, tmp_path: Path) -> None:
     watching = monitor(tmp_path, BOTH, auto(outside_epsilon=accepted))
     strategy = DefendedStrategy("auto", [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)])
-    with pytest.raises(ValueError, match="private rows without the run's dpsgd"):
+    with pytest.raises(ValueError, match="and without defences, and this run has"):
         fit([watching], data=halved(), strategy=strategy, max_epochs=1)
 
 
@@ -455,7 +455,7 @@ def test_several_processes_are_refused(tmp_path: Path) -> None:
     watching = monitor(tmp_path, BOTH, auto())
     with (
         mock.patch.object(TrainerRun, "of_trainer", of_two),
-        pytest.raises(ValueError, match="trains in one process"),
+        pytest.raises(ValueError, match="in one process and without"),
     ):
         fit([watching], data=halved())
 
@@ -484,30 +484,17 @@ def test_a_function_that_writes_to_the_run_ends_it(tmp_path: Path) -> None:
 
 
 def test_a_function_that_returns_no_model_is_refused_by_what_it_returns(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="returns a NoneType names no model: have it return"):
+    with pytest.raises(ValueError, match=r"\(reference='None'\) cannot be loaded as a GPT2LMHead"):
         fit([monitor(tmp_path, BOTH, auto(lambda rows: None))], tiny(), halved())
 
 
-def test_only_a_model_a_folder_or_a_function_is_a_reference() -> None:
-    with pytest.raises(TypeError, match="got a list"):
-        Memorization(reference=[])
+def test_a_model_a_folder_or_a_function_is_a_reference() -> None:
     assert Memorization(reference="auto").trains_reference
     assert Memorization(reference=lambda rows: None).trains_reference
     for given_reference in (None, "folder", Path("folder"), nn.Linear(1, 1)):
         assert not Memorization(reference=given_reference).trains_reference
     settings = WatchSettings(memorization=auto())
     assert "combined_reference" in [a.name for a in LeakageMonitor(settings=settings).attacks]
-
-
-@pytest.mark.parametrize("word", ["automatic", "Auto", "AUTO", " auto", "atuo", "autos"])
-def test_what_is_nearly_auto_is_refused_with_the_line_to_write(
-    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r'write Memorization\(reference="auto"\)'):
-        Memorization(reference=word)
-    (tmp_path / word).mkdir()
-    assert not Memorization(reference=word).trains_reference
 
 
 @pytest.mark.parametrize("name", ["runs/auto", "bart", "gpt2", "model", "org/audio"])

@@ -166,7 +166,7 @@ def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
 def test_what_is_missing_is_said_at_setup(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"games=Games\(entities=train.entities\)"):
         LeakageMonitor([Entities()])
-    with pytest.raises(ValueError, match=r"entities= are planted .* add Entities\(\)"):
+    with pytest.raises(ValueError, match=r"Entities\(\) and .* belong together"):
         LeakageMonitor([Loss()], games=Games(entities=planted().entities))
     data = planted(count=12)
     fit([watch(data, tmp_path)], model(), [data.dataset[n] for n in range(20)], max_epochs=1)

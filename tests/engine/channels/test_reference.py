@@ -197,8 +197,6 @@ def test_the_model_that_trains_is_no_reference(tmp_path: Path) -> None:
 
 
 def test_attack_and_reference_belong_together() -> None:
-    with pytest.raises(TypeError, match="must be a model or the folder of one, got a int"):
-        Memorization(reference=3)
     given = WatchSettings(memorization=Memorization(reference="folder"))
     for attacks, settings in ((Combined(), given), (CombinedReference(), None)):
         with pytest.raises(ValueError, match="belong together"):
@@ -220,7 +218,7 @@ def test_under_dp_a_reference_is_outside_of_epsilon(
         fit([watching], data=data, strategy=strategy, max_epochs=1)
         assert lines(tmp_path, "combined_reference")
         return
-    with pytest.raises(ValueError, match=r"reference=\) may have been trained on private rows"):
+    with pytest.raises(ValueError, match=r"Memorization\(reference=\) uses private texts"):
         fit([watching], data=data, strategy=strategy, max_epochs=1)
 
 
@@ -334,8 +332,6 @@ def test_a_low_number_beside_a_weak_reference_is_unknown_and_a_high_one_stands(
 
 
 def test_reference_rows_count_the_rows_of_a_reference() -> None:
-    with pytest.raises(ValueError, match="give reference too"):
-        Memorization(reference_rows=5)
     with pytest.raises(ValueError, match="reference_rows must be an integer"):
         Memorization(reference="folder", reference_rows=0)
 

@@ -72,10 +72,9 @@ class CanaryChannel(MemorizationChannel):
     file = "canaries_base.safetensors"
     finds_entities = False
     kinds = ("causal",)
-    missing = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
     def _check_settings(self) -> None:
-        """Refuse attacks without canaries, or on tokens that one of them lacks.
+        """Refuse attacks on tokens that one of the canaries lacks.
 
         Raises:
             ValueError: The message says which setting to give.
@@ -192,7 +191,6 @@ class EntityChannel(WeightChannel):
         *("first_provable", "greedy_provable", "members", "others", "alpha"),
     )
     planted = "entities"
-    missing = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
 
     def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """Return, by name of a series, which values it counts and in which tiers.

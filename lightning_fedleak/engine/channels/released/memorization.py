@@ -220,7 +220,7 @@ class MemorizationChannel(WeightChannel):
             if self.run.epochs is None or self.run.epochs > 1:
                 return NO_CONTROLS
             n = int(pool.alone.sum())
-            counts = [round((1 - share) * n) for share in settings.looks]
+            counts = [round((1 - share) * n) for share in sorted(settings.looks)]
         fpr = {"shown": FPR, **dict(zip(TPRS, FPRS, strict=True))}.get(metric)
         return None if fpr is None else too_few_non_members(counts, settings.alpha, metric, fpr)
 

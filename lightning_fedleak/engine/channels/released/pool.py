@@ -43,7 +43,7 @@ from lightning_fedleak.evaluation.canaries import (
     TrainingRows,
     draw_references,
 )
-from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, PoolRows, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import TokenBatch
@@ -169,7 +169,7 @@ class Pool:
         compared, texts = self._part_masks(part)
         if not bool(texts.any()):
             reasons = {
-                "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
+                "long": "no row has 8 label tokens and no repeat: ShortAnswers() compares shorter",
                 "short": "no row has 1 to 7 label tokens",
                 "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
                 "pairs": "no row is a pair of answers with 8 label tokens",
@@ -339,7 +339,7 @@ def forwards_of(settings: Memorization, *, last_step: bool) -> int:
         settings: The user's settings.
         last_step: Whether there is a look at the end of the epoch too.
     """
-    return 1 + len(settings.looks) + int(last_step and settings.looks[-1:] != (1.0,))
+    return 1 + len(settings.looks) + int(last_step and 1.0 not in settings.looks)
 
 
 def collect(
@@ -407,14 +407,10 @@ def collect(
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
         packed = any(len(texts) != 1 for texts in read_rows)
-        if packed and way == "not yet seen":
+        if packed + settings.records + (way == "not yet seen") > 1:
             raise UnplayableGame(
-                "several texts are packed into a row, so that none is seen alone: add leave_out"
-            )
-        if settings.records and (packed or way == "not yet seen"):
-            raise UnplayableGame(
-                "Memorization(records=True) lists rows of one text each by a draw of rows: add "
-                "leave_out, do not pack"
+                "packed rows, Memorization(records=True) and data without leave_out do not go "
+                "together: add leave_out, and do not pack where rows are listed"
             )
         texts = [*chain(*read_rows)]
         if (settings.records or entities is not None) and any(t.split is not None for t in texts):
@@ -437,14 +433,6 @@ def collect(
                 rank_zero_info(f"entities: {len(extra):,} more rows are searched, ~{seconds:.0f} s")
         scored = scored_texts(texts, in_data, other_texts)
     indices = scored.rows + (scored.short_rows if short else [])
-    if not indices:
-        n_short = 0 if short else len(scored.short_rows)
-        mend = f": ShortAnswers() compares the {n_short} with 1 to 7" * (n_short > 0)
-        raise UnplayableGame(
-            f"of {len(texts)} texts, {scored.short} have fewer than {MIN_LABELS} label tokens "
-            f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
-            f"{mend}"
-        )
     if entities is not None:
         entities.locate([texts[row] for row in indices])
     trains = torch.tensor([in_data[row] for row in indices], dtype=torch.bool)
@@ -553,14 +541,9 @@ def affordable(length: int, settings: Memorization, min_texts: int, forwards: fl
     size = min(settings.most_texts, count)
     if size >= min_texts:
         return size
-    if count >= min_texts:
-        raise UnplayableGame(
-            f"most_texts={settings.most_texts} is below the {min_texts} texts that are needed: "
-            f"settings=WatchSettings(memorization=Memorization(most_texts={min_texts}))"
-        )
     needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / length) / 100
+    needed = max(needed, settings.max_overhead)
     raise UnplayableGame(
-        f"{length} rows pay for {count} of {min_texts} texts within "
-        f"max_overhead={settings.max_overhead:g}: "
-        f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g}))"
+        f"{length} rows pay for {size} of {min_texts} texts: settings=WatchSettings(memorization="
+        f"Memorization(max_overhead={needed:g}, most_texts={min_texts})), or larger numbers"
     )

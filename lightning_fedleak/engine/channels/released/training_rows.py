@@ -36,19 +36,12 @@ def check_loader(loader: Any) -> None:
     Raises:
         UnplayableGame: The loader is missing, is no DataLoader, or reads a stream.
     """
-    if loader is None:
-        raise UnplayableGame("rows of the training data are read again: pass loader=")
-    if not isinstance(loader, DataLoader):
-        raise UnplayableGame(
-            f"the training data come from a {type(loader).__name__}, and one torch DataLoader is "
-            "needed to read rows again"
-        )
-    dataset = loader.dataset
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
     has_rows = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_rows:
         raise UnplayableGame(
-            "the training data are read as a stream, whose rows cannot be drawn in advance: load "
-            "them into a map-style data set, and leave_out some"
+            "rows of the training data are drawn and read again: give one torch DataLoader "
+            "(loader=) of a map-style data set, not a stream, and leave_out some rows"
         )
 
 

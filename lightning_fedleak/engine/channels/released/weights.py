@@ -72,7 +72,6 @@ class WeightChannel(Channel):
         kinds: The kinds of models that can be queried.
         planted: The name of the setting of :class:`Games` with the texts that the user planted;
             empty if the channel needs no planted texts.
-        missing: What is missing without that setting, for an error message.
         prefix: The prefix of the names of its series.
         folder: The folder of the private file that a resumed run needs.
         owes_list: Whether the user wants a list of members that the newest look did not write.
@@ -90,7 +89,6 @@ class WeightChannel(Channel):
     # By default the adversary gets the trained weights, has the base, and holds candidate texts.
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
-    missing: ClassVar[str] = ""
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
@@ -104,16 +102,10 @@ class WeightChannel(Channel):
         self._mask: tuple[int, frozenset[int]] | None = None
         self._compared: dict[Series, str] = {}  # the hash of the texts that a series compared
 
-    def _check_settings(self) -> None:
-        """Check that the texts that the attacks test were planted.
-
-        Raises:
-            ValueError: They were not; the message says which setting to give.
-        """
-        super()._check_settings()
-        self._planted: Any = getattr(self.settings.games, self.planted, None)
-        if self.planted and self._planted is None:
-            raise ValueError(f"'{self.attacks[0].name}' cannot be played: {self.missing}")
+    @property
+    def _planted(self) -> Any:
+        """Return the texts or values that the user planted."""
+        return getattr(self.settings.games, self.planted)
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of an attack on the released model."""
@@ -398,38 +390,31 @@ class WeightLooks:
         """
         settings = self._channels[0].settings.memorization  # all channels have the same settings
         run = self._run
-        if settings.trains_reference and run.defenses:
+        if settings.trains_reference and (run.defenses or run.processes > 1 or run.is_sharded):
             raise ValueError(
-                "Memorization(reference='auto') would train on private rows without the run's "
-                f"{' and '.join(defense.name for defense in run.defenses)}, whose epsilon does not "
-                "cover that: leave it out"
+                "Memorization(reference='auto') trains on private rows, in one process and without "
+                "defences, and this run has several processes or defences: leave it out, or give "
+                "the folder of a reference that was trained on other rows"
             )
-        if settings.trains_reference and (run.processes > 1 or run.is_sharded):
-            raise ValueError(
-                "Memorization(reference='auto') trains in one process, and this run has several or "
-                "a sharded model: give the folder of a reference, trained on other rows"
-            )
-        if settings.outside_epsilon or not accounting(self._run.defenses):
+        if settings.outside_epsilon or not accounting(run.defenses):
             return
-        if settings.records:
-            raise ValueError(
-                "Memorization(records=True) lists rows by their content, which the run's "
-                "epsilon does not cover: leave it out, or accept it by outside_epsilon=True"
-            )
-        if settings.reference is not None:
-            raise ValueError(
-                "Memorization(reference=) may have been trained on private rows, which the run's "
-                "epsilon does not cover: leave it out, or accept it by outside_epsilon=True"
-            )
         roots = {series.log_name for series in self._series}
         roots |= {f"{WORST}/{channel.family}" for channel in self._series.values()}
-        for name in self._run.watched:
-            if not roots.isdisjoint((name, name.rpartition("/")[0])):
-                raise ValueError(
-                    f"a callback stops or chooses by '{name}', which depends on private texts and "
-                    "is not covered by the run's epsilon: watch another value, or accept it by "
-                    "Memorization(outside_epsilon=True)"
+        uncovered = {
+            "Memorization(records=True)": settings.records,
+            "Memorization(reference=)": settings.reference is not None,
+            **{
+                f"a callback that stops or chooses by '{name}'": not roots.isdisjoint(
+                    (name, name.rpartition("/")[0])
                 )
+                for name in run.watched
+            },
+        }
+        if name := next((name for name, is_used in uncovered.items() if is_used), None):
+            raise ValueError(
+                f"{name} uses private texts in a way that the run's epsilon does not cover: leave "
+                "it out, or accept it by Memorization(outside_epsilon=True)"
+            )
 
     def why_unread(self, names: Collection[str] | None) -> str | None:
         """Return why attacks on the weights have no result in this run; None if they have one.

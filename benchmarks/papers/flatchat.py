@@ -781,7 +781,7 @@ PAPER = tables.Paper(
               lambda size, models: words_cells(size, models, size.shapes), show_table3),
         Table("table4",
               "two scorers, with the true (oracle) and the predicted number of types",
-              at_one_shape, show_table4),
+              at_one_shape, show_table4, on_page=False),  # the scorers do not differ
         Table("table5", "FlatChat against DP-SGD, true number of types given", table5_cells,
               show_table5),
         Table("fig3", "weight of the positive cluster and number of types", fig3_cells, show_fig3),

@@ -612,11 +612,8 @@ def reference_gap(rows: Iterable[Row]) -> list[str]:
     """A sentence on how far the reference implementation's mean F1 is from ours, at most."""
     gaps = [abs(statistics.fmean(r["reference"]) - statistics.fmean(r["f1"]))
             for r in rows if r.get("reference")]  # fmt: skip
-    return (
-        [f"the reference implementation's mean F1 differs by at most {max(gaps):.2g}"]
-        if gaps
-        else []
-    )
+    text = "the reference implementation's mean F1 differs by at most"
+    return [f"{text} {max(gaps):.2g}"] if gaps else []
 
 
 def theirs(table: str, row: str) -> list[float] | None:
@@ -736,9 +733,9 @@ def show_table5(results: Results, size: Size) -> Shown:
             paper = number(printed[0], 4) if printed else ""
             lines.append([name, f"{sigma:g}", paper, *cells])
         if measured:
-            notes.append(f"at {'no sigma' if halving is None else f'{halving:g}'} on {name}")
+            notes.append(f"{'none' if halving is None else f'{halving:g}'} on {name}")
     head = ["text or translator", "sigma", "paper", f"sum and {READINGS[0]}", *READINGS[1:]]
-    halved = [f"F1 ({READINGS[0]}) falls below half {'; '.join(notes)}"] if notes else []
+    halved = [f"F1 ({READINGS[0]}) falls below half at sigma {'; '.join(notes)}"] if notes else []
     return Shown([Grid(head, lines)], finding(halved + reference_gap(results.rows)))
 
 

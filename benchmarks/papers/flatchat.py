@@ -90,7 +90,7 @@ class Size:
     hidden: int = 512
     scratch_steps: int = 60
     finetune_steps: int = 120
-    warm_up_steps: tuple[int, ...] = (15, 60)
+    warm_up_steps: tuple[int, ...] = (15,)
     tokens: tuple[int, ...] = (100, 500, 1000, 1500, 2000)
     mt_attacks: tuple[str, ...] = ("FlatChat", "Aligned", "RLG")
     mt_table_batches: int = 10

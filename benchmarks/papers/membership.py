@@ -709,8 +709,7 @@ def ldp_table(number_: int, mechanism: str, name: str) -> Table:
     def cells(size: Size, models: Sequence[str]) -> list[Cell]:
         return ldp_cells(size, models, {mechanism} & {*size.mechanisms})
 
-    # The other mechanisms are in the mean of table 3.
-    return Table(table, f"attacks under {name}", cells, show, on_page=number_ == 7)
+    return Table(table, f"attacks under {name}", cells, show, on_page=False)  # table 3: their mean
 
 
 def at_largest(size: Size, models: Sequence[str]) -> list[Cell]:

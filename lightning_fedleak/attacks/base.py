@@ -143,7 +143,7 @@ class Attack(ABC):
 
     ``prepare`` may run the model before the training starts, ``refresh`` when the weights have
     changed. Neither changes the model or its gradients. ``run`` uses no global random numbers and
-    works on the device of the observation. docs/api/extending.md shows how to write an attack.
+    works on the device of the observation. docs/api.md shows how to write an attack.
 
     Examples:
         >>> from lightning_fedleak import (

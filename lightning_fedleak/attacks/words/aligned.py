@@ -83,7 +83,7 @@ class AlignedFlatChat(base.Attack):
     a fresh optimizer is *unknown*. For gradients compressed by
     :class:`~lightning_fedleak.GradientCompression` (except signs), it is fitted on public gradients
     compressed the same way. Measurements and limits, such as label smoothing, are in
-    docs/word_recovery.md.
+    docs/setups.md.
 
     Args:
         public_text: A text like the clients' (strings need ``tokenizer``), token ids, or

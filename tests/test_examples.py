@@ -32,7 +32,7 @@ def set_calibration(attack: AlignedFlatChat, init: Any, *settings: Any, **named:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs an example in an empty folder, on fewer and shorter texts; gives what it printed.
 
-    Each of its runs takes so many steps, where they are given.
+    Each of its runs takes so many steps, where they are given. Arguments are those of its ``main``.
     """
     monkeypatch.chdir(tmp_path)
     shorter = partialmethod(TextDataModule.__init__, length=32)
@@ -42,7 +42,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
     init = L.Trainer.__init__
 
-    def run(name: str, words: int = 16, count: int | None = None, steps: int | None = None) -> str:
+    def run(
+        name: str, words: int = 16, count: int | None = None, steps: int | None = None, **main: Any
+    ) -> str:
         def read_some(path: str | Path) -> list[str]:
             return [" ".join(text.split()[:words]) for text in read_texts(path)[:count]]
 
@@ -55,7 +57,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
                 init(trainer, **settings | {"max_steps": steps})
 
             monkeypatch.setattr(L.Trainer, "__init__", stopped)
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        if main:
+            runpy.run_path(str(EXAMPLES / name))["main"](**main)
+        else:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
     return run

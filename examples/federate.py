@@ -11,12 +11,13 @@ import math
 from functools import partial
 
 import torch
+from peft import LoraConfig, get_peft_model
 
-from lightning_fedleak import Games, PublicText
+from lightning_fedleak import Games, GradientMembership, PublicText
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
-    CausalLMFineTuning,
     PadRight,
+    load_model,
     load_tokenizer,
     read_texts,
     tokenize_rows,
@@ -27,7 +28,6 @@ from lightning_fedleak.federation import (
     OutgoingUpdates,
     RoundGate,
     RoundObserver,
-    RoundSettings,
     difference,
     moved,
     trained_state,
@@ -64,16 +64,17 @@ def loss_of(model, state, rows) -> float:
 def federate(name: str, rounds: int, steps: int, gates=(), epsilon: float | None = None) -> None:
     """Trains all rounds, and prints the loss and what each update and their mean leak."""
     torch.manual_seed(0)
-    model = CausalLMFineTuning(peft="lora").model
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(load_model(None), lora).train()
     rows = tokenize_rows(read_texts(EMBEDDED_MESSAGES), load_tokenizer(None), 32)
     public, outside, own = rows[:100], rows[100:200], rows[200:]
     observer = RoundObserver(
         copy.deepcopy(model),
         OPTIMIZER,
         steps,
+        attacks=GradientMembership(PublicText(public)),
         folder=f"fedleak_runs/federate/{name}",
         games=Games(targets=16, held_out=PublicText(outside)),
-        settings=RoundSettings(public_text=PublicText(public), tensorboard=False),
     )
     private = {"clients": CLIENTS, "rounds": rounds, "target_delta": 1e-5, "trust": "local"}
     noises = [

@@ -7,6 +7,8 @@ layers. In the last games the client replaces its tokens at random first.
 
 import os
 
+from peft import LoraConfig, get_peft_model
+
 from lightning_fedleak.attacks import (
     AttentionMembership,
     FCMembership,
@@ -65,9 +67,12 @@ def main(games: int = 40) -> None:
     public = PublicText(texts[:40], tokenizer)  # what the servers calibrate on
     pool = SentencePool.from_texts(texts[40:], tokenizer, TOKENS)
     config = GameConfig(games=games, batch=BATCH)
-    print("A server that adds nothing:")
+    print("A server that adds nothing, to a client that trains a LoRA:")
+    # B is not zero, as after some steps: while it is, A has no gradient.
+    config_of_lora = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    lora = find_anatomy(get_peft_model(load_model(None), config_of_lora).eval())
     honest = [attack(public, tokens=TOKENS) for attack in (GradientMembership, SubspaceMembership)]
-    show(play(anatomy, honest, pool, config))
+    show(play(lora, honest, pool, config))
     print("A server that adds layers:")
     crafted = [
         FCMembership(LAYER, "full", tokens=TOKENS),

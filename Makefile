@@ -57,7 +57,7 @@ help:
 	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
-	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
+	@echo "make smoke   run every script of benchmarks/, and some examples, in their smallest setting (some minutes)"
 	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
 	@echo "make gpu     write what the monitor and DP-SGD cost on one CUDA card into docs/what_ran.md"
 	@echo "make lint    ruff and mypy"

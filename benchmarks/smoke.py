@@ -8,7 +8,7 @@ A script says in ``SMOKE`` how it is run: a tuple of argument strings, one for e
 messages, ``{out}`` for a folder to write to. ``FEDLEAK_ASSETS`` names a folder made of the same, so
 that nothing is downloaded and no other model is needed. A script without ``SMOKE`` fails; a file
 without ``__main__`` is no script but a module of others. The numbers that scripts print here mean
-nothing.
+nothing. Examples take no arguments: ``EXAMPLES`` holds those of their ``main``.
 
 Each run is a process of its own, forked from one that has imported the large packages and this one:
 these take seven seconds of a core, and numba, for the papers, two more.
@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -52,6 +53,12 @@ NEEDS = {
     "rl_prompts.py": "trl",
 }
 """Packages without which a script has nothing to train or to compare with."""
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "membership.py": {"games": 2},
+    "sweep.py": {"steps": 2, "names": ["DPSGD 0.5"]},
+    "federate.py": {"rounds": 1, "steps": 1},
+}
+"""The examples that are run too, with the arguments of their smallest setting."""
 EXIT_STATUS = threading.Lock()
 """Held by the thread that reads exit statuses: each can be read once, and a second reader gets 255.
 
@@ -75,6 +82,7 @@ def scripts(names: list[str]) -> list[Path]:
         for path in sorted(HERE.rglob("*.py"))
         if path != Path(__file__).resolve() and "__main__" in path.read_text("utf-8")
     ]
+    results += [path for path in (HERE.parent / "examples" / n for n in EXAMPLES) if path.exists()]
     unknown = set(names) - {path.stem for path in results}
     if unknown:
         raise SystemExit(f"no script is called {', '.join(sorted(unknown))}")
@@ -82,7 +90,9 @@ def scripts(names: list[str]) -> list[Path]:
 
 
 def runs_of(path: Path) -> tuple[str, ...]:
-    """``SMOKE`` of a script, which is not imported for it."""
+    """``SMOKE`` of a script, which is not imported for it; an example has one run."""
+    if HERE not in path.parents:
+        return ("",)
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SMOKE":
             runs = ast.literal_eval(node.value)
@@ -130,7 +140,10 @@ def as_script(path: Path, arguments: list[str], folder: Path, environment: dict[
     os.environ.update(environment)
     sys.path.insert(0, str(HERE.parent))
     sys.argv = [str(path), *arguments]
-    runpy.run_path(str(path), run_name="__main__")
+    if HERE in path.parents:
+        runpy.run_path(str(path), run_name="__main__")
+    else:
+        runpy.run_path(str(path))["main"](**EXAMPLES[path.name])
 
 
 def ended(process: ForkServerProcess, seconds: float) -> bool:
@@ -167,7 +180,7 @@ def run(path: Path, arguments: str, places: dict[str, str], folder: Path) -> Don
         problem = f"{message}\nexit status {process.exitcode}"
     elif not message:
         problem = "printed nothing"
-    name = path.relative_to(HERE)
+    name = path.relative_to(HERE.parent)
     return Done(f"{name} {arguments}".strip(), time.monotonic() - start_time, problem)
 
 
@@ -180,7 +193,7 @@ def main() -> int:
     for path in chosen:
         lacking = NEEDS.get(path.name)
         if lacking and importlib.util.find_spec(lacking) is None:
-            print(f"skipped  {path.relative_to(HERE)}: {lacking} is not installed")
+            print(f"skipped  {path.relative_to(HERE.parent)}: {lacking} is not installed")
             continue
         jobs += [(path, arguments) for arguments in runs_of(path)]
     start_time, failed = time.monotonic(), 0

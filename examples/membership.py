@@ -1,41 +1,89 @@
-"""Could a dishonest server tell whether a text is in a batch? `python examples/membership.py`.
+"""Is a text in a client's batch? The game of Vu et al. 2024: `python examples/membership.py`.
 
-The server would add two layers of its own to the model. Here nothing is added: what their gradient
-would be follows from each step that is looked at, and goes the way of every gradient, through the
-defences. Clipping and noise hold the server back; noise that is small beside the clip does not.
+A secret bit decides whether a message is in the batch that a client trains on. Two servers guess it
+from one gradient: an honest one that adds nothing to the model, and a dishonest one that adds
+layers. In the last games the client replaces its tokens at random first.
 """
 
-import lightning as L
+import os
 
-from lightning_fedleak.attacks import FCMembership
-from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.strategies import DefendedStrategy
+from peft import LoraConfig, get_peft_model
+
+from lightning_fedleak.attacks import (
+    AttentionMembership,
+    FCMembership,
+    GradientMembership,
+    PublicText,
+    SubspaceMembership,
+)
+from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER
+from lightning_fedleak.cli.finetuning import (
+    EMBEDDED_MESSAGES,
+    load_model,
+    load_tokenizer,
+    read_texts,
+)
+from lightning_fedleak.defenses import DefenseContext, TokenLDP
+from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
+from lightning_fedleak.model.anatomy import find_anatomy
+
+TOKENS, BATCH, LAYER = 16, 4, 3
 
 
-def main() -> None:
-    """Fine-tunes 8 steps without a defence, then with little and with much noise."""
-    defences = {
-        "no defence": [],
-        "sigma 0.01": [GradientNoise(clip=1.0, sigma=0.01)],
-        "sigma 2": [GradientNoise(clip=1.0, sigma=2.0)],
-    }
-    for name, chosen in defences.items():
-        monitor = LeakageMonitor(FCMembership(layer=2, ladder=[1.0]), every_n_steps=1)
-        trainer = L.Trainer(
-            max_steps=8,
-            callbacks=[monitor],
-            strategy=DefendedStrategy("auto", defenses=chosen),
-            devices=1,
-            default_root_dir="fedleak_runs",
-            logger=False,
+def replaced(anatomy, tokenizer, epsilon: float):
+    """Returns what a client under TokenLDP makes of the token ids of a batch."""
+    ldp = TokenLDP("grr", epsilon, per="token", memoize=False, special_ids=tokenizer)
+    context = DefenseContext(
+        anatomy.model,
+        client=0,
+        clients=1,
+        device=anatomy.device,
+        precision="32-true",
+        step=0,
+        entropy=os.urandom(32),
+    )
+    ldp.before_setup(context)
+    print(f"{ldp.guarantee}:")
+    return lambda ids, mask: ldp.on_batch({"input_ids": ids, "attention_mask": mask}, context)[
+        "input_ids"
+    ]
+
+
+def show(results, fitted: bool = False) -> None:
+    """Prints the AUC of each attack, in all games, and its accuracy."""
+    for result in results:
+        rates = result.summary(fitted=fitted)
+        auc, right = rates["auc"], rates["accuracy"]
+        print(
+            f"  {result.attack}: AUC {auc.value:.3f} ({auc.low:.2f} to {auc.high:.2f}), "
+            f"right in {right.value:.3f} of {len(result)} games"
         )
-        trainer.fit(CausalLMFineTuning(), datamodule=TextDataModule())
-        auc, low, high = (
-            monitor.latest[f"leakage/fc_membership/auc{end}"] for end in ("", "_low", "_high")
-        )
-        print(f"{name}: AUC {auc:.3f} (95% {low:.2f} to {high:.2f})")
+
+
+def main(games: int = 40) -> None:
+    """Plays the games of both servers, and those of a client that replaces its tokens."""
+    tokenizer, anatomy = load_tokenizer(None), find_anatomy(load_model(None).eval())
+    texts = read_texts(EMBEDDED_MESSAGES)
+    public = PublicText(texts[:40], tokenizer)  # what the servers calibrate on
+    pool = SentencePool.from_texts(texts[40:], tokenizer, TOKENS)
+    config = GameConfig(games=games, batch=BATCH)
+    print("A server that adds nothing, to a client that trains a LoRA:")
+    # B is not zero, as after some steps: while it is, A has no gradient.
+    config_of_lora = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    lora = find_anatomy(get_peft_model(load_model(None), config_of_lora).eval())
+    honest = [attack(public, tokens=TOKENS) for attack in (GradientMembership, SubspaceMembership)]
+    show(play(lora, honest, pool, config))
+    print("A server that adds layers:")
+    crafted = [
+        FCMembership(LAYER, "full", tokens=TOKENS),
+        FCMembership(LAYER, "token", tokens=TOKENS, name="fc_membership_of_a_token"),
+        AttentionMembership(LAYER, public, tokens=TOKENS, batch=BATCH),
+    ]
+    show(play(anatomy, crafted, pool, config))
+    crafted = [FCMembership(LAYER, "full", tokens=TOKENS, ladder=RANDOMISED_LADDER)]
+    for epsilon in (8, 2):
+        defend = replaced(anatomy, tokenizer, epsilon)
+        show(play(anatomy, crafted, pool, config, defend=defend), fitted=True)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["demo", "--lr", "inf"], "argument --lr: 'inf' is not a positive number"),
         (["demo", "--seed", "-1"], "argument --seed: '-1' is not a whole number from 0"),
         (["demo", "--batchsize", "3"], "unrecognized arguments: --batchsize 3. See fedleak --help"),
-        (["gmae"], "invalid choice: 'gmae'"),
-        (["game", "--attack", "atention"], "invalid choice: 'atention'"),
+        (["invrt"], "invalid choice: 'invrt'"),
+        (["invert", "--attack", "prefx"], "invalid choice: 'prefx'"),
     ],
 )
 def test_numbers_out_of_range_and_wrong_names_are_refused_in_one_line(
@@ -68,13 +68,12 @@ def test_numbers_out_of_range_and_wrong_names_are_refused_in_one_line(
     ("arguments", "message"),
     [
         (["demo", "--text", "nofile.txt"], "there is no file 'nofile.txt'"),
-        (["game", "--text", "./letters"], "there is no file './letters'"),
-        (["game", "--text", "t.csv"], "name one with column= (--column)"),
-        (["game", "--column", "review"], "has no column 'review'"),
+        (["invert", "--text", "./letters"], "there is no file './letters'"),
+        (["invert", "--text", "t.csv"], "name one with column= (--column)"),
+        (["invert", "--column", "review"], "has no column 'review'"),
         (["demo", "--model", "inside"], "could be loaded from 'inside'"),
-        (["sweep", "--model", "./nomodel"], "there is no folder './nomodel'"),
+        (["invert", "--model", "./nomodel"], "there is no folder './nomodel'"),
         (["invert", "--model", "."], "is no folder of a model (no config.json)"),
-        (["sweep", "--defense", "none", "gradient_nose:sigma=1"], "'gradient_noise'?)"),
     ],
 )
 def test_missing_sources_are_reported_in_one_line(

@@ -32,7 +32,7 @@ def set_calibration(attack: AlignedFlatChat, init: Any, *settings: Any, **named:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs an example in an empty folder, on fewer and shorter texts; gives what it printed.
 
-    Each of its runs takes so many steps, where they are given.
+    Each of its runs takes so many steps, where they are given. Arguments are those of its ``main``.
     """
     monkeypatch.chdir(tmp_path)
     shorter = partialmethod(TextDataModule.__init__, length=32)
@@ -42,7 +42,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
     init = L.Trainer.__init__
 
-    def run(name: str, words: int = 16, count: int | None = None, steps: int | None = None) -> str:
+    def run(
+        name: str, words: int = 16, count: int | None = None, steps: int | None = None, **main: Any
+    ) -> str:
         def read_some(path: str | Path) -> list[str]:
             return [" ".join(text.split()[:words]) for text in read_texts(path)[:count]]
 
@@ -55,7 +57,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
                 init(trainer, **settings | {"max_steps": steps})
 
             monkeypatch.setattr(L.Trainer, "__init__", stopped)
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        if main:
+            runpy.run_path(str(EXAMPLES / name))["main"](**main)
+        else:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
     return run
@@ -87,10 +92,38 @@ def test_lora_closes_one_surface_and_leaves_another_open(run) -> None:
         assert value(printed, "  gradient_membership: auc") > 0.9
 
 
-def test_membership_is_told_unless_noise_drowns_it(run) -> None:
-    printed = run("membership.py")
-    assert value(printed, "no defence: AUC") == value(printed, "sigma 0.01: AUC") == 1
-    assert value(printed, "sigma 2: AUC") < 0.9  # of 56 games, not seeded: 0.54, give or take 0.08
+def test_members_are_told_unless_tokens_are_replaced(run) -> None:
+    _, honest, crafted, weak, strong = re.split(r"(?m)^\S.*:$", run("membership.py", games=12))
+    assert value(honest, "  gradient_membership: AUC") > 0.9
+    assert value(honest, "  subspace_membership: AUC") > 0.7
+    assert value(crafted, "  fc_membership: AUC") == 1
+    assert value(crafted, "  attention_membership: AUC") > 0.9
+    assert value(weak, "  fc_membership: AUC") > value(strong, "  fc_membership: AUC")
+
+
+def test_noise_of_dp_sgd_hides_words_and_members_and_no_hidden_states(run) -> None:
+    lines = run("sweep.py", steps=6, names=["none", "DPSGD 0.5"]).splitlines()
+    rows = {line[:20].strip(): line[20:].split() for line in lines}
+    words, membership, layers, split = map(float, rows["none"][2:])
+    assert words > 0.5
+    assert membership == layers == 1
+    assert split > 0.8
+    noised = list(map(float, rows["DPSGD 0.5"][2:]))
+    assert noised[0] < 0.1
+    assert noised[1] < 0.9
+    assert noised[3] > 0.8
+    assert 0 < float(rows["DPSGD 0.5"][1]) < 20
+    assert rows["none"][1] == "unknown"
+
+
+def test_a_federation_is_gated_or_noised(run) -> None:
+    gated, noised = run("federate.py", count=300, rounds=1, steps=4).split("noise:")
+    members = [float(x) for x in re.findall(r"([\d.]+)(?: withheld)?[,;]", gated)]
+    assert len(members) == 5
+    assert max(members[:4]) > 0.8
+    assert "withheld" in gated
+    assert "withheld" not in noised
+    assert value(noised[noised.index("  the noise is") :], "  the noise is") > 10
 
 
 def test_inversion_reads_texts_at_every_split(run) -> None:

@@ -40,12 +40,8 @@ ALLOWED = {
     | {"attacks", "defenses", "evaluation", "report.records", "engine", "lightning_packages"},
     "labs": MODEL | {"attacks", "defenses", "evaluation"},
     "cli.finetuning": MODEL | {"defenses", "lightning_packages"},
-    "cli.studies": MODEL | {"attacks", "defenses", "evaluation", "labs"},
+    "cli.studies": MODEL | {"attacks", "evaluation", "labs"},
     "cli.studies.references": MODEL | {"attacks", "evaluation", "report.records"},
-    "cli.studies.sweep": MODEL
-    | {"attacks", "defenses", "evaluation", "report.records", "engine", "callbacks", "strategies"},
-    "cli.studies.federation": MODEL
-    | {"attacks", "defenses", "evaluation", "report.records", "engine", "federation"},
 }
 WITHOUT_LIGHTNING = (
     *SHARED,

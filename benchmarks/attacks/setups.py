@@ -4,7 +4,7 @@
     python -m benchmarks.attacks.setups --model DIR --setups whole "lora 8 q,v" \
         --columns gradient AdamW:1 --out FILE
     python -m benchmarks.attacks.setups --model DIR --setups whole --columns gradient \
-        --defenses dpsgd:max_grad_norm=1,noise_multiplier=0.5/1 --out FILE
+        --defenses dpsgd:.5 dpsgd:1 --out FILE
     python -m benchmarks.attacks.setups --model DIR --shape 1x32 --columns texts --out FILE
     python -m benchmarks.attacks.setups --model DIR --shape 4x32 --head texts \
         --setups whole "lora 8 q,v" --columns gradient AdamW:1 --out FILE
@@ -55,8 +55,8 @@ from transformers.integrations import activate_neftune
 from benchmarks import shared
 from lightning_fedleak.attacks import PublicText, SubspaceTexts
 from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
-from lightning_fedleak.cli.studies.defense_specs import parse_defenses
-from lightning_fedleak.cli.studies.sweep import quiet
+from lightning_fedleak.cli.finetuning import TRAINING, quiet_logs
+from lightning_fedleak.defenses import DPSGD, GradientNoise
 from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
@@ -70,7 +70,7 @@ SMOKE = (
     "--setups norms --columns texts --texts-seconds 1 --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--rows packed --setups 'lora 4 q,v' --columns gradient "
-    "--defenses gradient_noise:clip=1,sigma=0.01 --out {out}/cells.jsonl",
+    "--defenses noise:.01 --out {out}/cells.jsonl",
 )
 HEAD_CLASSES = {
     "next": transformers.AutoModelForCausalLM,
@@ -80,6 +80,13 @@ HEAD_CLASSES = {
 TASKS = {
     "ForSequenceClassification": TaskType.SEQ_CLS,
     "ForTokenClassification": TaskType.TOKEN_CLS,
+}
+DEFENSES = {
+    "none": lambda: [],
+    "noise:.001": lambda: [GradientNoise(clip=1, sigma=0.001)],
+    "noise:.01": lambda: [GradientNoise(clip=1, sigma=0.01)],
+    "dpsgd:.5": lambda: [DPSGD(max_grad_norm=1, noise_multiplier=0.5)],
+    "dpsgd:1": lambda: [DPSGD(max_grad_norm=1, noise_multiplier=1)],
 }
 RATES = {"AdamW": 1e-4, "SGD": 1e-3}
 VALUES = {"words": "f1", "texts": "token_accuracy"}
@@ -334,7 +341,7 @@ def run_cell(
         run_rounds(model, data, column, options, folder)
     else:
         monitor = watch(column, data, options, folder)
-        defenses = [built for spec in parse_defenses(defense) for built in spec.build()]
+        defenses = DEFENSES[defense]()
         shared.fit(
             shared.FineTuning(model, by_optimizer("AdamW")), data.loader(options.rows),
             strategy=DefendedStrategy("auto", defenses=defenses) if defenses else "auto",
@@ -451,19 +458,19 @@ def print_table(cells: Sequence[dict[str, Any]]) -> None:
 def run_setups(options: argparse.Namespace) -> None:
     """Run what the file lacks: set-ups by what is shared and by defence."""
     have = {tuple(line["key"]) for line in shared.read_lines(options.out)}
-    defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]
     model = Path(options.model).name
     if options.head != "next":
         model = f"{'BERT like ' * options.bert}{model}, classes of {options.head}"
     if options.rows != "equal":
         model = f"{model}, {options.rows} rows"
-    for setup, column, defense in itertools.product(options.setups, options.columns, defenses):
+    cells = itertools.product(options.setups, options.columns, options.defenses)
+    for setup, column, defense in cells:
         key = [model, options.shape, setup, column, defense]
         if tuple(key) in have:
             continue
         cell = dict(zip(("model", "shape", "setup", "column", "defense"), key, strict=True))
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder, quiet():
+        with tempfile.TemporaryDirectory() as folder, quiet_logs(TRAINING):
             cell["attacks"] = summary(run_cell(setup, column, defense, options, folder))
         cell["seconds"] = time.perf_counter() - start
         shared.add_line(options.out, {"key": key, "day": str(date.today()), **cell})
@@ -479,8 +486,8 @@ def main() -> None:
         __doc__, table=Path, model=str, head=("next", HEAD_CLASSES), bert=False,
         rows=("equal", COLLATE), private="imdb", public="wikitext2", shape="8x64",
         setups=([*SETUPS], SETUPS), columns=["gradient", "SGD:10", "AdamW:1", "AdamW:10"],
-        defenses=["none"], batches=10, warm=5, texts_seconds=60.0, bos=int, pool=2000, seed=0,
-        out=Path,
+        defenses=(["none"], DEFENSES), batches=10, warm=5, texts_seconds=60.0, bos=int, pool=2000,
+        seed=0, out=Path,
     )  # fmt: skip
     options = parser.parse_args()
     if options.table is not None:

@@ -13,9 +13,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import refuse_errors
-from lightning_fedleak.report import Findings, findings, read
+from lightning_fedleak.report import Findings
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.overview import explain, plain
+from lightning_fedleak.report.overview import plain
 from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.wording import share as share
@@ -57,16 +57,6 @@ def write_json(console: Console, path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
     console.print(str(path))
-
-
-def explain_run(folder: Path) -> str:
-    """Return the report's sentences about a run.
-
-    Raises:
-        ReportError: The folder holds no run.
-    """
-    [overview] = findings(read([folder])).overviews
-    return explain(overview)
 
 
 def print_comparison(console: Console, content: Findings) -> None:

@@ -48,13 +48,6 @@ class Part(NamedTuple):
 Sentence = tuple[Part, ...]
 
 
-def explain(overview: Overview) -> str:
-    """Return the overview as lines of text: its sentence, and every reading that was tested."""
-    tested = [reading for reading in overview.readings if reading.verdict != "untested"]
-    lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
-    return "\n".join(lines)
-
-
 def plain(sentence: Sentence) -> str:
     """Return a sentence as text."""
     return "".join(part.text for part in sentence)

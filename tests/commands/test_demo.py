@@ -24,9 +24,7 @@ from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceErr
 from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
 from lightning_fedleak.cli.printing import INTERRUPTED
 from lightning_fedleak.cli.studies import demo_settings
-from lightning_fedleak.cli.studies.sweep import trainer_of
 from lightning_fedleak.report.wording import brief
-from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS
 
@@ -176,9 +174,9 @@ def test_calibrations_are_reused_where_the_settings_are_equal(
         if found:
             calibrated.clear()
             monitor.engine.reuse(found[0])
-        trainer = trainer_of(
-            1, DefendedStrategy("auto", ()), logger=False, callbacks=[monitor, Begin()],
-            default_root_dir=tmp_path / str(i),
+        trainer = L.Trainer(
+            max_steps=1, devices=1, logger=False, callbacks=[monitor, Begin()],
+            enable_checkpointing=False, default_root_dir=tmp_path / str(i),
         )  # fmt: skip
         data = finetuning.TextDataModule(private(tmp_path), tokenizer=model, batch_size=4)
         trainer.fit(finetuning.CausalLMFineTuning(model), datamodule=data)

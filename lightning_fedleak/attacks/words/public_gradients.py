@@ -20,8 +20,6 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 
-_SMALL = 0.01  # standard deviation of random values that replace zeros; not tuned
-
 
 def gradient_of(
     anatomy: Anatomy,
@@ -95,20 +93,3 @@ def leaves(
     }
     views_by_id = {id(p): views[name] for name, p in named.items()}
     return views, {role: views_by_id[id(p)] for role, p in targets.items()}
-
-
-def nonzero_starts(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return small values for trained matrices that are all zero, such as a new LoRA's B.
-
-    Args:
-        anatomy: The model.
-        generator: A generator on the CPU.
-
-    Returns:
-        A mapping from name in ``anatomy.model`` to values, for ``instead`` of :func:`gradient_of`.
-    """
-    return {
-        name: torch.randn(p.shape, generator=generator).to(p) * _SMALL
-        for name, p in anatomy.model.named_parameters()
-        if p.requires_grad and p.dim() == 2 and not bool(p.detach().any())
-    }

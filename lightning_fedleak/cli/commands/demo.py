@@ -15,9 +15,12 @@ import os
 import re
 import shlex
 import signal
+import warnings
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from torch import Tensor
 from lightning_fedleak import attacks
 from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.cli import finetuning, printing
-from lightning_fedleak.cli.studies import demo_settings, sweep
+from lightning_fedleak.cli.studies import demo_settings
 from lightning_fedleak.defenses import DPSGD, Defense, DefenseError
 from lightning_fedleak.engine import Memorization, WatchSettings, gates
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -62,12 +65,15 @@ _LINE = "{:<38}{:<20}{:<20}{}"  # a line of the final table; the widths are in c
 _ATTACKS = (
     ("flatchat", "words", "FlatChat (FLATCHAT)", "demo --batch-size 4"),
     ("aligned_flatchat", "words", "AlignedFlatChat (best)", "demo --batch-size 4"),
-    ("gradient_membership", "members", "GradientMembership (passive)", "game --attack gradient"),
-    ("fc_membership", "members", "FCMembership (A_FC)", "game --attack fc"),
-    ("attention_membership", "members", "AttentionMembership (A_Attn)", "game --attack attention"),
+    ("gradient_membership", "members", "GradientMembership (passive)", "demo --every-n-steps 4"),
+    ("fc_membership", "members", "FCMembership (A_FC)", "demo --every-n-steps 4"),
+    ("attention_membership", "members", "AttentionMembership (A_Attn)", "demo --every-n-steps 4"),
     ("prefix_inversion", "texts", "PrefixInversion (split)", "invert"),
     ("combined", "weights", "Combined (trained)", "demo --steps 100"),
 )
+
+
+_PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 
 
 class _Rows(finetuning.TextDataModule):
@@ -110,10 +116,25 @@ class _Demo:
 
     def __init__(self, options: Namespace, console: Console, folder: Path) -> None:
         self.options, self.console, self.folder = options, console, folder
-        self.data = sweep.data_of(options, _Rows)
+        self.data = _Rows(
+            text=options.text,
+            column=options.column,
+            tokenizer=options.model,
+            batch_size=options.batch_size,
+            length=options.length,
+            seed=options.seed,
+        )
         self._calibrations: Mapping[str, object] = {}
         self.interrupted = False
         self.message: list[str] = []
+
+    @cached_property
+    def public(self) -> attacks.PublicText:
+        """Return the text, sampled from the model before training, that attacks calibrate on."""
+        options, anatomy = self.options, find_anatomy(finetuning.load_model(self.options.model))
+        return attacks.PublicText.sampled_from(
+            anatomy, n=_PUBLIC_TEXTS, length=options.length, seed=options.seed
+        )
 
     def fit(self, name: str, defenses: Sequence[Defense] = ()) -> None:
         """Train and attack, and print each look and what the gate did."""
@@ -121,7 +142,7 @@ class _Demo:
         L.seed_everything(options.seed, verbose=False)
         module = finetuning.CausalLMFineTuning(options.model, lr=options.lr, loss="sample_mean")
         layer = max(1, len(find_anatomy(module).blocks) // 2)
-        public = sweep.public_text(options.model, options.length, options.seed)
+        public = self.public
         plan: list[attacks.Attack] = [
             attacks.FlatChat(public),
             attacks.AlignedFlatChat(public, calibration_tokens=sizes.CALIBRATION_TOKENS),
@@ -147,7 +168,20 @@ class _Demo:
         callbacks = [monitor, table, *([gate] if name == _GATED else [])]
         logger = TensorBoardLogger(self.folder, name=name, version="")
         strategy = DefendedStrategy("auto", defenses)
-        trainer = sweep.trainer_of(options.steps, strategy, logger=logger, callbacks=callbacks)
+        trainer = L.Trainer(
+            strategy=strategy,
+            max_steps=options.steps,
+            devices=1,
+            logger=logger,
+            callbacks=callbacks,
+            check_val_every_n_epoch=None,
+            val_check_interval=options.steps,
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         handler = signal.getsignal(signal.SIGINT)
         try:
             trainer.fit(module, datamodule=self.data)
@@ -195,7 +229,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     demo = _Demo(options, console, folder)
-    with sweep.quiet() as messages, finetuning.quiet_logs({gates.log.name: logging.ERROR}):
+    with _quiet() as messages:
         demo.data.setup()
         printing.make_folder(folder, options.out)
         console.print(
@@ -233,6 +267,26 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.print(f"The curves: {command}, then http://localhost:6006", soft_wrap=True)
     console.print(_OWN_TRAINING, soft_wrap=True, markup=False)
     return printing.INTERRUPTED if demo.interrupted else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """Silence logs and warnings in the block; fill the yielded list with this package's warnings.
+
+    The list is filled when the block ends.
+    """
+    messages: list[str] = []
+    with (
+        finetuning.quiet_logs(finetuning.TRAINING | {gates.log.name: logging.ERROR}),
+        warnings.catch_warnings(record=True) as records,
+    ):
+        warnings.simplefilter("always")
+        try:
+            yield messages
+        finally:
+            # Warnings about attacks that gave no result are not passed on.
+            texts = (str(w.message) for w in records if "lightning_fedleak" in w.filename)
+            messages += [text for text in texts if "gave no result" not in text]
 
 
 def _summary(fit: FitSummary, attack: str, is_local: bool) -> AttackSummary | None:

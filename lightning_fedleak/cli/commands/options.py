@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.cli.studies import demo_settings
-from lightning_fedleak.cli.studies.names import GAME_ATTACKS, INVERT_ATTACKS, SWEEP_ATTACKS
+from lightning_fedleak.cli.studies.names import INVERT_ATTACKS
 
-# The default grid of ``fedleak sweep``.
-DEFENSES = ["none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2"]
 PHRASES = {
     "sources": "a .jsonl, .json, .csv, .tsv, .parquet or text file, a folder of .txt files, or a "
     "dataset of the hub as name:config:split:column",
@@ -95,17 +93,6 @@ def _add_sources(add: Add) -> None:
     add("--column", metavar="NAME")
 
 
-def _add_training(
-    add: Add, steps: int, batch: int = 8, length: int = 64, every: int = 5, lr: float = 1e-4
-) -> None:
-    """Add the options of a short training, with these sizes."""
-    add("--steps", **count_option(steps))
-    add("--batch-size", **count_option(batch))
-    add("--length", **count_option(length, 2))
-    add("--every-n-steps", **count_option(every))
-    add("--lr", **_number_option("X", _to_positive, lr))
-
-
 def _add_rows(add: Add) -> None:
     """Add the options that ``memorization`` and ``synthetic`` share."""
     add("--base", required=True, metavar="NAME")
@@ -142,52 +129,15 @@ def demo(add: Add) -> None:
     """
     _add_sources(add)
     sizes = demo_settings
-    _add_training(add, sizes.STEPS, sizes.BATCH_SIZE, sizes.LENGTH, sizes.EVERY_N_STEPS, sizes.LR)
+    add("--steps", **count_option(sizes.STEPS))
+    add("--batch-size", **count_option(sizes.BATCH_SIZE))
+    add("--length", **count_option(sizes.LENGTH, 2))
+    add("--every-n-steps", **count_option(sizes.EVERY_N_STEPS))
+    add("--lr", **_number_option("X", _to_positive, sizes.LR))
     add("--at-most", **_number_option("F1", _to_share, 0.5))
     add("--out", **path_option("DIR", "fedleak_runs"))
     add("--seed", **_SEED)
     add("--reveal", action="store_true")
-
-
-def game(add: Add) -> None:
-    """Ask, as a dishonest server, whether a text is in a client's batch.
-
-    Plays the security game of active membership inference (Vu et al. 2024): a client's batch is
-    drawn from a text, and a server that has added layers to the model guesses from their gradient
-    whether a target sentence is in the batch. A server that adds no layers reads the gradient of
-    the parameters that the client trains (--attack gradient). A model and texts are included; use
-    your own with --model and --text.
-
-    Options:
-        model: language model: a folder or a name on the hub.
-        text: the client's text: {sources}; a quarter of it, at most 200, is the server's.
-        column: the column of --text that holds the text.
-        attack: the server's attacks; all run on the same games. 'gradient' and 'subspace' add no
-            layers and read the gradient of the parameters that the client trains.
-        lora_r: the client trains a LoRA of this rank; 0: the whole model.
-        targets: {targets}.
-        layer: block whose output the active attacks read, 0 for the embeddings; by default the
-            middle one.
-        batch: sentences in a batch.
-        tokens: tokens a sentence, at most.
-        games: number of games.
-        relation: what replaces a target that is not in the batch: another sentence (replace_one),
-            or nothing (add_remove).
-        defense: the client randomises its tokens first: 'grr', 'rappor', 'the' or 'dbitflip' with
-            settings of TokenLDP, such as grr:epsilon=5 or rappor:epsilon=5,per=token.
-        seed: seed of the data, the secret bits, the targets and the calibration of the attacks.
-    """
-    _add_sources(add)
-    add("--attack", nargs="+", choices=GAME_ATTACKS, default=["fc", "fc-full", "attention"])
-    add("--lora-r", **count_option(0, 0))
-    add("--targets", metavar="NAMES")
-    add("--layer", nargs="+", **count_option(None, 0))
-    add("--batch", **count_option(40))
-    add("--tokens", **count_option(32, 2))
-    add("--games", **count_option(240))
-    add("--relation", choices=("replace_one", "add_remove"), default="replace_one")
-    add("--defense", metavar="NAME:SETTING=VALUE,...")
-    add("--seed", **_SEED)
 
 
 def invert(add: Add) -> None:
@@ -230,43 +180,6 @@ def invert(add: Add) -> None:
     add("--bos", **count_option(None, 0))
     add("--seed", **_SEED)
     add("--out", **path_option("DIR", "fedleak_runs/inversion"))
-
-
-def sweep(add: Add) -> None:
-    """Train under a grid of defences, and compare what each costs and what still leaks.
-
-    Fine-tunes a language model once for each defence and strength, with the same data, order and
-    seed, and attacks every run as it trains. Writes a table, JSON and a report with utility against
-    leakage. It continues where it was interrupted.
-
-    Options:
-        defense: 'none', or a defence with its settings; values separated by / make a grid.
-        attack: attacks; all measure the same steps of each run.
-        model: causal language model: a folder or a name on the hub.
-        text: private text: {sources}.
-        column: the column of --text that holds the text.
-        layer: block whose output the attacks fc, attention, prefix and descent read; by default the
-            middle one.
-        steps: optimizer steps of a run.
-        batch_size: texts a batch.
-        length: tokens a text, at most.
-        every_n_steps: steps between two measurements of the leakage.
-        lr: learning rate of AdamW.
-        peft: train adapters (lora) or the biases alone (bitfit); by default the whole model.
-        budget_seconds: time that prefix and descent may take for one measurement.
-        seed: seed of split, order, dropout and of the calibration of the attacks.
-        out: folder of the results.
-    """
-    add("--defense", nargs="+", metavar="NAME[:SETTING=VALUE[/VALUE ...],...]", default=DEFENSES)
-    attacks = ["flatchat", "aligned_flatchat", "fc"]
-    add("--attack", nargs="+", choices=SWEEP_ATTACKS, default=attacks)
-    _add_sources(add)
-    add("--layer", **count_option(None, 0))
-    _add_training(add, steps=60)
-    add("--peft", choices=("lora", "bitfit"))
-    add("--budget-seconds", **_number_option("S", _to_positive, 10.0))
-    add("--seed", **_SEED)
-    add("--out", **path_option("DIR", "fedleak_runs/sweep"))
 
 
 def plan(add: Add) -> None:
@@ -449,62 +362,6 @@ def records(add: Add) -> None:
     add("--top", **_number_option("X", _to_share, 0.1))
     add("--no-account", action="store_true")
     add("--out", **path_option("FILE"))
-
-
-def federate(add: Add) -> None:
-    """Train a federation, and see what each client's update and their sum leak.
-
-    Distributes texts at random over clients, who train a language model. Each update is attacked
-    before it leaves. A gate may withhold it, and client-level differential privacy may clip it and
-    add noise. Shows utility, the leakage of each client and of the sum, and epsilon, round by
-    round. A model and texts are included; use your own with --model and --text.
-
-    Options:
-        clients: number of clients.
-        rounds: number of rounds.
-        local_steps: optimizer steps of a client in a round.
-        model: causal language model: a folder or a name on the hub.
-        text: the clients' texts: {sources}.
-        column: the column of --text that holds the text.
-        lora_r: clients train a LoRA of this rank; 0: the whole model.
-        targets: {targets}.
-        optimizer: optimizer of the clients.
-        lr: the clients' learning rate; by default 3e-4 for adamw, else 0.1.
-        batch_size: texts a batch.
-        length: tokens a text, at most.
-        members: texts of a round in its membership games, and as many that are not in the round; a
-            gate needs 16.
-        gate: limit of the metric in --watch; an update above it is withheld.
-        watch: the metric that the gate limits, a name in the logs; by default
-            leakage/worst/membership (0.5 is guessing), and leakage/worst/words if an attack can
-            recover words from these updates.
-        epsilon: epsilon of client-level differential privacy, for all rounds together.
-        clip: largest norm of a client's update.
-        delta: delta of the guarantee.
-        trust: who adds the noise: the server (central), each client all of it (local), or each
-            client its share (secure_aggregation).
-        seed: seed of split, order, adapters and of the calibration of the attacks.
-        out: folder of the logs.
-    """
-    add("--clients", **count_option(4, 2))
-    add("--rounds", **count_option(3))
-    add("--local-steps", **count_option(10))
-    _add_sources(add)
-    add("--lora-r", **count_option(0, 0))
-    add("--targets", metavar="NAMES")
-    add("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw")
-    add("--lr", **_number_option("X", _to_positive))
-    add("--batch-size", **count_option(4))
-    add("--length", **count_option(32, 2))
-    add("--members", **count_option(16))
-    add("--gate", **_number_option("X", _to_share))
-    add("--watch", metavar="NAME")
-    add("--epsilon", **_number_option("X", _to_positive))
-    add("--clip", **_number_option("C", _to_positive, 1.0))
-    add("--delta", **_number_option("X", _to_positive, 1e-5))
-    add("--trust", choices=("central", "local", "secure_aggregation"), default="central")
-    add("--seed", **_SEED)
-    add("--out", **path_option("DIR", "fedleak_runs/federation"))
 
 
 def fit(add: Add) -> None:

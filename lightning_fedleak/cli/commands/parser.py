@@ -12,10 +12,8 @@ from typing import Any, NoReturn
 from lightning_fedleak.cli.commands import options
 
 _COMMANDS = (
-    *(options.demo, options.game, options.invert, options.plan, options.memorization),
-    *(options.synthetic, options.records),
-    *(options.federate, options.sweep, options.report, options.compare),
-    *(options.verify, options.fit),
+    *(options.demo, options.fit, options.plan, options.memorization, options.synthetic),
+    *(options.records, options.invert, options.report, options.compare, options.verify),
 )
 
 

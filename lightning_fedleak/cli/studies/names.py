@@ -1,16 +1,12 @@
-"""Names of attacks in options of the command line. It imports no library, so it loads quickly.
-
-The tuples hold the values of ``--attack`` of ``fedleak game``, ``invert`` and ``sweep``.
-"""
+"""Names in the options of the command line. It imports no library, so it loads quickly."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
 
-GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
-SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
+"""The values of ``--attack`` of ``fedleak invert``."""
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -297,7 +297,7 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
     if passive and anatomy.kind != "causal":
         raise ValueError(
             f"reads the gradient of a loss, whose labels this game does not have for a "
-            f"{anatomy.kind} model: play FCMembership (fedleak game --attack fc)"
+            f"{anatomy.kind} model: play FCMembership"
         )
     attack.check_device(anatomy)
     attack.prepare(anatomy)

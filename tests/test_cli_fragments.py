@@ -131,13 +131,20 @@ def test_defences_add_up(fitted, tmp_path: Path) -> None:
     kinds = {"GradientNoise": "{clip: 1.0, sigma: 0.001}", "Freeze": "{part: head+embeddings}"}
     for kind, settings in kinds.items():
         (tmp_path / f"{kind}.yaml").write_text(DEFENSE.format(kind=kind, settings=settings))
-    trainer = fitted(*((str(tmp_path / kind),) for kind in kinds), ("leakage",))
+    attacks = ", ".join(
+        f"{{class_path: lightning_fedleak.attacks.{kind}, init_args: {{public_text: sampled}}}}"
+        for kind in ("FlatChat", "AlignedFlatChat")
+    )
+    leakage = "leakage", f"--trainer.callbacks.attacks=[{attacks}]"
+    trainer = fitted(*((str(tmp_path / kind),) for kind in kinds), leakage)
     noise, freeze = trainer.strategy.defenses
     assert isinstance(trainer.strategy, DefendedStrategy)
     assert isinstance(noise, GradientNoise)
     assert isinstance(freeze, Freeze)
     assert noise.releases == trainer.global_step == 3
-    assert "leakage/bag_of_words/f1" not in trainer.callback_metrics  # nothing of them is shared
+    for name in ("flatchat", "aligned_flatchat"):
+        assert float(trainer.callback_metrics[f"leakage/{name}/exposed"]) == 0
+        assert float(trainer.callback_metrics[f"leakage/{name}/f1"]) == 0
 
 
 def test_a_config_has_rare_settings_of_the_monitor_in_a_group() -> None:

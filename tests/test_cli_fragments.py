@@ -8,13 +8,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    FCMembership,
-    FlatChat,
-    PrefixInversion,
-    SubspaceTexts,
-)
+from lightning_fedleak.attacks import AlignedFlatChat, FCMembership
 from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.cli.commands.fit import fit
@@ -29,6 +23,15 @@ USERS_OWN = """
 trainer:
   callbacks:
     - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+"""
+DEFENSE = """
+trainer:
+  strategy:
+    class_path: lightning_fedleak.strategies.DefendedStrategy
+    init_args:
+      defenses+:
+        - class_path: lightning_fedleak.defenses.{kind}
+          init_args: {settings}
 """
 
 
@@ -58,14 +61,15 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(defaults, "calibration_tokens", 2_000)
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
 
-    def run(*fragments: str, more: tuple[str, ...] = ()) -> L.Trainer:
-        configs = [ROOT / "examples" / "finetune.yaml", config]
-        configs += [FRAGMENTS / f"{name}.yaml" for name in fragments]
-        arguments = [a for path in configs for a in ("--config", str(path))]
+    def run(*fragments: tuple[str, ...]) -> L.Trainer:
+        """Each fragment comes with the options that change it."""
+        arguments = [f"--config={path}" for path in (ROOT / "examples" / "finetune.yaml", config)]
+        for name, *options in fragments:
+            arguments += [f"--config={FRAGMENTS / f'{name}.yaml'}", *options]
         arguments += [f"--model.model={model}", f"--data.text={text}", "--data.batch_size=4"]
         arguments += ["--data.length=32", "--trainer.max_steps=3", "--trainer.accelerator=cpu"]
         arguments += ["--trainer.devices=1", "--trainer.enable_progress_bar=false"]
-        fit(["fit", *arguments, *more])
+        fit(["fit", *arguments])
         callback(trainers[-1], L.callbacks.LearningRateMonitor)  # the user's own is still there
         return trainers[-1]
 
@@ -84,77 +88,37 @@ def test_every_fragment_is_tested() -> None:
 
 
 def test_leakage_and_its_gate(fitted) -> None:
-    trainer = fitted("leakage", "gate_leakage")
+    trainer = fitted(("leakage",), ("gate_leakage",))
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     assert monitor.engine.selection.auto
     assert (gate.metric, gate.at_most) == ("leakage/worst/words", 0.5)
     assert 0 <= monitor.latest["leakage/worst/words"] <= 1
 
 
-@pytest.mark.parametrize(
-    ("name", "attacks", "certain", "gated", "at_most"),
-    [
-        (
-            "word_leakage",
-            [FlatChat, AlignedFlatChat],
-            ("flatchat/exposed", "aligned_flatchat/exposed"),
-            "aligned_flatchat/f1",
-            0.5,
-        ),
-        (
-            "membership",
-            [FCMembership],
-            [f"fc_membership/{metric}" for metric in ("auc", "accuracy", "advantage")],
-            "fc_membership/auc",
-            0.6,
-        ),
-    ],
-)
-def test_attacks_and_their_gate(fitted, name, attacks, certain, gated, at_most) -> None:
-    trainer = fitted(name, f"gate_{name}")
+def test_attacks_and_a_metric_of_the_users_own(fitted) -> None:
+    """As the recipes' comments have it: other attacks and another number, a line each."""
+    attacks = "[{class_path: lightning_fedleak.attacks.FCMembership, init_args: {layer: 1}}]"
+    metric = "leakage/fc_membership/auc"
+    trainer = fitted(
+        ("leakage", f"--trainer.callbacks.attacks={attacks}"),
+        ("gate_leakage", f"--trainer.callbacks.metric={metric}", "--trainer.callbacks.at_most=0.6"),
+    )
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
-    assert [type(a) for a in monitor.attacks] == attacks
+    assert [type(a) for a in monitor.attacks] == [FCMembership]
     assert monitor.failures == 0
-    assert all(float(trainer.callback_metrics[f"leakage/{value}"]) == 1 for value in certain)
-    assert 0 <= float(trainer.callback_metrics[f"leakage/{gated}"]) <= 1
-    assert (gate.metric, gate.at_most, gate.action) == (f"leakage/{gated}", at_most, "stop")
-
-
-@pytest.mark.slow
-def test_inversion_and_its_gate(fitted) -> None:
-    trainer = fitted("inversion", "gate_inversion")
-    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
-    [attack] = monitor.attacks
-    assert isinstance(attack, PrefixInversion)
-    assert (attack.layer, attack.budget_seconds, monitor.engine.options.texts) == (2, 2.0, 2)
-    assert monitor.failures == 0
-    assert 0 <= float(trainer.callback_metrics["leakage/prefix_inversion/token_accuracy"]) <= 1
-    assert (gate.metric, gate.at_most) == ("leakage/prefix_inversion/token_accuracy", 0.5)
-
-
-@pytest.mark.slow
-def test_whole_texts_and_its_gate(fitted) -> None:
-    small = ("--data.batch_size=1", "--data.length=6")
-    trainer = fitted("whole_texts", "gate_whole_texts", more=small)
-    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
-    [attack] = monitor.attacks
-    assert isinstance(attack, SubspaceTexts)
-    assert (attack.budget_seconds, monitor.engine.options.texts) == (30.0, 8)
-    assert monitor.failures == 0
-    assert 0 <= float(trainer.callback_metrics["leakage/subspace_texts/token_accuracy"]) <= 1
-    assert float(trainer.callback_metrics["leakage/subspace_texts/exposed"]) == 1
-    assert (gate.metric, gate.at_most) == ("leakage/subspace_texts/token_accuracy", 0.5)
+    assert float(trainer.callback_metrics[metric]) == 1
+    assert (gate.metric, gate.at_most, gate.action) == (metric, 0.6, "stop")
 
 
 def test_memorization_needs_enough_texts(fitted) -> None:
     with pytest.raises(ValueError, match=r"pay for \d+ of 200 texts: settings"):
-        fitted("memorization")
+        fitted(("memorization",))
 
 
 @pytest.mark.slow
 def test_dp_sgd(fitted) -> None:
     pytest.importorskip("opacus")
-    trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))
+    trainer = fitted(("leakage",), ("dp_sgd", "--model.loss=sample_mean"))
     [defense] = trainer.strategy.defenses
     assert isinstance(defense, DPSGD)
     assert defense.releases == trainer.global_step == 3
@@ -162,8 +126,17 @@ def test_dp_sgd(fitted) -> None:
     assert float(trainer.callback_metrics["privacy/delta"]) == pytest.approx(1e-5)
 
 
-def test_defences_add_up(fitted) -> None:
-    trainer = fitted("noise_gradients", "freeze_head_and_embeddings", "word_leakage")
+def test_defences_add_up(fitted, tmp_path: Path) -> None:
+    """Lines of the user's own, as docs/defend.md has them, for each defence."""
+    kinds = {"GradientNoise": "{clip: 1.0, sigma: 0.001}", "Freeze": "{part: head+embeddings}"}
+    for kind, settings in kinds.items():
+        (tmp_path / f"{kind}.yaml").write_text(DEFENSE.format(kind=kind, settings=settings))
+    attacks = ", ".join(
+        f"{{class_path: lightning_fedleak.attacks.{kind}, init_args: {{public_text: sampled}}}}"
+        for kind in ("FlatChat", "AlignedFlatChat")
+    )
+    leakage = "leakage", f"--trainer.callbacks.attacks=[{attacks}]"
+    trainer = fitted(*((str(tmp_path / kind),) for kind in kinds), leakage)
     noise, freeze = trainer.strategy.defenses
     assert isinstance(trainer.strategy, DefendedStrategy)
     assert isinstance(noise, GradientNoise)

@@ -80,7 +80,7 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(
     own = {name for name in wheel if not name.partition("/")[0].endswith(".dist-info")}
     recipes = {name.replace("callbacks", "lightning_fedleak/recipes") for name in _under(RECIPES)}
     assert own == _under(PACKAGE) | recipes
-    assert "lightning_fedleak/recipes/word_leakage.yaml" in own
+    assert "lightning_fedleak/recipes/leakage.yaml" in own
     assert "lightning_fedleak/cli/finetuning/model/model.safetensors" in own
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import noise
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.checks import check_integer, check_number
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.model.anatomy import Place, find_anatomy, place_of
@@ -481,17 +481,6 @@ class ActivationCompression(_ActivationDefense):
                     "dimensions that are not sent, which the server can remove again. Put "
                     f"'{defense.name}' before '{self.name}'."
                 )
-
-    def load_state_dict(self, state: State) -> None:
-        """Raise an error for a checkpoint of an old version, which chose the basis from the data.
-
-        Raises:
-            DefenseError: The checkpoint holds such a basis.
-        """
-        if "span" in state:
-            raise DefenseError(
-                "ActivationCompression: the checkpoint has an outdated basis. Begin a new run."
-            )
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
         """Return ``V V^T h`` for each state h, as the server computes it from the sent numbers."""

@@ -212,7 +212,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     results = FitResults(log)
     attacks = results.attacks()
     spendings, problems = accounts(log)
-    not_played = {attack.name: attack.reason for attack in _not_played(log)}
+    not_played = _not_played(log)
     shared = _shared(log.begin, len(results.clients), spendings)
     # Flower counts rounds from 1. Elsewhere steps and rounds are counted from 0: a look with the
     # number of the end is on the trained model, after the last step, and is no step of its own.
@@ -404,22 +404,20 @@ def _rule(gate: records.GateFacts) -> _GateRule:
     return _GateRule(**vars(gate), rule=rule)
 
 
-def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
-    """Return the attacks that were not run, from the first line and from the results.
+def _not_played(log: FitLog) -> dict[str, str]:
+    """Return why attacks were not run, by name, from the first line and from the results.
 
     Attacks on the trained weights are refused after the first line was written, so that only their
     results record it.
     """
     recorded = (log.begin.not_played if log.begin is not None else None) or ()
     played = {line.attack for line in log.results if line.reason_not_played is None}
-    return [
-        *(
-            records.NotPlayed(name=line.attack, reason=line.reason_not_played)
-            for line in log.results
-            if line.reason_not_played is not None and line.attack not in played
-        ),
-        *recorded,
-    ]
+    late = {
+        line.attack: line.reason_not_played
+        for line in log.results
+        if line.reason_not_played is not None and line.attack not in played
+    }
+    return late | {attack.name: attack.reason for attack in recorded}
 
 
 def _untested(family: records.Family, was_tried: bool) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSummary, QuotedLook
 from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.privacy import OPEN_END
 from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.series import are_apart, before_and_after, is_leak, knee, utility
@@ -176,10 +177,7 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
             "leaked is in no number here."
         )
     if any(account.holds and not account.whole for account in fit.privacy):
-        yield (
-            "How the run ended is not recorded: what it released after its last look is not "
-            "counted, so that its epsilon is no bound for the whole run."
-        )
+        yield OPEN_END
 
 
 # ---- readings -----------------------------------------------------------------------------------

@@ -28,6 +28,11 @@ CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose unit of privacy is not an example."""
 # The unit of privacy of each class, if its settings do not record one.
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
+OPEN_END = (
+    "How the run ended is not recorded: what it released after its last look is not counted, so "
+    "that its epsilon is no bound for the whole run."
+)
+"""A sentence on an account without all releases of its run."""
 WEAK_TPR = 0.5  # a limit on the TPR at 1% FPR above which a statement calls the limit weak
 
 
@@ -410,10 +415,7 @@ def _statement(account: Account) -> str:
         f"{wording.digits(account.delta)}, by {accountant}. {guarantee}"
     )
     if not account.whole:
-        text += (
-            "How the run ended is not recorded. What was released after the last look is not in "
-            "this epsilon, which is therefore no bound for the whole run. "
-        )
+        text += f"{OPEN_END} "
     if any(count > (account.releases or 0) for count in account.ledger_releases.values()):
         text += (
             "The ledger counts more releases than the run recorded. What the others cost is not in "

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL
-from lightning_fedleak.cli.pytest_plugin import _ReleaseCheck
 from tests.commands.test_memorization_cli import rows_of, train
 from tests.helpers.commands import run_command
 
@@ -65,7 +64,8 @@ def test_learned_values_breach_a_limit_and_those_left_out_do_not(
     folder: tuple[Path, list[str]],
 ) -> None:
     path, numbers = folder
-    limits = ("entity/phone/label", 0.6), ("entity/phone/prompt", 0.6)
+    places = "entity/phone/label", "entity/phone/prompt", "entity/email/label"
+    limits = [(place, 0.6) for place in places]
     status, printed = run(path, str(path / "model"), *limits)
     content = json.loads((path / "out.json").read_text())
     phone = content["entities"]["entity/phone/label"]
@@ -74,17 +74,13 @@ def test_learned_values_breach_a_limit_and_those_left_out_do_not(
     assert phone["p_value"] < 0.01
     assert status == BREACH
     assert "BREACH: entity/phone/label/auc is shown to be at least" in printed
-    assert "BREACH: entity/phone/prompt/auc is unknown" in printed
+    for unknown in places[1:]:
+        assert f"BREACH: {unknown}/auc is unknown" in printed
     assert content["entities"]["entity/email/label"].startswith("0 values were trained on")
     for text in (printed, *(file.read_text() for file in (path / "out.json", path / "summary.md"))):
         assert not any(number in text for number in numbers)
     assert "entity/phone/label" in (path / "summary.md").read_text()
-    notes: list[str] = []
-    for name in ("entity/phone/label", "entity/email/label"):
-        with pytest.raises(pytest.fail.Exception, match=f"BREACH|{name}/auc"):
-            _ReleaseCheck(content, printed, notes).assert_at_most(0.6, name)
-    _ReleaseCheck(content, printed, notes).assert_at_most(1.0, "entity/phone/label")
-    assert notes[0].startswith(f"entity/phone/label/auc {phone['auc']:.3f}")
+    assert run(path, str(path / "model"), ("entity/phone/label", 1.0))[0] == 0
 
 
 def test_a_model_that_learned_nothing_shows_chance(folder: tuple[Path, list[str]]) -> None:
@@ -120,10 +116,10 @@ def test_values_in_prompts_of_another_law_are_unknown_in_the_file(
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{side}.jsonl").write_text(lines)
-    run(tmp_path, str(EMBEDDED_MODEL), drawn=False, prompt_column="prompt")
+    limit = "entity/phone/prompt", 1.0
+    status, printed = run(tmp_path, str(EMBEDDED_MODEL), limit, drawn=False, prompt_column="prompt")
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["prompts"]["known"] is False
     assert content["entities"]["entity/phone/prompt"].startswith("prompts are from different")
-    check = _ReleaseCheck(content | {"known": True}, "", [])
-    with pytest.raises(pytest.fail.Exception, match="unknown"):
-        check.assert_at_most(1.0, "entity/phone/prompt")
+    assert status == BREACH
+    assert "BREACH: entity/phone/prompt/auc is unknown" in printed

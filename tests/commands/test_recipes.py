@@ -13,7 +13,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 def test_every_recipe_is_found_and_begins_with_what_it_does() -> None:
     assert list(recipe_files()) == NAMES
-    assert len(NAMES) > 10
+    assert NAMES == ["dp_sgd", "gate_leakage", "leakage", "memorization"]
     for path in recipe_files().values():
         assert path.read_text(encoding="utf-8").startswith("# ")
 
@@ -25,14 +25,14 @@ def test_a_recipe_stands_for_its_file_in_its_place() -> None:
     assert with_configs(arguments) == expected
 
 
-@pytest.mark.parametrize("words", [["--recipe", "word_leakge"], ["--recipe=word_leakge"]])
+@pytest.mark.parametrize("words", [["--recipe", "leakge"], ["--recipe=leakge"]])
 def test_a_wrong_name_is_answered_with_the_names_and_their_folder(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", *words]) == 1
     error = capsys.readouterr().err
     assert error.startswith(
-        "fedleak: no such recipe: 'word_leakge' (did you mean 'word_leakage'?). There are "
+        "fedleak: no such recipe: 'leakge' (did you mean 'leakage'?). There are "
     )
     assert all(name in error for name in NAMES)
     assert str(FOLDER) in error or "recipes" in error

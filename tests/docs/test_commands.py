@@ -9,6 +9,7 @@ Whole commands in running text and tables are checked too.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import re
 import runpy
@@ -19,8 +20,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.papers import __main__ as papers
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.cli.command_line import recipe_files
 from lightning_fedleak.cli.commands import parser
 from tests.docs.blocks import ROOT, blocks, inline_code, pages
@@ -86,12 +89,18 @@ def _fedleak(arguments: list[str]) -> None:
 
 
 def _configs(arguments: list[str]) -> None:
-    """What LightningCLI gets: files of the repository, recipes, and a config of the reader's."""
+    """What LightningCLI gets: files of the repository or the reader, recipes, attacks."""
     assert arguments, "fit needs a config"
-    assert set(arguments[::2]) <= {"--config", "--recipe"}, arguments
+    options = {"--config", "--recipe", "--trainer.callbacks.attacks"}
+    assert set(arguments[::2]) <= options, arguments
     for option, name in zip(arguments[::2], arguments[1::2], strict=True):
         if option == "--recipe":
             assert name in recipe_files(), name
+            continue
+        if option == "--trainer.callbacks.attacks":
+            for attack in yaml.safe_load(name):
+                module, _, kind = attack["class_path"].rpartition(".")
+                assert issubclass(getattr(importlib.import_module(module), kind), Attack), attack
             continue
         exists = (ROOT / name).is_file() or name.removesuffix(".yaml") in recipe_files()
         assert exists or name.startswith("your_"), name

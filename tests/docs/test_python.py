@@ -12,6 +12,8 @@ from __future__ import annotations
 import ast
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -37,6 +39,7 @@ from lightning_fedleak import (
     Defense,
     Games,
     GradientNoise,
+    LeakageLimitExceeded,
     LeakageMonitor,
     RiskGate,
 )
@@ -50,7 +53,7 @@ from lightning_fedleak.report import write
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.federation import rounds as rounds_
 from tests.federation.test_observer import texts
-from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
+from tests.helpers.folders import TEXTS, noisy_release, save_tiny_causal_lm, tiny_tokenizer
 from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 
 pytestmark = pytest.mark.slow
@@ -245,6 +248,45 @@ def whole_clients() -> Iterator[Names]:
     assert 7.9 < names["dp"].privacy.epsilon <= 8
 
 
+def step_in_a_test() -> Iterator[Names]:
+    """A reader's test of one step: words that are read fail it, and unknown ones too."""
+    names: Names = {}
+    yield names
+    test, folder = names["test_a_step_shares_few_words"], Path("logs")
+    ids = torch.randint(3, 384, (2, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(LeakageLimitExceeded, match=r"leakage/worst/words = 1\.000"):
+        test(language_model(), batch, folder)
+    names["AT_MOST"] = 1.0
+    model = language_model()
+    test(model, batch, folder)
+    assert all(map(torch.equal, model.parameters(), language_model().parameters()))
+    with pytest.raises(LeakageLimitExceeded, match="leakage/worst/words is unknown"):
+        test(model, batch | {"labels": torch.full_like(ids, -100)}, folder)  # no gradient
+
+
+def release_in_a_test() -> Iterator[Names]:
+    """A reader's test of trained weights: few texts decide no limit near guessing, which fails."""
+    folder = Path("out")
+    paths = noisy_release(folder)
+    for side, name in (("members", "train"), ("held-out", "left_out")):
+        rows = (json.dumps({"text": text}) for text in Path(paths[side]).read_text().splitlines())
+        Path(f"{name}.jsonl").write_text("\n".join(rows))
+    names: Names = {}
+    yield names
+    test = names["test_the_release_leaks_little"]
+    names["SIDES"] += ["--length", "24"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        with pytest.raises(AssertionError, match="exit status 3"):
+            test()
+        names["LIMITS"] = ["--at-most", "auc=1"]
+        test()
+        Path("train.jsonl").unlink()
+        with pytest.raises(AssertionError, match="exit status 1"):
+            test()
+
+
 SETUPS: dict[str, Callable[[], Iterator[Names]]] = {
     "": fine_tuning,
     **{
@@ -262,6 +304,8 @@ SETUPS: dict[str, Callable[[], Iterator[Names]]] = {
             own_attack,
             rounds,
             whole_clients,
+            step_in_a_test,
+            release_in_a_test,
         )
     },
 }
@@ -340,7 +384,7 @@ def test_fragments_of_configs_train(block, reader, monkeypatch):
     model = save_tiny_causal_lm(reader / "model")
     configs = [ROOT / "examples" / "finetune.yaml"]
     if "LeakageMonitor" not in block.text:
-        configs.append(ROOT / "callbacks" / "word_leakage.yaml")
+        configs.append(ROOT / "callbacks" / "leakage.yaml")
     arguments = [a for path in [*configs, "own.yaml"] for a in ("--config", str(path))]
     arguments += [f"--model.model={model}", "--data.text=letters.txt", "--data.batch_size=4"]
     fit(["fit", *arguments, "--data.length=32", "--trainer.max_steps=2"])

@@ -500,6 +500,13 @@ def breaches_of(
         attacks = ["records"]
     elif metric in ("extracted", "greedy"):
         attacks = ["extraction"]
+    return breaches_among(attacks, values, metric, at_most)
+
+
+def breaches_among(
+    attacks: Sequence[str], values: Mapping[str, Mapping[str, float]], metric: str, at_most: float
+) -> list[str]:
+    """Return a sentence for each of these attacks whose metric may be above a limit, or unknown."""
     reasons = {name: breach_of(values.get(name, {}), metric, at_most) for name in attacks}
     return [f"{name}/{metric} {reason}" for name, reason in reasons.items() if reason is not None]
 

@@ -325,14 +325,10 @@ class _PlannedRun(LoopRun):
     watcher: ClassVar[str] = "LeakageMonitor"
 
 
-def _is_plan(record: logging.LogRecord) -> bool:
-    """Return whether a log record lists the attacks; all other lines are hidden."""
-    return "plays these attacks" in record.getMessage()
-
-
 def show_attacks(anatomy: Anatomy) -> None:
     """Calibrate the attacks that a run on this model would choose, and log their costs."""
-    with _attack_plan(anatomy, _is_plan):  # the plan of a run is logged before its first step
+    # A run logs its plan before its first step; no other line is shown.
+    with _attack_plan(anatomy, lambda record: "plays these attacks" in record.getMessage()):
         pass
 
 

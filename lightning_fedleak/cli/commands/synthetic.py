@@ -9,7 +9,7 @@ prints and writes the results, and checks the limit of ``--at-most``.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from rich.console import Console
@@ -83,24 +83,16 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if options.out is not None:
         write_json(console, options.out, content)
     names = (*not_compared, *score_names)
-    breaches = _breaches(names, values if is_known else {}, options)
+    breaches = []
+    if (limit := options.at_most) is not None:
+        evidence = values if is_known else {}
+        breaches = memorization.breaches_among(names, evidence, options.metric, limit)
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     outcome = memorization.FAILED if breaches else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
     memorization.summarize(options.summary, outcome, sentences, tables)
     return memorization.BREACH if breaches else 0
-
-
-def _breaches(
-    names: Sequence[str], values: Mapping[str, Mapping[str, float]], options: Namespace
-) -> list[str]:
-    """Return a sentence for each score that is or may be above ``--at-most``, or is unknown."""
-    if options.at_most is None:
-        return []
-    limit = options.metric, options.at_most
-    reasons = {name: memorization.breach_of(values.get(name, {}), *limit) for name in names}
-    return [f"{name}/{limit[0]} {reason}" for name, reason in reasons.items() if reason is not None]
 
 
 def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[Text]]:

@@ -136,7 +136,7 @@ class OwnWrapping(DDPStrategy):
             r"client must be 'rank' or 'world'.*got 'company'",
         ),
         (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "have the same name"),
-        (lambda: DefendedStrategy(defenses=[*NOISE, *PRIVATE]), "Put 'dpsgd' first among"),
+        (lambda: DefendedStrategy(defenses=[*NOISE, *PRIVATE]), "put 'dpsgd' before"),
         (
             lambda: DefendedStrategy(defenses=[*PRIVATE, ActivationNoise(1, 1.0, relative=True)]),
             "Use relative=False",

@@ -207,7 +207,7 @@ def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
     for found in of(ddp, "shares"):
         assert "Keep use_distributed_sampler=True" in found["whole"]
         assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
-        assert "hold different examples at the same index" in found["shuffled"]
+        assert "by one seed in all processes" in found["shuffled"]
 
 
 def test_noise_that_one_process_alone_turns_up_is_refused(ddp) -> None:

@@ -88,7 +88,7 @@ def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path,
     words = ["game", "--model", folder, "--text", text, "--batch", "5", "--tokens", "12"]
     if head:
         assert main([*words, "--games", "2", "--attack", "gradient"]) == 1
-        assert "play FCMembership (fedleak game --attack fc)" in capsys.readouterr().err
+        assert "play FCMembership" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def test_the_end_is_unlikely_and_the_rest_is_not() -> None:
     ("settings", "message"),
     [
         ({"temperature": 0.7}, "temperature must be .*0.8"),
-        ({"prompts": [torch.arange(9)], "length": 9}, "length.*the longest of prompts= has 9"),
+        ({"prompts": [torch.arange(9)], "length": 9}, "length must be"),
         ({"length": 8, "unlikely_end": 8}, "unlikely_end"),
-        ({"prompts": [torch.tensor([5])], "length": 2}, "two of the 200 texts are equal"),
+        ({"prompts": [torch.tensor([5])], "length": 2}, "two texts are equal"),
     ],
 )
 def test_texts_that_cannot_be_written_are_refused(settings: dict, message: str) -> None:

@@ -367,7 +367,7 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     frozen = model().requires_grad_(False)
     with pytest.raises(ValueError, match="empty parameter list"):
         observer(tmp_path, frozen)
-    with pytest.raises(TypeError, match="takes RoundSettings"):
+    with pytest.raises(TypeError, match="write settings=RoundSettings"):
         RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
     with pytest.raises(ValueError, match="LeakageMonitor watches no rounds"):
         LeakageMonitor(settings=RoundSettings())

@@ -284,7 +284,7 @@ class TokenBatch:
         problem = None
         ids, mask = _unmasked(self.input_ids, self.attention_mask), self.attention_mask
         if has_ids and targets is not None and _any_outside(targets, n_labels):
-            problem = f"labels hold ids outside the vocabulary of {n_labels}"
+            problem = f"labels hold ids outside the vocabulary of {n_labels} (ignored are -100)"
         elif _any_outside(ids, readable):
             problem = f"input_ids hold ids outside the vocabulary of {readable}"
         elif (

@@ -227,5 +227,5 @@ def test_where_a_bound_is_tight_a_correct_curve_is_refuted_in_alpha_of_runs_at_m
     scores = members.double()
     assert refutes(scores, members, [(1.0, 0.0)])
     assert not refutes(scores, members, [])  # nothing is claimed
-    with pytest.raises(ValueError, match="no score"):
+    with pytest.raises(ValueError, match="needs a score"):
         refutes(scores.fill_(math.nan), members, [(1.0, 0.0)])

@@ -119,7 +119,8 @@ def words_of(
         return Words(kind, special, None)
     weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None
     n_rows = None if weight is None else weight.shape[0]
-    if hasattr(special_ids, "all_special_ids") and len(special_ids) > (n_rows or math.inf):
+    is_tokenizer = hasattr(special_ids, "all_special_ids") and hasattr(special_ids, "__len__")
+    if is_tokenizer and len(special_ids) > (n_rows or math.inf):
         raise refused(f"the tokenizer has more ids than the model ({n_rows}): pass the model's own")
     ids = torch.arange(n_rows or 0) if domain is None else domain
     if keep_special:

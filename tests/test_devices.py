@@ -497,7 +497,7 @@ REFUSED = r"attack '{}' computes in float64, which the device 'meta' does not ha
 
 def test_apples_gpus_have_no_float64() -> None:
     apple: Any = SimpleNamespace(device=torch.device("mps"))
-    with pytest.raises(ValueError, match=r"'subspace_words' computes in float64.*'mps'"):
+    with pytest.raises(ValueError, match=r"'subspace_words' needs float64.*'mps'"):
         SubspaceWords(PUBLIC).check_device(apple)
     FCMembership(1).check_device(apple)
     context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true", host=Host())

@@ -202,7 +202,10 @@ class SubspaceTexts(TextAttack):
         if isinstance(update, UpdateSnapshot):
             steps = LocalSteps.from_facts(self._facts)
             if steps is None or not steps.sums(fresh=update.fresh):
-                raise UnusableObservation("omit local_steps, or train by SGD without weight decay")
+                raise UnusableObservation(
+                    "texts need gradients (omit local_steps), or SGD without weight decay and with "
+                    "optimizer.state.clear() where a round begins"
+                )
         bottom = self._copy
         maps = [m for block in bottom.inputs for m in block.trainable_maps(bottom.anatomy)]
         if any(m.regularised for m in maps):

@@ -383,7 +383,9 @@ class SubspaceWords(base.Attack):
         check_compressed(facts)
         steps = LocalSteps.from_facts(facts)
         if steps is not None and not steps.linear and not steps.invertible:
-            raise Inapplicable(f"{steps.optimizer.__name__} needs local_steps=1, or none")
+            raise Inapplicable(
+                f"rounds of {steps.optimizer.__name__} are not read: omit local_steps"
+            )
 
     def _as_gradients(
         self, update: UpdateSnapshot

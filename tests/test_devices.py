@@ -492,7 +492,7 @@ def without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attacks_base, "WITHOUT_FLOAT64", frozenset({DEVICE.type}))
 
 
-REFUSED = r"attack '{}' computes in float64, which the device 'meta' does not have: put the model"
+REFUSED = r"attack '{}' needs float64, which 'meta' does not have: use accelerator='cpu'"
 
 
 def test_apples_gpus_have_no_float64() -> None:

@@ -183,8 +183,8 @@ class Writing(Net):
 
 WRITTEN = {
     "buffer": "changed the buffer 'buffer'",
-    "frozen": "wrote to the parameter 'frozen'",
-    "trained": "wrote to the parameter 'above.bias'",
+    "frozen": "must not write to 'frozen'",
+    "trained": "must not write to 'above.bias'",
 }
 
 

@@ -177,7 +177,7 @@ def test_noise_is_not_found_for_the_steps_of_a_learning_rate_finder(tmp_path) ->
         )
         run.fit(Tuned(), loader())
 
-    with pytest.raises(DefenseError, match="find the learning rate on public data"):
+    with pytest.raises(DefenseError, match="rate finder needs noise_multiplier"):
         find(DPSGD(1.0, target_epsilon=3.0, target_delta=1e-3))
     accounted = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")
     find(accounted)

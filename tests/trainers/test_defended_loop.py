@@ -142,7 +142,7 @@ def own_batch(loop: Loop, batch: Any) -> None:
         (accumulates, "To accumulate, use DPSGD.max_physical_batch_size"),
         (clips, "is not the sum of its recorded per-sample gradients"),
         (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
-        (twice, "Nothing was released"),
+        (twice, "[Nn]othing was released"),
         (writes, "previous batch was not released"),
         (repeats, "released already.*one loss, one"),
         (skips, "the previous batch was not released.*even if it is empty"),
@@ -229,7 +229,7 @@ def test_a_loop_may_end_in_the_middle_of_an_epoch() -> None:
         (lambda: Loop(DPSGD(CLIP, 1.0), precision="16-mixed"), "Use 'bf16-mixed'"),
         (
             lambda: Loop(DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3), epochs=None),
-            "Give DefendedLoop epochs= or steps=",
+            "give DefendedLoop epochs= or steps=",
         ),
     ],
 )

@@ -83,6 +83,5 @@ def require(attack: str, threat_model: ThreatModel, capabilities: Iterable[Capab
     if missing:
         names = "; ".join(c.value for c in Capability if c in missing)  # in the order of the enum
         raise ValueError(
-            f"attack '{attack}' cannot run in this setting. Its adversary "
-            f"({threat_model.summary}) must be one that: {names}."
+            f"attack '{attack}' is of an adversary ({threat_model.summary}) that: {names}"
         )

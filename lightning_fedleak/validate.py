@@ -186,15 +186,6 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
                     return f". Did you mean {close[0]}=?"
             return f". For example: {example}" if example else ""
 
-        def check_settings(class_name: str, value: Any) -> None:
-            """Raise an error if the argument ``settings`` is not an instance of its class."""
-            if settings is None or value is None or isinstance(value, settings):
-                return
-            call = "..." if not isinstance(value, dict) else ", ".join(f"{n}=..." for n in value)
-            name, type_name = settings.__name__, type(value).__name__
-            problem = f"{class_name} takes {name}, and settings is a {type_name}"
-            raise TypeError(f"{problem}: write settings={name}({call})")
-
         @functools.wraps(init)
         def checked(self: Any, *arguments: Any, **named: Any) -> None:
             try:
@@ -202,7 +193,9 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
             except TypeError as error:
                 message = f"{type(self).__name__}: {error}{hint([*named])}"
                 raise TypeError(message.replace("{}", type(self).__name__)) from None
-            check_settings(type(self).__name__, bound.arguments.get("settings"))
+            value = bound.arguments.get("settings")
+            if settings is not None and not isinstance(value, settings | None):
+                raise TypeError(f"{type(self).__name__}: write settings={settings.__name__}(...)")
             init(self, *arguments, **named)
 
         return checked  # type: ignore[return-value]

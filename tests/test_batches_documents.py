@@ -106,7 +106,7 @@ def test_positions_of_images_are_refused() -> None:
     """Where they begin again a document may begin, or an image."""
     ids = torch.ones(2, 4).long()
     for positions in (torch.zeros(3, 2, 4), torch.arange(4)):
-        with pytest.raises(BatchError, match="M-RoPE"):
+        with pytest.raises(BatchError, match="leave out position_ids"):
             read_batch({"input_ids": ids, "position_ids": positions.long()}, "causal")
 
 

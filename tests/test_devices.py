@@ -492,12 +492,12 @@ def without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attacks_base, "WITHOUT_FLOAT64", frozenset({DEVICE.type}))
 
 
-REFUSED = r"attack '{}' computes in float64, which the device 'meta' does not have: put the model"
+REFUSED = r"attack '{}' needs float64, which 'meta' does not have: use accelerator='cpu'"
 
 
 def test_apples_gpus_have_no_float64() -> None:
     apple: Any = SimpleNamespace(device=torch.device("mps"))
-    with pytest.raises(ValueError, match=r"'subspace_words' computes in float64.*'mps'"):
+    with pytest.raises(ValueError, match=r"'subspace_words' needs float64.*'mps'"):
         SubspaceWords(PUBLIC).check_device(apple)
     FCMembership(1).check_device(apple)
     context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true", host=Host())

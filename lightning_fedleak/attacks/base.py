@@ -209,8 +209,8 @@ class Attack(ABC):
         kind = anatomy.device.type
         if self.needs_float64 and kind in WITHOUT_FLOAT64:
             raise ValueError(
-                f"attack '{self.name}' computes in float64, which the device '{kind}' does not "
-                "have: put the model on the CPU (Trainer(accelerator='cpu')), or remove this attack"
+                f"attack '{self.name}' needs float64, which '{kind}' does not have: use "
+                "accelerator='cpu', or remove it"
             )
 
     def meet(self, facts: RunFacts) -> None:
@@ -258,9 +258,7 @@ class Attack(ABC):
     def require_calibration(self, calibration: Stored | None) -> Stored:
         """Return the calibration of :meth:`prepare`, or raise ``RuntimeError`` if it is None."""
         if calibration is None:
-            raise RuntimeError(
-                f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
-            )
+            raise RuntimeError(f"attack '{self.name}': call prepare(anatomy) first")
         return calibration
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -318,6 +316,6 @@ def refuse_tied(are_tied: bool, attack: str, matrix: str) -> None:
     """
     if are_tied:
         raise ValueError(
-            f"attack '{attack}' needs the {matrix}'s own gradient, and this model ties head and "
-            "embedding: only the sum of both is shared. Remove it; FlatChat reads the tied sum."
+            f"remove attack '{attack}': this model ties head and embedding, so that the {matrix}'s "
+            "own gradient is not shared (FlatChat reads the sum)"
         )

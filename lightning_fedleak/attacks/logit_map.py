@@ -89,12 +89,7 @@ class LogitMap:
         for error, candidate in tried:
             if error <= loose:
                 return candidate._in_single_precision()
-        min_error = min(error for error, _ in tried)
-        raise ValueError(
-            f"{type(without_peft(model)).__name__} computes logits from its head by more than "
-            f"scale, shift and softcap (off by {min_error:.2g} of {size:.2g}), so that the "
-            "gradient of its head is unknown; FlatChat does not need it"
-        )
+        raise ValueError("the logits are no scale, shift or softcap of the head's: use FlatChat")
 
     def _in_single_precision(self) -> LogitMap:
         return replace(self, shift=None if self.shift is None else self.shift.float())

@@ -77,20 +77,14 @@ class PublicText:
         sentences = _token_ids(texts, tokenizer, "texts")
         target_ids = None if targets is None else _token_ids(targets, tokenizer, "targets")
         if target_ids is not None and len(target_ids) != len(sentences):
-            raise ValueError(
-                f"PublicText got {len(sentences)} texts but {len(target_ids)} targets: "
-                "give one target for each text."
-            )
+            raise ValueError("PublicText needs one target for each text")
         rows = [
             i
             for i, s in enumerate(sentences)
             if len(s) >= 2 and (target_ids is None or len(target_ids[i]) >= 1)
         ]
         if not rows:
-            raise ValueError(
-                "PublicText got no text of at least 2 tokens: give some text of the language that "
-                "the model was trained on (a hundred sentences will do)."
-            )
+            raise ValueError("PublicText needs texts of at least 2 tokens, better a hundred")
         self.sentences = [sentences[i] for i in rows]
         self.targets = None if target_ids is None else [target_ids[i] for i in rows]
         self.tokenizer = tokenizer
@@ -147,8 +141,8 @@ class PublicText:
         mask_token_id: int | None = None,
     ) -> TokenBatch:
         """Return the batch of the texts at ``indices``; see :meth:`batch` for the arguments."""
-        check_integer("length", length, at_least=2, hint="tokens of a text")
-        check_choice("kind", kind, ("causal", "masked", "seq2seq"), hint="others have no labels")
+        check_integer("length", length, at_least=2)
+        check_choice("kind", kind, ("causal", "masked", "seq2seq"))
         input_ids, real = _pad([self.sentences[i][:length] for i in indices])
         if kind == "seq2seq":
             targets = self.sentences if self.targets is None else self.targets
@@ -156,9 +150,7 @@ class PublicText:
             labels = target.masked_fill(~present, IGNORE_INDEX)
         elif kind == "masked":
             if mask_token_id is None:
-                raise MissingText(
-                    "a masked language model needs mask_token_id: pass its tokenizer="
-                )
+                raise MissingText("pass the masked language model's tokenizer=")
             masked = _masked_positions(real, generator)
             labels = input_ids.masked_fill(~masked, IGNORE_INDEX)
             input_ids = input_ids.masked_fill(masked, mask_token_id)
@@ -324,20 +316,14 @@ def _token_ids(
 ) -> list[Tensor]:
     """Return the token ids of each text; ``argument`` is the name of ``texts`` in messages."""
     if isinstance(texts, str):
-        raise ValueError(
-            f"{argument} of a PublicText are a sequence of texts (with tokenizer=) or of token ids;"
-            " an attack's public_text= takes these, a PublicText, or 'sampled', not one string"
-        )
+        raise ValueError(f"{argument} must be 'sampled', texts (with tokenizer=) or token ids")
     if isinstance(texts, Tensor):
         return list(texts.detach().cpu().to(torch.int64).reshape(-1, texts.shape[-1]).unbind(0))
     token_ids: list[Tensor] = []
     for text in texts:
         if isinstance(text, str):
             if tokenizer is None:
-                raise ValueError(
-                    f"{argument} holds strings, and there is no tokenizer: pass tokenizer=... "
-                    "(the model's own) or token ids."
-                )
+                raise ValueError(f"{argument} holds strings: pass the model's tokenizer=")
             text = tokenizer(text)["input_ids"]
         token_ids.append(torch.as_tensor(text, dtype=torch.int64).reshape(-1).cpu())
     return token_ids
@@ -366,10 +352,7 @@ def _sample(anatomy: Anatomy, lengths: Sequence[int], seed: int) -> list[Tensor]
         seed: The seed of the random numbers.
     """
     if anatomy.kind != "causal":
-        raise MissingText(
-            f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
-            "one: pass public_text=, texts like the clients'"
-        )
+        raise MissingText(f"no text is sampled from a {anatomy.kind!r} model: pass public_text=")
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)
     lengths = [min(n, context_length(anatomy) or n) for n in lengths]

@@ -53,8 +53,7 @@ class _ActivationDefense(Defense):
     acts_in_inference = True  # the hook also acts in validation, test and prediction
 
     def __init__(self, layer: int, *, anatomy: Mapping[str, str] | None = None) -> None:
-        hint = "0 for the input of the first block, k for the output of block k"
-        self.layer = check_integer(f"{type(self).__name__}: layer", layer, at_least=0, hint=hint)
+        self.layer = check_integer(f"{type(self).__name__}: layer", layer, at_least=0)
         self.activation_layers = (layer,)
         self._anatomy_names: dict[str, Any] = dict(anatomy or {})
         self._handle: RemovableHandle | None = None
@@ -69,8 +68,7 @@ class _ActivationDefense(Defense):
         super().check_order(before, after)
         if per_sample := [defense.name for defense in after if defense.per_sample]:
             raise DefenseError(
-                f"{', '.join(per_sample)} skips training steps of empty batches, which "
-                f"{type(self).__name__} would refuse. Put '{self.name}' after it."
+                f"{', '.join(per_sample)} skips empty batches: put '{self.name}' after it"
             )
 
     @abstractmethod
@@ -136,9 +134,8 @@ class _ActivationDefense(Defense):
         """Raise an error if the hook was not called in this training step."""
         if self._passes == self._passes_before:
             raise DefenseError(
-                f"{type(self).__name__}: no hidden states passed layer {self.layer} in this "
-                "training step, so the model ran without the defence. Name the blocks that it "
-                "calls with anatomy={'blocks': 'path.to.blocks'}."
+                f"{type(self).__name__}: no hidden states passed layer {self.layer} in this step: "
+                "name the blocks that run with anatomy={'blocks': 'path.to.blocks'}"
             )
 
     def _pass(self, states: Any) -> Tensor | None:
@@ -159,11 +156,7 @@ class _ActivationDefense(Defense):
             or states.dim() != 3
             or not states.is_floating_point()
         ):
-            form = f"{tuple(states.shape)} {states.dtype}" if isinstance(states, Tensor) else ""
-            raise DefenseError(
-                f"{type(self).__name__}: hidden states at layer {self.layer} should be a whole "
-                f"(B, L, d) tensor of floats; found {type(states).__name__} {form}"
-            )
+            raise DefenseError(f"{self.name}: states must be a whole (B, L, d) tensor of floats")
         if not recomputed:
             self._passes += 1
         return self.rewrite(states, recomputed=recomputed, training=training)
@@ -241,14 +234,10 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         max_hardenings: int | None = None,
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
-        hint = "None means no clipping"
         check_number("ActivationNoise: sigma", sigma, at_least=0)
-        check_number("ActivationNoise: clip", clip, above=0, optional=True, hint=hint)
+        check_number("ActivationNoise: clip", clip, above=0, optional=True)
         if relative and clip is not None:
-            raise DefenseError(
-                "ActivationNoise: relative noise guarantees nothing, even with a clip. Pass "
-                "relative=False or clip=None."
-            )
+            raise DefenseError("ActivationNoise: pass relative=False or clip=None")
         self._allow_hardening(max_hardenings)
         self.sigma = sigma
         self.relative = relative
@@ -265,8 +254,7 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         super().check_order(before, after)
         if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
             raise DefenseError(
-                f"ActivationNoise(relative=True) scales noise by all samples of a batch together, "
-                f"and {', '.join(names)} treats each separately. Use relative=False."
+                f"ActivationNoise: {', '.join(names)} treats samples separately: use relative=False"
             )
 
     def epsilon(self, delta: float, *, positions: int = 1) -> float:
@@ -353,9 +341,8 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
             forwards = [f for f in forwards if torch.allclose(f.sketch, sketch, 1e-3, 1e-6)]
         if not forwards:
             raise DefenseError(
-                f"ActivationNoise: backward runs the model again, and its hidden states at layer "
-                f"{self.layer} are not those of one forward of this training step. Run both within "
-                "one step, or switch gradient checkpointing off below the layer."
+                "ActivationNoise: backward runs the model again with other hidden states: run both "
+                f"in one step, or switch gradient checkpointing off below layer {self.layer}"
             )
         unused = [f for f in forwards if task not in f.used_in] or forwards
         nearest = min(reversed(unused), key=lambda f: float((f.sketch - sketch).abs().sum()))
@@ -477,9 +464,8 @@ class ActivationCompression(_ActivationDefense):
         for defense in after:
             if isinstance(defense, ActivationNoise) and defense.layer == self.layer:
                 raise DefenseError(
-                    f"'{defense.name}' after '{self.name}' at layer {self.layer} adds noise to "
-                    "dimensions that are not sent, which the server can remove again. Put "
-                    f"'{defense.name}' before '{self.name}'."
+                    f"the server could remove noise after '{self.name}' at layer {self.layer}: put "
+                    f"'{defense.name}' before it"
                 )
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:

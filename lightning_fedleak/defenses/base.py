@@ -304,9 +304,8 @@ class Defense(ABC):
         rewriting = [d.name for d in before if type(d).on_gradients is not Defense.on_gradients]
         if self.per_sample and rewriting:
             raise DefenseError(
-                f"{type(self).__name__} computes the update again from the samples, so that the "
-                f"changes by {', '.join(rewriting)} would be lost. Put '{self.name}' first among "
-                "the defenses that act on gradients."
+                f"{type(self).__name__} computes the update again from the samples: put "
+                f"'{self.name}' before {', '.join(rewriting)}"
             )
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
 from lightning_fedleak.defenses.checks import check_choice
-from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
 Part = Literal["head", "embeddings", "head+embeddings"]
 
@@ -68,21 +68,17 @@ class Freeze(Defense):
         super().check_order(before, after)
         if per_sample := [defense.name for defense in before if defense.per_sample]:
             raise DefenseError(
-                f"{self._call}: {', '.join(per_sample)} would prepare the model before it is "
-                f"frozen. Put '{self.name}' before it."
+                f"put '{self.name}' before {', '.join(per_sample)}, which would prepare the model"
             )
 
     def before_setup(self, context: DefenseContext) -> None:
         """Freeze the part before the optimizer is built and DDP wraps the model."""
-        try:
-            part = self._find_part(find_anatomy(context.root))
-        except AnatomyError as error:
-            raise DefenseError(f"{self._call}: {error}") from error
+        part = self._find_part(find_anatomy(context.root))
         self._part_parameters = {n: p for n, p in context.root.named_parameters() if id(p) in part}
         if self.when == "hardened" and context.processes > 1:
             raise DefenseError(
-                f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot handle. "
-                "Use DefendedStrategy(client='rank'), or Freeze(when='always')."
+                f"{self._call} cannot freeze in the middle of a run of one client under DDP or "
+                "FSDP2. Use DefendedStrategy(client='rank'), or Freeze(when='always')."
             )
         if self.when == "always":
             self._freeze()
@@ -149,9 +145,8 @@ class Freeze(Defense):
         for name, parameter in self._part_parameters.items() if self.active else ():
             if parameter.requires_grad or parameter.grad is not None:
                 raise DefenseError(
-                    f"{self._call}: '{name}' should be frozen, but is trainable or has a gradient: "
-                    "the update was not released. Remove this defence, or the callback that "
-                    "unfreezes layers. Build a sharded model again in `configure_model`."
+                    f"{self._call}: '{name}' is not frozen; the update was not released. Remove "
+                    "what unfreezes it. Build a sharded model again in `configure_model`."
                 )
 
     def teardown(self) -> None:
@@ -172,14 +167,11 @@ class Freeze(Defense):
         embeddings = _parameters(_word_embeddings(anatomy))
         tied = anatomy.tied or head.keys() & embeddings.keys()
         refusals = {
-            "this model has no output head with parameters: use Freeze('embeddings')": (
-                part != "embeddings" and not head
+            "the model has no such part with parameters": (
+                (part != "embeddings" and not head) or (part != "head" and not embeddings)
             ),
-            "the input embeddings have no parameters": part != "head" and not embeddings,
-            "head and input embeddings are one tied matrix. Use Freeze('head+embeddings'), or "
-            "untie them: tie_word_embeddings=False in the config": (
-                part != "head+embeddings" and tied
-            ),
+            "use Freeze('head+embeddings'), because they are one tied matrix, or set "
+            "tie_word_embeddings=False in the config": part != "head+embeddings" and tied,
         }
         refuse(f"{self._call}: ", refusals)
         if part == "head":

@@ -111,9 +111,8 @@ class GradientCompression(Defense):
         super().check_order(before, after)
         if later := [d.name for d in after if type(d).on_gradients is not Defense.on_gradients]:
             raise DefenseError(
-                f"GradientCompression acts before {', '.join(later)}: its residual would carry "
-                f"undefended values into later steps. Put '{self.name}' last among the "
-                "defenses that act on gradients."
+                f"put '{self.name}' after {', '.join(later)}, because its residual would carry "
+                "undefended values into later steps"
             )
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -132,10 +131,7 @@ class GradientCompression(Defense):
             if parameter.grad is None and _RESIDUAL + name in self.memory:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise DefenseError(
-                    f"GradientCompression: the gradient of '{name}' is sparse. Build the embedding "
-                    "with sparse=False."
-                )
+                raise DefenseError(f"GradientCompression: build '{name}' with sparse=False")
         gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
         for name, sent in self.send(gradients).items():
             gradients[name].copy_(sent)
@@ -157,8 +153,8 @@ class GradientCompression(Defense):
                 values = values + self.memory[_RESIDUAL + name].to(values)
             if not bool(values.isfinite().all()):
                 raise DefenseError(
-                    f"GradientCompression: '{name}' holds NaN or infinity; the update was not "
-                    "released. Lower the learning rate, or check the loss."
+                    f"GradientCompression: '{name}' holds NaN or infinity; nothing was released. "
+                    "Lower the learning rate, or check the loss."
                 )
             if self._compression.factors(values):
                 factor = self.memory.get(_FACTOR + name)

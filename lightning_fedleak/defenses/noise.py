@@ -148,10 +148,8 @@ class NoiseGauge:
             return None
         variance_ratio = self._square / self._count / self.std**2
         if abs(variance_ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
-            raise DefenseError(
-                f"DPSGD: the noise measured has a standard deviation of {variance_ratio**0.5:.4g} "
-                "times the accounted one; nothing was released."
-            )
+            ratio = f"{variance_ratio**0.5:.4g} times the accounted one"
+            raise DefenseError(f"DPSGD: the noise measured is {ratio}; nothing was released")
         return self.std * math.sqrt(variance_ratio)
 
 

@@ -235,8 +235,8 @@ class Team:
         for name, high, low in zip(numbers, maxima, maxima[len(values) :], strict=False):
             if high != -low:
                 raise DefenseError(
-                    f"DPSGD: the processes of the client have different values of {name}, from "
-                    f"{-low} to {high}. Build the same defence, loader and Trainer in all of them."
+                    f"DPSGD: {name} differs between the client's processes, from {-low} to {high}: "
+                    "build the same defence, loader and Trainer in all of them"
                 )
 
     @contextmanager

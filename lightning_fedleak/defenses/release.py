@@ -67,10 +67,7 @@ class UpdateRelease:
     """
 
     def __init__(self, defenses: Iterable[Defense], client: Client, owner: str) -> None:
-        hint = "'rank' makes each process a client, 'world' all processes together one"
-        check_choice(f"{owner}: client", client, get_args(Client), hint=hint)
-        if isinstance(defenses, Defense) or not isinstance(defenses, Iterable):
-            raise DefenseError(f"{owner}: defenses={defenses!r} must be a list, even of one: [...]")
+        check_choice(f"{owner}: client", client, get_args(Client))
         defenses = tuple(defenses)  # a generator can be iterated only once
         for defense in defenses:
             if not isinstance(defense, Defense) or not (defense.name and defense.guarantee):
@@ -81,8 +78,7 @@ class UpdateRelease:
         names = [defense.name for defense in defenses]
         if len(set(names)) < len(names):
             raise DefenseError(
-                f"{owner}: defenses have the same name: {names}. A defence may be given once; "
-                "two instances of one class need different `name`s."
+                f"{owner}: give each defence once, with a `name` of its own: {names}"
             )
         self.owner, self.defenses = owner, defenses
         for i, defense in enumerate(self.defenses):
@@ -202,8 +198,8 @@ class UpdateRelease:
         for defense in (d for d in self._batch_defenses if d.acts_on_batches):
             if isinstance(batch, Iterator):
                 raise DefenseError(
-                    f"{type(defense).__name__} replaces batches, but `training_step` takes an "
-                    "iterator over them. Let it take `batch` and `batch_idx`."
+                    f"{type(defense).__name__} replaces batches: let `training_step` take `batch` "
+                    "and `batch_idx`, not an iterator"
                 )
             batch = _check_returned(defense, "on_batch", defense.on_batch(batch, context))
 
@@ -299,9 +295,8 @@ class UpdateRelease:
                 returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
                 if returned is not None:
                     raise DefenseError(
-                        f"{type(defense).__name__}.on_gradients returned "
-                        f"{type(returned).__name__}, not None: let it rewrite `p.grad`. The "
-                        "update was not released."
+                        f"{type(defense).__name__}.on_gradients must rewrite `p.grad` and return "
+                        "None; the update was not released"
                     )
             self._released_ids.update(map(id, parameters))
             self._tap(Stage.SHARED, optimizer)
@@ -331,9 +326,8 @@ class UpdateRelease:
         accumulates = any(p.grad is not None for p in guarded)
         if not accumulates or not changed.isdisjoint(map(id, guarded)):
             raise DefenseError(
-                f"{self.owner}: the weights changed since the first batch, and no optimizer "
-                f"stepped: the update written into them was not defended. {context.host.mend} "
-                "(torch.optim.SGD does `weight -= lr * weight.grad`.)"
+                f"{self.owner}: the weights changed without an optimizer, so not defended. "
+                f"{context.host.mend} (torch.optim.SGD does `weight -= lr * weight.grad`.)"
             )
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -363,10 +357,7 @@ class UpdateRelease:
             DefenseError: No fit is open.
         """
         if self._context is None:
-            raise DefenseError(
-                f"{self.owner}: an optimizer stepped, or a batch was trained on, outside of a fit, "
-                "when the defences are not set up: nothing was released. Train within the fit."
-            )
+            raise DefenseError(f"{self.owner}: training outside of a fit; nothing was released")
         return dataclasses.replace(self._context, step=self._context.host.step)
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
@@ -401,8 +392,7 @@ def _check_returned(defense: Defense, hook: str, value: Any) -> Any:
     """
     if value is None:
         raise DefenseError(
-            f"{type(defense).__name__}.{hook} returned None; it must return the object that "
-            "training continues with, which may be its argument"
+            f"{type(defense).__name__}.{hook} must return its argument, or what takes its place"
         )
     return value
 
@@ -428,10 +418,7 @@ def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad.layout != torch.strided:
-            raise DefenseError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
-                "cannot be averaged over clients. Build the embedding with sparse=False."
-            )
+            raise DefenseError("build embeddings with sparse=False to average their gradients")
         buffer = parameter.grad.contiguous()  # all_reduce requires it
         gradients.append(parameter.grad)
         buffers.append(buffer)

@@ -130,8 +130,8 @@ def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Finder]:
             or not (is_pattern or Path(kind).is_file())
         ):
             raise ValueError(
-                f"entities holds '{kind}', which is none of {', '.join(KINDS)}, and no file with a "
-                "new name of letters, digits, '_', '-' and '.'"
+                f"entities holds '{kind}': give {', '.join(KINDS)}, or a file with a new name of "
+                "letters, digits, '_', '-' and '.'"
             )
         finders[name] = KINDS[name] if is_pattern else _list_finder(Path(kind))
     return finders
@@ -231,11 +231,8 @@ class EntityFinder:
             )
             decoded = "".join(text for text, _ in self._parts(ids)).strip()
         if self.kinds and decoded != _PROBE:
-            is_absent = self._tokenizer is None
-            advice = "it by settings=WatchSettings(tokenizer=...)" if is_absent else "another one"
             raise ValueError(
-                "entities= needs a tokenizer that decodes a text to what it encoded, and "
-                f"{type(self._tokenizer).__name__} does not: pass {advice}, or omit entities"
+                "entities= needs settings=WatchSettings(tokenizer=...) that decodes what it encoded"
             )
 
     def _piece(self, ids: tuple[int, ...]) -> str:

@@ -114,10 +114,7 @@ class TokenBatch:
             BatchError: a batch that is not causal has no labels, or they are no integers.
         """
         if self.labels is None and self.kind != "causal":
-            raise BatchError(
-                f"the batch of a {self.kind} model has no labels, so that the tokens its loss is "
-                "computed on are unknown. Give 'labels', or settings= a batch_adapter=."
-            )
+            raise BatchError(f"the batch of a {self.kind} model has no labels.{ADAPTER}")
         if self.labels is None:
             return _unmasked(self.input_ids, self.attention_mask, start=1)
         _check(_holds_ids(self.labels), "the labels are no ids", self.labels)
@@ -231,23 +228,16 @@ class TokenBatch:
         problem = None
         if self.crossing:
             problem = (
-                "and each may attend to the others of its row. Keep them apart: in transformers by "
-                "use_cache=False and position_ids that begin again without an attention_mask, or "
-                "by a block-diagonal mask"
+                "and each may attend to the others: keep them apart, in transformers by "
+                "use_cache=False, position_ids that begin again, and no attention_mask"
             )
         elif self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
-            problem = (
-                f"and which of the labels of a {self.kind} model are a document's is not known: "
-                "give each document a row"
-            )
+            problem = f"and a {self.kind} model's labels are not divided: give each document a row"
         ids, positions = self.input_ids, self.position_ids
         if positions is not None:
             positions = self.per_document(positions.expand_as(ids))
         if positions is None or bool((positions[:, 0] != positions[0, 0]).any()):
-            problem = problem or (
-                "without position_ids that begin again, so that the model reads a document at "
-                "other positions than alone: pass position_ids"
-            )
+            problem = problem or "without position_ids that begin again: pass position_ids"
         if positions is None or problem:
             raise BatchError(f"several documents are packed into a row, {problem}")
         return TokenBatch(
@@ -294,9 +284,7 @@ class TokenBatch:
         problem = None
         ids, mask = _unmasked(self.input_ids, self.attention_mask), self.attention_mask
         if has_ids and targets is not None and _any_outside(targets, n_labels):
-            problem = (
-                f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores -100)"
-            )
+            problem = f"labels hold ids outside the vocabulary of {n_labels} (ignored are -100)"
         elif _any_outside(ids, readable):
             problem = f"input_ids hold ids outside the vocabulary of {readable}"
         elif (
@@ -304,14 +292,9 @@ class TokenBatch:
             and self.input_ids.numel()
             and self._hides_words(mask != 0, ids, targets)
         ):
-            problem = (
-                "attention_mask hides the tokens that are trained on: it must be 1 (or True) for a "
-                "token and 0 for padding"
-            )
+            problem = "attention_mask, 1 for a token and 0 for padding, hides what is trained on"
         if problem:
-            raise BatchError(
-                f"{problem}. The words of such a batch are unknown: correct it.{ADAPTER}"
-            )
+            raise BatchError(f"{problem}.{ADAPTER}")
 
     def _hides_words(self, mask: Tensor, visible: Tensor, targets: Tensor | None) -> bool:
         """Return whether a mask (B, L) is inverted; ``visible`` are the ids that it keeps."""
@@ -490,8 +473,7 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
     labels, preferences = _labels(batch, get, kind)
     _check(
         not isinstance(positions, Tensor) or positions.dim() == 2,
-        "position_ids of M-RoPE and others that are not (B, L) do not say where documents begin: "
-        "leave them out where each row is one text",
+        "leave out position_ids that are not (B, L), where each row is one text",
         positions,
     )
     documents: Tensor | None = None
@@ -571,9 +553,8 @@ def _check(holds: bool, text: str, value: object) -> None:
 
 def _form_error(text: str, value: object) -> BatchError:
     return BatchError(
-        f"{text}; got {_describe(value)}. Known are dicts and objects with input_ids (and labels, "
-        "attention_mask), tuples (input_ids, labels) or (input_ids, attention_mask, labels), and "
-        f"one integer tensor (B, L).{ADAPTER}"
+        f"{text}; got {_describe(value)}. A batch has input_ids (and labels, attention_mask), or "
+        f"is a tuple (input_ids, labels) or (input_ids, attention_mask, labels).{ADAPTER}"
     )
 
 

@@ -116,14 +116,8 @@ def low_rank(values: Tensor, rank: int, factor: Tensor | None = None) -> tuple[T
 def explain_compression(method: str) -> str:
     """Return the reason why an attack has no result for a compressed gradient."""
     if method == AVERAGED:
-        return (
-            "this is a sum of gradients that were compressed one by one (by several clients, in "
-            "several steps, or with error feedback), and its error is unknown. Only the gradient "
-            "that one client sends in one step, without error feedback, can be attacked"
-        )
+        return "a sum of gradients that were compressed one by one has an unknown error"
     return (
-        f"the gradient was compressed (method '{method}'), which this attack does not support. "
-        "The leakage is unknown, not 0. A monitor with stages=('local', 'shared') also attacks the "
-        "gradient before compression; with GradientCompression(error_feedback=True) all of it is "
-        "sent over several steps"
+        f"this attack reads no gradient compressed by '{method}': with stages=('local', 'shared') "
+        "a monitor also attacks the gradient before compression"
     )

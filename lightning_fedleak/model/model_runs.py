@@ -295,8 +295,8 @@ def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
         except _Stop as signal:
             return signal.states
         raise ValueError(
-            f"{type(model).__name__} never called its block ({type(place.module).__name__}); name "
-            "the blocks that it calls with anatomy={'blocks': 'path.to.blocks'}"
+            f"{type(model).__name__} never called its block: name the blocks that it calls with "
+            "anatomy={'blocks': 'path.to.blocks'}"
         )
 
     return run
@@ -324,15 +324,10 @@ def states_of_text(states: Any, length: int, anatomy: Anatomy, layer: int) -> Te
     Raises:
         ValueError: the states are not a tensor (B, L, d).
     """
-    virtual = virtual_tokens(anatomy)
-    form: object = type(states).__name__
-    if isinstance(states, Tensor):
-        form = list(states.shape)
-        if states.dim() == 3 and states.shape[1] in (length, length + virtual):
-            return states[:, -length:]
-    raise ValueError(
-        f"hidden states at layer {layer} should be (B, {length}, d); the model gives {form}"
-    )
+    lengths = length, length + virtual_tokens(anatomy)
+    if isinstance(states, Tensor) and states.dim() == 3 and states.shape[1] in lengths:
+        return states[:, -length:]
+    raise ValueError(f"hidden states at layer {layer} are not of shape (B, {length}, d)")
 
 
 def check_text(
@@ -346,17 +341,15 @@ def check_text(
     optional = [tensor for tensor in (mask, positions) if tensor is not None]
     context, problem = context_length(anatomy), None
     if input_ids.dim() != 2 or 0 in input_ids.shape:
-        problem = f"texts are (B, L), and not empty; input_ids has {tuple(input_ids.shape)}"
+        problem = f"input_ids must be (B, L), and not empty, not {tuple(input_ids.shape)}"
     elif any(tensor.shape != input_ids.shape for tensor in optional):
         problem = "attention_mask and position_ids need the shape of input_ids"
     elif mask is not None and not bool((mask != 0).any(1).all()):
-        empty = int((mask == 0).all(1).nonzero()[0])
-        problem = f"text {empty} is empty: its attention_mask is 0 everywhere"
+        problem = "a text is empty: its attention_mask is 0 everywhere"
     elif positions is not None and not takes(anatomy.model, "position_ids"):
         problem = f"{type(without_peft(anatomy.model)).__name__}.forward takes no position_ids"
     elif context is not None and input_ids.shape[1] > context:
-        length = input_ids.shape[1]
-        problem = f"texts have {length} tokens, the model's context holds {context}: truncate them"
+        problem = f"truncate texts to {context} tokens, the model's context"
     if problem is not None:
         raise ValueError(problem)
 
@@ -589,8 +582,5 @@ def logits_in(output: Any) -> Tensor:
     if isinstance(logits, (tuple, list)):
         logits = logits[0]
     if not isinstance(logits, Tensor):
-        raise ValueError(
-            f"the model returned {type(output).__name__}; expected logits as a tensor, as the "
-            "first of a tuple, or as `.logits`"
-        )
+        raise ValueError(f"the model returned {type(output).__name__}, and no `.logits`")
     return logits

@@ -361,8 +361,8 @@ class _State:
             restore()
         if written:
             raise WeightsWritten(
-                f"running the model wrote to {', '.join(written)}, which cannot be undone: change "
-                "its forward so that it does not write to its parameters in eval mode"
+                f"running the model wrote to {', '.join(written)}: change its forward so that it "
+                "does not write to its parameters in eval mode"
             )
 
 

@@ -51,11 +51,9 @@ class PairBatch(TokenBatch):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind != "causal" or self.labels is None or len(self.input_ids) % 2:
-            missing = " without labels" if self.labels is None else ""
             raise BatchError(
                 "a PairBatch needs a causal model, labels, and an even number of rows, the chosen "
-                f"answers before the rejected ones; got {len(self.input_ids)} rows of a "
-                f"{self.kind} model{missing}: fix what batch_adapter= returns"
+                "answers before the rejected ones: fix what batch_adapter= returns"
             )
 
 
@@ -90,8 +88,7 @@ class RatedBatch(TokenBatch):
         n_ratings = 0 if self.desirable is None else self.desirable.numel()
         if self.kind != "causal" or self.labels is None or n_ratings != len(self.input_ids):
             raise BatchError(
-                "a RatedBatch needs a causal model, labels, and one bool per row in desirable=; "
-                f"got {len(self.input_ids)} rows of a {self.kind} model, {n_ratings} ratings"
+                "a RatedBatch needs a causal model, labels, and one bool per row in desirable="
             )
 
 

@@ -221,8 +221,7 @@ class Observation:
         for snapshot in reversed(self.gradients):
             if role in snapshot.tensors:
                 return snapshot.tensors[role]
-        roles = sorted({r for s in self.gradients for r in s.tensors})
-        raise KeyError(f"no gradient of '{role}' in this observation; it holds {roles}")
+        raise KeyError(f"no gradient of '{role}' in this observation")
 
 
 def is_shard(tensor: Tensor) -> bool:

@@ -218,7 +218,7 @@ def test_an_unknown_map_is_refused() -> None:
         model = Squared()
     anatomy = find_anatomy(model, kind="causal", embedding="embedding", head="head")
     attack = AlignedFlatChat(public_text=public())
-    with pytest.raises(ValueError, match="scale, shift and softcap"):
+    with pytest.raises(ValueError, match="scale, shift or softcap"):
         attack.prepare(anatomy)
 
 

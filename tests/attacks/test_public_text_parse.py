@@ -42,7 +42,7 @@ def test_texts_ids_and_public_text_are_one(build: Callable[..., Attack]) -> None
 
 @pytest.mark.parametrize("build", TAKERS.values(), ids=TAKERS)
 def test_what_cannot_be_meant_is_refused_alike(build: Callable[..., Attack]) -> None:
-    with pytest.raises(ValueError, match="or 'sampled', not one string"):
+    with pytest.raises(ValueError, match="must be 'sampled'"):
         build("one string of text")
     with pytest.raises(ValueError, match="tokenizer"):
         build(["some text"])

@@ -47,10 +47,14 @@ def test_repeated_canaries_are_no_single_neighbour_and_do_not_count():
 @pytest.mark.parametrize(
     ("record", "scores", "words"),
     [
-        (record_of(20, times=(4,)), torch.zeros(20), "every canary is repeated"),
+        (record_of(20, times=(4,)), torch.zeros(20), "canaries that occur once"),
         (record_of(20), torch.zeros(19), r"scores must be \(20,\)"),
-        (record_of(20), torch.zeros(3, 20), "Reduce steps first"),
-        (record_of(20, probability=0.25), torch.zeros(20), "probability=0.5"),
+        (record_of(20), torch.zeros(3, 20), r"scores must be \(20,\)"),
+        (
+            record_of(20, probability=0.25),
+            torch.zeros(20),
+            "probability of with_canaries",
+        ),
     ],
 )
 def test_refusals_say_what_to_do(record, scores, words):

@@ -54,12 +54,12 @@ def test_the_bound_is_the_noncentral_ts() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s, m: (s.exp(), m), "not normal"),
-        (lambda s, m: (s + 6 * (torch.rand(len(s)) < 0.5) * m, m), "not normal"),
-        (lambda s, m: (torch.where(m, 2 * s, s), m), "not spread alike"),
-        (lambda s, m: (torch.where(m, s, 2 * s), m), "not spread alike"),
+        (lambda s, m: (s.exp(), m), "no Gaussian scores"),
+        (lambda s, m: (s + 6 * (torch.rand(len(s)) < 0.5) * m, m), "no Gaussian scores"),
+        (lambda s, m: (torch.where(m, 2 * s, s), m), "no Gaussian scores"),
+        (lambda s, m: (torch.where(m, s, 2 * s), m), "no Gaussian scores"),
         (lambda s, m: (m.double(), m), "all scores of the members"),
-        (lambda s, m: (s, torch.arange(len(s)) < 19), "got 19 in"),
+        (lambda s, m: (s, torch.arange(len(s)) < 19), "need 20 canaries"),
         (lambda s, m: (s[:-1], m), "give one for each game"),
     ],
 )
@@ -68,5 +68,5 @@ def test_scores_of_another_form_are_refused(change, said: str) -> None:
     scores, members = torch.randn(CANARIES, dtype=torch.float64), torch.arange(CANARIES) % 2 == 0
     with pytest.raises(ValueError, match=said):
         audit_gaussian_scores(*change(scores, members), delta=DELTA)
-    with pytest.raises(ValueError, match="no epsilon at delta 0"):
+    with pytest.raises(ValueError, match="delta must be a number above 0"):
         audit_gaussian_scores(scores, members, delta=0.0)

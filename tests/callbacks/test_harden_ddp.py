@@ -77,5 +77,5 @@ def test_the_first_process_decides_for_all(ranks) -> None:
 @pytest.mark.parametrize("name", ["freeze", "both"])
 def test_freezing_in_mid_run_is_refused_where_a_reducer_would_wait(ranks, name: str) -> None:
     for found in of(ranks, "refused"):
-        assert "freezes in the middle of a run, which DDP and FSDP2 cannot" in found[name]
+        assert "cannot freeze in the middle of a run of one client under DDP" in found[name]
         assert "Use DefendedStrategy(client='rank'), or Freeze(when='always')" in found[name]

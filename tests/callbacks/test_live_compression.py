@@ -82,7 +82,7 @@ def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, meth
         if method != "low_rank":  # whose rows are combinations of the rows that there were
             assert monitor.latest["leakage/subspace_words/certified"] == 0
     why = {line["stage"]: line["unknown"] for line in lines_of(tmp_path, "bag_of_words")}
-    assert f"compressed (method '{method}')" in why["shared"]
+    assert f"compressed by '{method}'" in why["shared"]
     assert why["local"] is None
 
 

@@ -88,7 +88,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_what_cannot_be_drawn_from_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="read as a stream"):
+    with pytest.raises(ValueError, match="items by index"):
         leave_out(Stream(), 1)
     for n in (0, 40, True):
         with pytest.raises(ValueError, match="n must be an integer from 1 to 39"):
@@ -100,7 +100,7 @@ def test_what_cannot_be_drawn_from_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_rows_that_repeat_a_planted_value_are_not_left_out() -> None:
     settings = {"tokenizer": TOKENIZER, "count": 5, "seed": 1}
-    with pytest.raises(ValueError, match=r"times .* must be \(1,\).*some rows of a repeated value"):
+    with pytest.raises(ValueError, match=r"times .* must be \(1,\)"):
         leave_out(with_entities(chats(), PHONE, times=(1, 4), **settings), 20, seed=1)
     once = with_entities(chats(), PHONE, times=(1,), **settings)
     train, others = leave_out(once, 20, seed=1)

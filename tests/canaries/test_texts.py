@@ -41,11 +41,9 @@ def test_each_text_begins_and_ends_with_a_row_that_nothing_else_uses(tied: bool)
 def test_what_cannot_get_rows_is_told_what_to_do() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="before get_peft_model"):
-        new_token_canaries(peft.get_peft_model(tiny_llama(), config), 2)
-
-    with pytest.raises(ValueError, match="masked model"):
-        new_token_canaries(tiny_bert_mlm(), 2)
+    for model in (peft.get_peft_model(tiny_llama(), config), tiny_bert_mlm()):
+        with pytest.raises(ValueError, match="causal models, before get_peft_model"):
+            new_token_canaries(model, 2)
 
 
 # Written by the model
@@ -85,9 +83,9 @@ def test_the_end_is_unlikely_and_the_rest_is_not() -> None:
     ("settings", "message"),
     [
         ({"temperature": 0.7}, "temperature must be .*0.8"),
-        ({"prompts": [torch.arange(9)], "length": 9}, "length.*the longest of prompts= has 9"),
+        ({"prompts": [torch.arange(9)], "length": 9}, "length must be"),
         ({"length": 8, "unlikely_end": 8}, "unlikely_end"),
-        ({"prompts": [torch.tensor([5])], "length": 2}, "two of the 200 texts are equal"),
+        ({"prompts": [torch.tensor([5])], "length": 2}, "two texts are equal"),
     ],
 )
 def test_texts_that_cannot_be_written_are_refused(settings: dict, message: str) -> None:

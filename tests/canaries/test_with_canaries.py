@@ -204,7 +204,7 @@ def test_token_ids_are_found_or_asked_for() -> None:
         assert token_ids_of(item, "c").tolist() == [3, 4, 5, 6]
     plain = [{"text": torch.arange(i, i + 4)} for i in range(3)]
     canaries = [{"text": row(FIRST)}, {"text": row(FIRST + 1)}]
-    with pytest.raises(ValueError, match=r"canaries\[0\] is a .*give such a row"):
+    with pytest.raises(ValueError, match=r"canaries\[0\] must be a row of token ids"):
         with_canaries(plain, canaries, 0)
 
 
@@ -214,10 +214,10 @@ def test_token_ids_are_found_or_asked_for() -> None:
         ([], "at least one"),
         ("text", "at least one"),
         ([torch.ones(0).long()], "no token"),
-        ([torch.ones(2, 3).long()], "no row of token ids"),
-        ([torch.ones(3)], "no row of token ids"),
-        ([row(1), row(9), row(1)], r"canaries\[0\] and canaries\[2\] have the same tokens"),
-        ([object()], "no row of token ids"),
+        ([torch.ones(2, 3).long()], "must be a row of token ids"),
+        ([torch.ones(3)], "must be a row of token ids"),
+        ([row(1), row(9), row(1)], "two of the canaries have the same tokens"),
+        ([object()], "must be a row of token ids"),
     ],
 )
 def test_canaries_that_are_none(canaries, message) -> None:
@@ -373,9 +373,9 @@ def test_nothing_shows_the_secret(caplog, capsys, recwarn) -> None:
 def test_the_record_is_not_pickled(tmp_path: Path) -> None:
     dataset = with_canaries(data(9), texts(5), 4)
     for thing in (dataset, dataset.canaries, dataset.canaries.record):
-        with pytest.raises(TypeError, match="secret and is not pickled"):
+        with pytest.raises(TypeError, match="is secret"):
             pickle.dumps(thing)
-        with pytest.raises(TypeError, match="secret and is not pickled"):
+        with pytest.raises(TypeError, match="is secret"):
             torch.save(thing, io.BytesIO())
     twin = copy.deepcopy(dataset)
     assert torch.equal(torch.stack(list(twin)), torch.stack(list(dataset)))

@@ -413,6 +413,6 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         assert f"trained on {TEXTS - 1} rows" in words
     with pytest.raises(SourceError, match=r"--reference cannot be loaded: .*nowhere"):
         run(folder, drawn=True, reference=str(tmp_path / "nowhere"))
-    pool_error = "--reference: Memorization.* was trained on some of them"
+    pool_error = "--reference: Memorization.* a model of other rows only"
     with pytest.raises(SourceError, match=pool_error):
         run(folder, drawn=True, reference=str(tmp_path / "held_out"))

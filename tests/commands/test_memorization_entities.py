@@ -98,7 +98,7 @@ def test_a_limit_on_values_needs_their_kinds(folder: tuple[Path, list[str]]) -> 
         run(path, str(EMBEDDED_MODEL), ("entity/phone/label", 0.9), entities=())
     with pytest.raises(SourceError, match="none of entity/phone/prompt, "):
         run(path, str(EMBEDDED_MODEL), ("entity/phone", 0.9))
-    with pytest.raises(ValueError, match="'fone', which is none of"):
+    with pytest.raises(ValueError, match="'fone': give"):
         run(path, str(EMBEDDED_MODEL), entities=["fone"])
 
 

@@ -152,7 +152,7 @@ def test_what_is_not_finite_is_refused_before_anything_changed(value: float) -> 
     "late", [GradientNoise(1.0, 1.0), DPSGD(1.0, noise_multiplier=1.0)], ids=["noise", "dpsgd"]
 )
 def test_nothing_that_rewrites_gradients_acts_behind_it(late) -> None:
-    with pytest.raises(DefenseError, match=f"GradientCompression acts before {late.name}"):
+    with pytest.raises(DefenseError, match=f"put 'gradient_compression' after {late.name}"):
         DefendedStrategy("auto", defenses=[GradientCompression("int8"), late])
     accepted = DefendedStrategy("auto", defenses=[late, GradientCompression("int8")])
     assert [d.name for d in accepted.defenses] == [late.name, "gradient_compression"]

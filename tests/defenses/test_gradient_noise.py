@@ -115,7 +115,7 @@ def test_a_broken_update_is_not_released_where_nothing_bounds_it(value: float) -
     root.weight.grad, root.bias.grad = torch.ones(2, 3), torch.ones(2)
     root.weight.grad[1, 2] = value
     defense = GradientNoise(clip=None, sigma=1.0)
-    with pytest.raises(DefenseError, match="infinity in weight; it was not released"):
+    with pytest.raises(DefenseError, match="the norm is not finite; nothing was released"):
         defense.on_gradients(list(root.parameters()), context(root=root))
     assert torch.equal(root.bias.grad, torch.ones(2))
     assert defense.releases == 0
@@ -136,7 +136,7 @@ def test_a_broken_update_counts_as_zero_under_a_clip(value: float) -> None:
 def test_an_overflow_is_told_and_a_sparse_gradient_becomes_dense() -> None:
     root = nn.Embedding(4, 2, sparse=True)
     root.weight.grad = torch.full((4, 2), 1e30)
-    with pytest.raises(DefenseError, match="overflow"):
+    with pytest.raises(DefenseError, match="not finite"):
         GradientNoise(clip=None, sigma=1.0).on_gradients([root.weight], context(root=root))
     root.weight.grad = None
     root(torch.tensor([1, 1])).sum().backward()

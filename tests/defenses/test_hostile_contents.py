@@ -484,7 +484,7 @@ def test_every_defence_that_states_a_guarantee_is_in_this_file() -> None:
 
 def test_a_scaler_that_skips_steps_is_refused_where_a_guarantee_is_stated() -> None:
     where = context(precision="16-mixed")
-    with pytest.raises(DefenseError, match="skips the steps whose gradients overflow"):
+    with pytest.raises(DefenseError, match="skips steps depending on the data"):
         GradientNoise(1.0, 1.0).before_setup(where)
     GradientNoise(None, 1.0).before_setup(where)
 
@@ -496,5 +496,5 @@ def test_a_tokenizer_of_another_model_is_refused_at_setup() -> None:
         def __len__(self) -> int:
             return VOCAB + 1
 
-    with pytest.raises(DefenseError, match=f"has {VOCAB + 1} ids and the model {VOCAB}"):
+    with pytest.raises(DefenseError, match=rf"more ids than the model \({VOCAB}\)"):
         TokenLDP("grr", 1.0, special_ids=Tokenizer()).before_setup(context(tiny_gpt2()))

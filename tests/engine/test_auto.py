@@ -194,8 +194,8 @@ def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) ->
 
 def test_a_masked_model_needs_text_for_what_calibrates(tmp_path: Path) -> None:
     watch = auto(tmp_path, model_of(bert), public_text=None).watch
-    assert "a masked language model needs mask_token_id" in str(watch.lines("aligned_flatchat"))
-    assert "pass its tokenizer=" in watch.engine.results.untested["words"]
+    assert "pass the masked language model's tokenizer=" in str(watch.lines("aligned_flatchat"))
+    assert "tokenizer=" in watch.engine.results.untested["words"]
     assert watch.latest[WORST] == 1
     assert {"subspace_words", "bias_sign"} <= attacks_in(watch.latest)
 

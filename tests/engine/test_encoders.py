@@ -141,6 +141,5 @@ def test_a_model_without_words_is_refused_in_a_sentence() -> None:
     )
     clip = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**small, image_size=32))
     for model in (vision, clip, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))):
-        with pytest.raises(AnatomyError, match="no token embeddings were found in ") as refusal:
+        with pytest.raises(AnatomyError, match="found no "):
             find_anatomy(model)
-        assert "Name it" not in str(refusal.value)

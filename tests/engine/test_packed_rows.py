@@ -139,8 +139,8 @@ def test_games_about_packed_documents_are_those_of_documents_alone(
 @pytest.mark.parametrize(
     ("attack", "form", "why"),
     [
-        ("crafted layer", "flattened, with a cache", "attend to the others of its row"),
-        ("passive", "flattened, with a cache", "attend to the others of its row"),
+        ("crafted layer", "flattened, with a cache", "may attend to the others"),
+        ("passive", "flattened, with a cache", "may attend to the others"),
         ("crafted attention", "rows at positions of their own", "position_ids that begin again"),
     ],
 )
@@ -184,4 +184,4 @@ def test_texts_in_one_row_are_read_only_where_none_attends_to_another(
     [line] = texts_of(tmp_path / "apart", "llama", attack, "block-diagonal")
     assert line["metrics"]["token_accuracy"]["value"] == 1
     [line] = texts_of(tmp_path / "joined", "gpt2", attack, "flattened, with a cache")
-    assert "attend to the others of its row" in line["unknown"]
+    assert "may attend to the others" in line["unknown"]

@@ -441,7 +441,7 @@ def test_a_checkpoint_of_other_draws_is_refused(before, after):
     first.mean({}, LIKE)
     same.load_state_dict(first.state_dict())
     assert same.privacy == first.privacy
-    with pytest.raises(DefenseError, match="Sample as before"):
+    with pytest.raises(DefenseError, match="another accountant, sampling or noise"):
         other.load_state_dict(first.state_dict())
 
 

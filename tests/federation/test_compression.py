@@ -209,15 +209,15 @@ def test_an_attack_that_does_not_read_the_compression_is_unknown(tmp_path):
     [(_, _, leaving)] = rounds(out)
     assert math.isnan(leaving.look.values[F1])
     [line] = lines(tmp_path)
-    assert "compressed (method 'topk')" in line["unknown"]
+    assert "compressed by 'topk'" in line["unknown"]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "method", "unread"),
     [
         (SGD, "topk", {}),
-        (SGD, "int4", {"subspace_words": "method 'int4'"}),
-        (ADAMW, "topk", dict.fromkeys(WORDS, "not undone")),
+        (SGD, "int4", {"subspace_words": "compressed by 'int4'"}),
+        (ADAMW, "topk", dict.fromkeys(WORDS, "compressed update")),
     ],
 )
 def test_what_a_compression_hides_in_every_round_is_said_before_the_first(

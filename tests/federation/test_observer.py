@@ -365,7 +365,7 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     frozen = model().requires_grad_(False)
     with pytest.raises(ValueError, match="empty parameter list"):
         observer(tmp_path, frozen)
-    with pytest.raises(TypeError, match="takes RoundSettings"):
+    with pytest.raises(TypeError, match="write settings=RoundSettings"):
         RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
 
 

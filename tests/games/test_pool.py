@@ -45,13 +45,8 @@ def test_the_tokenizer_cuts_so_that_special_tokens_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rows": [], "tokens": 4}, "gives 0 sentences"),
-        ({"rows": [[1, 2], [1, 2, 3]], "tokens": 2}, "1 repeats"),
-        ({"rows": [[1, 2], [3, 4]], "tokens": 1}, "gives 0 sentences"),
-    ],
+    ("rows", "tokens"), [([], 4), ([[1, 2], [1, 2, 3]], 2), ([[1, 2], [3, 4]], 1)]
 )
-def test_too_little_text_is_said(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SentencePool(**arguments)
+def test_too_little_text_is_said(rows: list[list[int]], tokens: int) -> None:
+    with pytest.raises(ValueError, match="distinct sentences: give more"):
+        SentencePool(rows, tokens)

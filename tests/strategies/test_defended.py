@@ -135,11 +135,11 @@ class OwnWrapping(DDPStrategy):
             lambda: DefendedStrategy(client="company"),
             r"client must be 'rank' or 'world'.*got 'company'",
         ),
-        (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "have the same name"),
-        (lambda: DefendedStrategy(defenses=[*NOISE, *PRIVATE]), "Put 'dpsgd' first among"),
+        (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "a `name` of its own"),
+        (lambda: DefendedStrategy(defenses=[*NOISE, *PRIVATE]), "put 'dpsgd' before"),
         (
             lambda: DefendedStrategy(defenses=[*PRIVATE, ActivationNoise(1, 1.0, relative=True)]),
-            "Use relative=False",
+            "use relative=False",
         ),
         (
             lambda: DefendedStrategy(DDPStrategy(ddp_comm_hook=print), NOISE),

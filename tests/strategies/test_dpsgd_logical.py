@@ -158,6 +158,6 @@ def test_what_is_trained_must_stay_the_same_in_all_pieces() -> None:
             return super().training_step(batch, batch_idx)
 
     defense = quiet()
-    with pytest.raises(DefenseError, match="were frozen or unfrozen between"):
+    with pytest.raises(DefenseError, match="were frozen or unfrozen within"):
         fit(defense, Thaws(), data=loader(batch_size=24))
     assert defense.releases == 0

@@ -205,14 +205,20 @@ def test_gradients_that_one_rank_changes_and_samples_that_mix_are_refused(ranks)
 
 def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
     for found in of(ddp, "shares"):
-        assert "Keep use_distributed_sampler=True" in found["whole"]
-        assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
-        assert "hold different examples at the same index" in found["shuffled"]
+        assert "needs use_distributed_sampler=True" in found["whole"]
+        assert (
+            "noise_multiplier differs between the client's processes, from 1.0 to 2.0"
+            in found["apart"]
+        )
+        assert "by one seed in all processes" in found["shuffled"]
 
 
 def test_noise_that_one_process_alone_turns_up_is_refused(ddp) -> None:
     for facts in of(ddp, "hardened apart"):
-        assert "different values of noise_multiplier, from 20.0 to 40.0" in facts["message"]
+        assert (
+            "noise_multiplier differs between the client's processes, from 20.0 to 40.0"
+            in facts["message"]
+        )
         assert facts["releases"] == 1
 
 

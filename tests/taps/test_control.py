@@ -201,7 +201,7 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
         update(first, second)
     with pytest.raises(UnusableObservation, match="several learning rates, or only 0"):
         update(first, rate=0.0)
-    with pytest.raises(UnusableObservation, match="OfOneArgument is no class"):
+    with pytest.raises(UnusableObservation, match="OfOneArgument, no class"):
         update(OfOneArgument(model))
 
 

@@ -182,10 +182,13 @@ def test_trainers_that_compute_otherwise_are_refused(
 @pytest.mark.parametrize(
     ("build", "defenses", "message"),
     [
-        (adalora, lambda: [private()], r"update_and_allocate.*LoraConfig\(use_rslora=True\)"),
+        (adalora, lambda: [private()], r"changes ranks.*LoraConfig\(use_rslora=True\)"),
         (tiny_llama, lambda: [ActivationNoise(1, sigma=0.1)], "hidden states.*DefendedStrategy"),
-        (tiny_llama, lambda: [GradientNoise(1.0, 0.1), private()], "Put 'dpsgd' first"),
-        (tiny_llama, private, "must be a list"),
+        (
+            tiny_llama,
+            lambda: [GradientNoise(1.0, 0.1), private()],
+            "put 'dpsgd' before gradient_noise",
+        ),
     ],
 )
 def test_models_and_defences_that_do_not_fit(

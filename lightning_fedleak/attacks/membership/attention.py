@@ -144,7 +144,7 @@ class AttentionMembership(MembershipAttack):
         self.score = check_choice("score", settings.score, ("band", "coordinates"))
         self.gamma = check_choice("gamma", gamma, ("calibrated", "lemma"))
         if settings.beta not in ("authors", "auto"):
-            check_number("beta", settings.beta, above=0, hint="or one of 'authors', 'auto'")
+            check_number("beta", settings.beta, above=0, hint="or 'authors' or 'auto'")
         if gamma == "lemma" and self.score == "band":
             raise ValueError("gamma='lemma' is one threshold: set AttentionSettings(score=...)")
         self.whiten = settings.whiten
@@ -331,8 +331,8 @@ class AttentionMembership(MembershipAttack):
         saved = state.get("fingerprint")
         if saved is None or not torch.equal(saved.cpu(), self._fingerprint()):
             raise ValueError(
-                "this state is not of an AttentionMembership with these settings and this public "
-                "text: load it into one with the settings that were saved, or call prepare again"
+                "the state is of other settings or public text: load it into an "
+                "AttentionMembership with these, or call prepare again"
             )
         self._calibration = Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])

@@ -221,8 +221,8 @@ def calibrate(
     if whiten:
         fitted, states = (PublicStates(states.hidden[i::2], states.mask[i::2]) for i in (0, 1))
         states = states.whiten(fit_whitening(fitted.tokens))
-    hint = f"a batch has {batch}: give more, with whiten=True twice as many for the whitening"
-    check_integer("public texts to calibrate on", len(states.hidden), at_least=batch + 1, hint=hint)
+    name, hint = "public texts to calibrate on", "with whiten=True give twice as many"
+    check_integer(name, len(states.hidden), at_least=batch + 1, hint=hint)
     sentence, position = states.draw_tokens(seed)
     rows, gammas, n_decisive = None, torch.zeros(0), CALIBRATED_LEVELS
     if widths is not None:

@@ -225,8 +225,7 @@ class MembershipAttack(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        hint = "0 for the embeddings' output, or the number of a block"
-        self.layer = check_integer("layer", layer, at_least=0, hint=hint)
+        self.layer = check_integer("layer", layer, at_least=0)
         check_choice("granularity", granularity, ("full", "token"))
         self.tokens = check_integer("tokens", tokens)
         self.granularity: Granularity = granularity

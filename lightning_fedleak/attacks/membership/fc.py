@@ -181,9 +181,9 @@ class FCMembership(MembershipAttack):
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
         if tau != "auto":
-            check_number("tau", tau, above=0, hint="a distance, or 'auto'")
+            check_number("tau", tau, above=0, hint="or 'auto'")
         if dead_zone != "auto":
-            check_number("dead_zone", dead_zone, at_least=0, hint="a distance, or 'auto'")
+            check_number("dead_zone", dead_zone, at_least=0, hint="or 'auto'")
         self.tau = tau
         self.dead_zone = dead_zone
         self.ladder = ladder if ladder == "auto" else tuple(float(x) for x in ladder)
@@ -213,9 +213,7 @@ class FCMembership(MembershipAttack):
         prefixes |= PRECISION_BY_PREFIX
         current = next((p for prefix, p in prefixes.items() if name.startswith(prefix)), None)
         if current is None:
-            raise ValueError(
-                f"unknown precision {precision!r}: pass {', '.join(SAFE_DISTANCES)} or a Trainer's"
-            )
+            raise ValueError(f"precision {precision!r} is none of a Trainer's")
         self._precisions["trainer"] = current
 
     def meet(self, facts: RunFacts) -> None:

@@ -118,17 +118,11 @@ class GradientMembership(PassiveMembership):
             ValueError: not a causal model, or one that has neither.
         """
         if anatomy.kind != "causal":
-            raise ValueError(
-                f"attack '{self.name}' computes a text's own gradient, and does not know the "
-                f"labels of a {anatomy.kind} model. Remove it; SubspaceMembership asks without "
-                "labels."
-            )
+            raise ValueError(f"remove attack '{self.name}': it knows no {anatomy.kind} labels")
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
         names = names or [m.name for m in _maps_on_text(anatomy)[:1]]
         if not names:
-            raise ValueError(
-                f"attack '{self.name}' finds no parameter that it could read: remove the attack"
-            )
+            raise ValueError(f"attack '{self.name}' finds no parameter to read: remove it")
         return Surfaces(gradients=tuple(names))
 
     def _select_maps(self, anatomy: Anatomy) -> list[LinearMap]:
@@ -388,10 +382,7 @@ def _gradient_size(gradients: Iterable[Tensor]) -> float:
     """Return the largest absolute value; divided by it, squares stay in range of float32."""
     largest = max(float(g.abs().max()) for g in gradients)
     if largest < MIN_GRADIENT:
-        raise UnusableObservation(
-            "every gradient that is read is zero, or below "
-            f"{MIN_GRADIENT:.0e}, where float32 rounds it off: scale the loss up"
-        )
+        raise UnusableObservation("every gradient that is read is (nearly) zero: scale the loss up")
     return largest
 
 

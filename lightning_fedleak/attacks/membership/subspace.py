@@ -97,10 +97,7 @@ class SubspaceMembership(PassiveMembership):
         """Return the inputs that are used: those with trained maps, if there are any."""
         wide = self._wide_inputs.get(anatomy)
         if not wide:
-            raise ValueError(
-                f"attack '{self.name}' reads linear maps of hidden states, and this model calls "
-                "none once: remove it"
-            )
+            raise ValueError(f"attack '{self.name}' finds no linear map to read: remove it")
         trained = [i for i in wide if i.trainable_maps(anatomy)]
         inputs = [*row_space.first_in_blocks(trained or wide).values()]
         first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
@@ -169,9 +166,7 @@ class SubspaceMembership(PassiveMembership):
         check_fresh(self._facts, view.gradients[-1])
         update = isinstance(view.gradients[-1], UpdateSnapshot)
         if update and self._facts.optimizer_settings.get("weight_decay"):
-            raise UnusableObservation(
-                "this attack subtracts no weight decay; GradientMembership does"
-            )
+            raise UnusableObservation("it subtracts no weight decay; GradientMembership does")
         inputs = self._select_inputs(anatomy)
         bases = [self._loss_term_rows(i, anatomy) for i in inputs]
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]

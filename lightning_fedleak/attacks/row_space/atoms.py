@@ -74,8 +74,8 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     spectrum = torch.linalg.eigh(centred.T @ centred / (n - 1)) if n > d else None
     if spectrum is None or not spectrum[0].median() > 1e-12 * spectrum[0][-1]:
         raise ValueError(
-            f"{n} tokens of public text cannot whiten {d} dimensions, too few or too similar: give "
-            f"more text (at least {2 * d} tokens are advised), or set whiten=False"
+            f"{n} tokens of public text cannot whiten {d} dimensions: give at least {2 * d}, or "
+            "set whiten=False"
         )
     values, vectors = spectrum
     scale = values.median()

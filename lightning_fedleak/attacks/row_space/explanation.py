@@ -356,8 +356,7 @@ class ReadableInput:
         types = None if self.is_factor_b else explain_sparse(rows, atoms, nuisance, self.log_odds)
         if types is None:
             raise Inapplicable(
-                "no words explain the entries that top-k compression left: either the batch has "
-                "more words than a row has such entries, or the entries have noise"
+                "no words explain what top-k compression left (too many words, or noise)"
             )
         scores = self.log_odds.double().clone()  # the chosen types have the highest scores
         scores[types] = 1e6 + torch.arange(len(types), 0, -1, device=scores.device).double()
@@ -493,8 +492,8 @@ class ReadableInput:
             result = explain(atoms, shared, odds)
         if result is None or (math.isnan(result.expected) and not len(result.types)):
             raise Inapplicable(
-                f"the shared rows fill {len(shared.principal)} of the {dims} directions of the "
-                "input, so that no word can be found: the batch has too many types or positions"
+                f"the shared rows fill {len(shared.principal)} of the input's {dims} directions: "
+                "the batch has too many types or positions"
             )
         return result
 

@@ -120,8 +120,7 @@ class InversionAttack(TextAttack):
         self, layer: int, budget_seconds: float | None = None, name: str | None = None
     ) -> None:
         super().__init__(name, budget_seconds)
-        hint = "0 is the embeddings' output, k the output of block k"
-        self.layer = check_integer("layer", layer, at_least=0, hint=hint)
+        self.layer = check_integer("layer", layer, at_least=0)
 
     def meet(self, facts: base.RunFacts) -> None:
         """Store the client's precision and the step at which the fit begins.

@@ -157,10 +157,7 @@ class BottomModel:
                 if p is None:
                     continue
                 if hasattr(p, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
-                    raise TypeError(
-                        f"{type(module).__name__} is sharded (FSDP or tensor parallel), and a copy "
-                        "of the bottom model needs it whole: give the attack one that is not"
-                    )
+                    raise TypeError(f"{type(module).__name__} is sharded, and not copied")
                 if id(p) not in copies:
                     copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()
         self._weights = parameter_places(modules, copies)

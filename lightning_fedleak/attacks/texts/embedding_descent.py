@@ -271,9 +271,7 @@ class EmbeddingDescent(base.InversionAttack):
             check_choice("initial", initial, get_args(Initial), hint="or the id of a token")
         else:
             check_integer("initial", initial, at_least=0)
-        self.sweeps = check_integer(
-            "sweeps", sweeps, at_least=0, at_most=steps, hint="at most one for each step"
-        )
+        self.sweeps = check_integer("sweeps", sweeps, at_least=0, at_most=steps)
         self.initial: Initial | int = initial
         self.likeness: Likeness = likeness
         self.always_try = tuple(always_try)
@@ -297,10 +295,7 @@ class EmbeddingDescent(base.InversionAttack):
         start = [self.initial] if isinstance(self.initial, int) else []
         unknown = [i for i in (*self.always_try, *start) if not 0 <= i < self.bottom.vocab_size]
         if unknown:
-            raise ValueError(
-                f"initial or always_try holds the id {unknown[0]}, but ids of this model are 0 to "
-                f"{self.bottom.vocab_size - 1}: give ids of its tokenizer"
-            )
+            raise ValueError(f"initial or always_try holds the unknown id {unknown[0]}")
         with torch.inference_mode(False), torch.no_grad():
             self._table = _TokenTable.from_embeddings(self.bottom.word_embeddings())
             if self.initial == "readout":

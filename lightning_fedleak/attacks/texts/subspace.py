@@ -143,18 +143,12 @@ class SubspaceTexts(TextAttack):
         names = {name for name, _ in text_blocks(anatomy)}
         inputs = [shared_input for block, shared_input in blocks.items() if block in names]
         if len(inputs) < 2:
-            raise ValueError(
-                f"attack '{self.name}' orders words by the second block's projections, and this "
-                "model has no second block with linear maps that are called once: remove the attack"
-            )
+            raise ValueError(f"attack '{self.name}' finds no maps of a second block: remove it")
         if sees_no_later(anatomy):
             return None, inputs[1:]
         first = next((k for k in self._words.inputs(anatomy) if k.positional), None)
         if first is None or first.reader is not inputs[0].reader:
-            raise ValueError(
-                f"attack '{self.name}' reads an encoder's texts where positions are added to the "
-                "first block's embeddings, which they are not in this model: remove it"
-            )
+            raise ValueError(f"remove attack '{self.name}': no positions are added to embeddings")
         return first, inputs
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
@@ -209,16 +203,14 @@ class SubspaceTexts(TextAttack):
             steps = LocalSteps.from_facts(self._facts)
             if steps is None or not steps.sums(fresh=update.fresh):
                 raise UnusableObservation(
-                    "whole texts are recovered from gradients, or rounds of SGD without weight "
-                    "decay, whose momentum begins at 0 (optimizer.state.clear()): measure the "
-                    "gradients of single steps (omit local_steps)"
+                    "texts need gradients (omit local_steps), or SGD without weight decay and with "
+                    "optimizer.state.clear() where a round begins"
                 )
         bottom = self._copy
         maps = [m for block in bottom.inputs for m in block.trainable_maps(bottom.anatomy)]
         if any(m.regularised for m in maps):
             raise Inapplicable(
-                "AdaLoRA's loss regularises A, and this attack cannot subtract that from the rows "
-                "of later blocks: use SubspaceWords, or LoRA instead of AdaLoRA"
+                "AdaLoRA's loss regularises A: use SubspaceWords, or LoRA instead of AdaLoRA"
             )
         words = self._words.run(view)
         autocast = self._facts.autocast
@@ -226,9 +218,7 @@ class SubspaceTexts(TextAttack):
         first = self._readable.get(bottom.anatomy)[0]
         if view.gradients[-1].compression == "topk":
             if first is not None:
-                raise Inapplicable(
-                    "an encoder's texts are recovered from whole rows, and top-k sends only parts"
-                )
+                raise Inapplicable("an encoder's texts are recovered from whole rows, not top-k's")
             bottom.row_places, shared = subspace_rows.kept_rows(bottom, view)
             whitenings = bottom.whitenings(self.seed)
         else:

@@ -74,9 +74,7 @@ class EncoderSearch:
     ) -> None:
         largest = CERTIFICATE.largest_share
         if any(len(rows.principal) >= largest * rows.whole.shape[1] for rows in shared):
-            raise UnusableObservation(
-                "what was shared fills the space of hidden states: too many tokens"
-            )
+            raise UnusableObservation("too many tokens: they fill the space of hidden states")
         self.bottom, self.first_input = bottom, first_input
         self.shared, self.bag = shared, bag
         self.whitening = whitening

@@ -224,7 +224,7 @@ class AlignedFlatChat(base.Attack):
         """Return a calibration fitted on public gradients or on the optimizer's public updates."""
         parts = self._parts(anatomy)
         steps = self._adaptive_steps
-        check_integer("public texts to learn from", parts.n_sentences, at_least=4, hint="give more")
+        check_integer("public texts to learn from", parts.n_sentences, at_least=4)
         if steps is None:
             weight, bias = head_parameters(anatomy)
             return rehearse(parts, weight, bias, generator, self._fitted_compression)
@@ -311,14 +311,12 @@ class AlignedFlatChat(base.Attack):
                 return self._read_update(gradient)
         if steps is not None:
             raise base.UnusableObservation(
-                f"the readout is fitted on updates of {steps.optimizer.__name__}, and "
-                "this is a gradient: omit local_steps to attack gradients"
+                "the readout is fitted on updates: omit local_steps to attack gradients"
             )
         guess = self._read_gradient(gradient)
         if not len(guess.types) and not snapshot.noise_std > 0:
             raise base.UnusableObservation(
-                "the rows of the head's gradient are not zero, but none could be assigned to a "
-                "used type, and no defence reports added noise: leakage is unknown"
+                "no row of the head's gradient could be assigned to a used type"
             )
         return guess
 

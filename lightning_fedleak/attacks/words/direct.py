@@ -145,10 +145,7 @@ class BagOfWords(base.Attack):
         if not steps.settings.get("weight_decay"):
             return shared
         if not steps.decays_apart:
-            raise base.UnusableObservation(
-                f"{steps.optimizer.__name__} divides weight decay as it does gradients, so that "
-                "rows of words that were not read change too: use AdamW, or weight_decay=0"
-            )
+            raise base.UnusableObservation("its weight decay changes unread rows: use AdamW")
         before = self._before[name]
         is_factor = name != EMBEDDING_WEIGHT
         change, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
@@ -254,10 +251,7 @@ class BiasSign(base.Attack):
             ValueError: the head has none.
         """
         if anatomy.parameter(HEAD_BIAS) is None:
-            raise ValueError(
-                f"attack '{self.name}' reads the gradient of the output head's bias, and this "
-                "model's head has no bias. Remove the attack; FlatChat reads the head's weight."
-            )
+            raise ValueError(f"remove attack '{self.name}': the head has no bias")
         return base.Surfaces(gradients=(HEAD_BIAS,))
 
     def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:

@@ -303,11 +303,7 @@ def normalized_row_sums(gradient: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(s)
     base.check_readable(norm, "the head's gradient")
     if _is_rounding(gradient.detach(), sums):
-        raise base.UnusableObservation(
-            "the row sums of the head's gradient are rounding errors: all hidden states sum to "
-            "zero, as behind a LayerNorm that is not trained yet. AlignedFlatChat reads another "
-            "direction"
-        )
+        raise base.UnusableObservation("hidden states sum to zero: use AlignedFlatChat")
     return s.div_(norm)
 
 
@@ -514,10 +510,7 @@ class FlatChat(base.Attack):
         if not self.predicts:
             return
         if self.public_text is None:
-            raise ValueError(
-                f"attack '{self.name}' predicts the number of types from public text, and there is "
-                "none: pass FlatChat(public_text=...), or assume FlatChat(n_types=...)."
-            )
+            raise ValueError("pass FlatChat(public_text=...) or FlatChat(n_types=...)")
         text = self.public_text
         if isinstance(text, str):
             sentences, length = (max(sizes) for sizes in zip(*self.shapes, strict=True))

@@ -153,8 +153,7 @@ class SubspaceWords(base.Attack):
         inputs = self._inputs.get(anatomy)
         if not inputs:
             raise ValueError(
-                f"attack '{self.name}' reads linear maps whose input a token determines, and this "
-                "model has none (are they no nn.Linear?): remove it"
+                f"attack '{self.name}' finds no nn.Linear whose input a token determines: remove it"
             )
         return inputs
 
@@ -385,10 +384,7 @@ class SubspaceWords(base.Attack):
         steps = LocalSteps.from_facts(facts)
         if steps is not None and not steps.linear and not steps.invertible:
             raise Inapplicable(
-                f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of "
-                f"{steps.optimizer.__name__} divides gradients entry by entry, so that its rows "
-                "are no combinations of inputs; measure rounds of one step (local_steps=1) or "
-                "gradients of single steps (omit local_steps)"
+                f"rounds of {steps.optimizer.__name__} are not read: omit local_steps"
             )
 
     def _as_gradients(
@@ -440,11 +436,7 @@ class SubspaceWords(base.Attack):
             row_space.refuse_zeros(m for r in self._readable for m in r.maps)
         sizes = (errors[n] < _MAX_ENTRY_ERROR * gradients[n].abs() for n in shared)
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
-            raise base.UnusableObservation(
-                f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone here: "
-                "noise hides its sizes, or the rounding of stored weights (half precision, a small "
-                "learning rate); measure gradients of single steps (omit local_steps)"
-            )
+            raise base.UnusableObservation("noise or rounding hides all but signs of the step")
         return replace(update, tensors=gradients), errors
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -196,9 +196,8 @@ class Accountant(_Ledger):
         counts = self._counts
         if counts and (noise_multiplier, sample_rate) not in counts:
             raise DefenseError(
-                f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} differ from "
-                f"those of earlier releases, {sorted(counts)}. If they were fixed before the run, "
-                "pass planned=True, else use a RenyiFilter."
+                f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} are not those "
+                "of earlier releases: pass planned=True if fixed before, else use a RenyiFilter"
             )
 
     def epsilon(self, delta: float, *, slack: float = 0.0) -> float:
@@ -348,11 +347,7 @@ class RenyiFilter(_Ledger):
             DefenseError: The releases would exceed the budget. Nothing is counted.
         """
         if not self.allows(noise_multiplier, sample_rate, count):
-            raise DefenseError(
-                f"{count} more release{'s' * (count > 1)} at noise_multiplier={noise_multiplier!r} "
-                f"would exceed (epsilon={self.epsilon:g}, delta={self.delta:g}) after {self.steps} "
-                "releases: stop, or increase the noise"
-            )
+            raise DefenseError(f"one more release would exceed epsilon={self.epsilon:g}: stop")
         self.record(noise_multiplier, sample_rate, count)
 
     def counter(self, noise_multiplier: float, sample_rate: float) -> Callable[[], None]:
@@ -372,21 +367,15 @@ class RenyiFilter(_Ledger):
             DefenseError: The state has another budget or order; both are fixed before the run.
         """
         if "orders" in state:
-            epsilon, delta = float(state["epsilon"]), float(state["delta"])
-            if (epsilon, delta) != (self.epsilon, self.delta):
-                raise DefenseError(
-                    f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}): "
-                    f"continue with it, not with (epsilon={self.epsilon!r}, delta={self.delta!r})"
-                )
             orders = torch.as_tensor(state["orders"], dtype=torch.float64).tolist()
             if len(orders) == 1 and self.order is None:
                 (self.order,), self._restored = orders, True
-            if orders and orders != [self.order]:
-                advice = (
-                    "use that order, or begin a new run" if len(orders) == 1 else "begin a new run"
-                )
+            earlier = [float(state["epsilon"]), float(state["delta"]), *orders]
+            own = [self.epsilon, self.delta, *[self.order] * bool(orders)]
+            if earlier != own:
                 raise DefenseError(
-                    f"order={self.order} differs from that of the checkpoint, {orders}: {advice}"
+                    f"the checkpoint's epsilon, delta and order are {earlier}, not {own}: continue "
+                    "with them, or begin a new run"
                 )
         super().load_state_dict(state)
 
@@ -434,8 +423,5 @@ def best_order(
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best_index = int(np.nanargmax(releases))
     if not releases[best_index] >= 1 or noise_multiplier < accounting.MIN_NOISE:
-        raise DefenseError(
-            f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
-            f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"
-        )
+        raise DefenseError(f"not one release at {noise_multiplier=} fits: more noise is needed")
     return renyi.ORDERS[best_index]

@@ -18,7 +18,7 @@ from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting.account import Accountant, RenyiFilter
 from lightning_fedleak.defenses.accounting.ledger import LedgerPath
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
-from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
+from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 
 # The reported epsilon may include this share of further releases, so that PRV is called rarely.
@@ -199,10 +199,8 @@ class Budget:
             sigma, rate, _ = account.history[-1]
             raise DefenseError(
                 f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
-                f"not those of the {account.steps} releases before, {sigma:g} and {rate:g} (noise "
-                f"of a seed counts as 0). With accountant={self.kind!r} they must not change. "
-                "Continue with that noise, batch_size and data, or begin a new run "
-                "(accountant='filter' lets them change)."
+                f"not those of the {account.steps} releases before, {sigma:g} and {rate:g}: "
+                "continue with those, or begin a new run (accountant='filter' lets them change)"
             )
         if self.target_epsilon is None or self.delta is None or account.steps <= self._covered:
             return
@@ -210,9 +208,8 @@ class Budget:
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
                 f"{self.owner}: the {account.steps} releases of the checkpoint or ledger cost "
-                f"epsilon={epsilon:.4g} at delta={self.delta} already, more than "
-                f"target_epsilon={self.target_epsilon}. Raise it, or begin a new run from a model "
-                "that this data did not train."
+                f"epsilon={epsilon:.4g} already: raise target_epsilon={self.target_epsilon}, or "
+                "begin a new run from a model that this data did not train"
             )
 
     def check_affords_another(self) -> None:
@@ -224,8 +221,7 @@ class Budget:
         if not self.affords_another():
             raise BudgetSpent(
                 f"{self.owner}: after {self.accountant.steps} releases one more would cost more "
-                f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
-                "made; the weights are those of the last."
+                f"than target_epsilon={self.target_epsilon}; it was not made"
             )
 
     def affords_another(self) -> bool:
@@ -289,19 +285,12 @@ class Budget:
         sampling = state.get("sampling", self.sampling)
         # Keys in states of earlier versions, of rules that no longer exist.
         removed_keys = {"truncated_at", "factors", "mechanism"}
-        refusals = {
-            f"{'' if was_filter else 'not '}made under accountant='filter', but this run has "
-            f"accountant={self.kind!r}. A budget holds from the first release on: use the "
-            "accountant of the checkpoint, or begin a new run.": (
-                was_filter != (self.kind == "filter")
-            ),
-            f"accounted with sampling={sampling!r}, but this run has {self.sampling!r}. Sample as "
-            "before, or begin a new run.": sampling != self.sampling,
-            "drawn or noised by a rule that is gone (truncated batches, a noise schedule, "
-            "correlated noise). Begin a new run.": removed_keys & state.keys(),
-        }
-        owner = f"{self.owner}: the checkpoint's {releases or n_recorded} releases were "
-        refuse(owner, refusals if releases or n_recorded else {})
+        is_other = was_filter != (self.kind == "filter") or sampling != self.sampling
+        if (releases or n_recorded) and (is_other or removed_keys & state.keys()):
+            raise DefenseError(
+                f"{self.owner}: the checkpoint's {releases or n_recorded} releases were made with "
+                "another accountant, sampling or noise: continue with them, or begin a new run"
+            )
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
             # `privacy` needs both before the data are known.

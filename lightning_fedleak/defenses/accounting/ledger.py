@@ -87,29 +87,17 @@ def client_path(path: LedgerPath, client: int, clients: int, unit: str) -> Path:
             may have belonged to another client there, and that cost would not be counted.
     """
     path = Path(path)
-    ending = {"example": "", "user": ".users"}[unit]
+    unit_ending = {"example": "", "user": ".users"}[unit]
+    of_clients = f"-of-{clients}" if clients > 1 else ""
     for existing in sorted(path.parent.glob(f"{glob.escape(path.name)}*")):
-        suffix = _ENDING.fullmatch(existing.name, len(path.name))
-        if suffix and (suffix[1] or "") != ending and existing.is_file():
-            raise DefenseError(
-                f"ledger={str(existing)!r} was written for another unit of privacy than {unit!r}, "
-                f"or for batches drawn otherwise. {_GO_ON}"
-            )
-    path = path.with_name(path.name + ending)
-    if clients > 1:
-        _exists(path)  # raises an error for a folder or a pipe
-    ending = f"-of-{clients}"
-    client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
-    files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
-    other_files = [p for p in files if clients == 1 or not p.name.endswith(ending)]
-    if clients > 1 and path.exists():
-        other_files.append(path)
-    if other_files:
-        raise DefenseError(
-            f"ledger={str(other_files[0])!r} was written with another number of clients "
-            f"than {clients}. {_GO_ON}"
-        )
-    return client_file
+        if suffix := _ENDING.fullmatch(existing.name, len(path.name)):
+            other_unit, number = suffix[1] or "", (suffix[2] or "").partition("-")
+            if (other_unit, "".join(number[1:])) != (unit_ending, of_clients):
+                raise DefenseError(
+                    f"ledger={str(existing)!r} was written for another unit of privacy than "
+                    f"{unit!r}, or another number of clients than {clients}. {_GO_ON}"
+                )
+    return path.with_name(f"{path.name}{unit_ending}{of_clients and f'.{client}{of_clients}'}")
 
 
 def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
@@ -150,21 +138,11 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
 
 def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:
     """Raise a DefenseError if the noise multiplier, sample rate or count is invalid."""
-    hint = "the noise's standard deviation over the clip norm"
-    check_number("noise_multiplier", noise_multiplier, at_least=0, hint=hint)
-    hint = "the chance of each example to be in a batch: mean batch size over number of examples"
-    check_number("sample_rate", sample_rate, above=0, at_most=1, hint=hint)
-    check_count(count, "count")
-
-
-def check_count(value: float, name: str) -> None:
-    """Raise a DefenseError unless the value is a whole number of at least 1.
-
-    A count may be a float, as in the tensors of a checkpoint.
-    """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    check_integer(name, value)
+    check_number("noise_multiplier", noise_multiplier, at_least=0)
+    check_number("sample_rate", sample_rate, above=0, at_most=1)
+    # A count may be a float, as in the tensors of a checkpoint.
+    whole = isinstance(count, float) and count.is_integer()
+    check_integer("count", int(count) if whole else count)
 
 
 def _exists(path: Path) -> bool:
@@ -185,8 +163,8 @@ def _check_file(path: Path, mode: int) -> None:
     """Raise an error unless a file's mode is that of a regular file."""
     if not stat.S_ISREG(mode):
         raise DefenseError(
-            f"ledger={str(path)!r} is a folder, a link, a device, a pipe or a socket: give the "
-            "path of a file on a disk, which need not exist yet"
+            f"ledger={str(path)!r} is no regular file: give the path of a file on a disk, which "
+            "need not exist yet"
         )
 
 
@@ -233,8 +211,8 @@ def _parse_line(path: Path, line: bytes) -> tuple[Event, int]:
         return event, count
     except ValueError:
         raise DefenseError(
-            f"ledger={str(path)!r} is not a ledger: one of its lines is not a release. The file is "
-            "unchanged. Give a path that nothing else writes to, or that does not exist yet"
+            f"ledger={str(path)!r} is not a ledger, and is unchanged: give a path that nothing "
+            "else writes to"
         ) from None
 
 
@@ -289,7 +267,7 @@ def _changed_error(path: Path) -> DefenseError:
     """Return the error for a file that something else has changed."""
     return DefenseError(
         f"ledger={str(path)!r} was changed by something else since it was read: the release was "
-        "not made. Use a separate path for each run, or run one after the other"
+        "not made. Use a separate path for each run"
     )
 
 

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.extras import install
+from lightning_fedleak.extras import require_package
 
 Floats = NDArray[np.float64]
 
@@ -138,10 +138,8 @@ def conversion_terms(delta: float) -> Floats:
 
 def check_opacus() -> None:
     """Raise a :class:`DefenseError` if Opacus is missing."""
-    try:
+    with require_package("dp", "accounting for DP-SGD needs Opacus", DefenseError):
         import opacus.accountants  # noqa: F401
-    except ImportError as error:
-        raise DefenseError(f"accounting for DP-SGD needs Opacus: {install('dp')}") from error
 
 
 @functools.lru_cache(maxsize=256)

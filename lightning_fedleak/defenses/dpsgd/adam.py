@@ -62,9 +62,8 @@ class DPAdamBC(Optimizer):
         defaults |= {"weight_decay": weight_decay, "floor": floor}
         for name in ("lr", "eps", "weight_decay"):
             check_number(f"DPAdamBC: {name}", defaults[name], at_least=0)
-        for index, beta in enumerate(betas):
-            name = f"DPAdamBC: betas[{index}]"
-            check_number(name, beta, at_least=0, below=1)
+        for beta in betas:
+            check_number("DPAdamBC: each of betas", beta, at_least=0, below=1)
         check_number("DPAdamBC: floor", floor, above=0, at_most=1)
         self._variances: Mapping[Tensor, float] | None = None
         super().__init__(params, defaults)
@@ -79,8 +78,7 @@ class DPAdamBC(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise DefenseError(
-                    f"DPAdamBC: moments in {parameter.dtype} are too coarse to subtract the "
-                    "noise's variance. Train in '32-true' or 'bf16-mixed'."
+                    f"DPAdamBC: {parameter.dtype} is too coarse: train in '32-true' or 'bf16-mixed'"
                 )
 
     def set_noise(self, variances: Mapping[Tensor, float]) -> None:
@@ -113,8 +111,8 @@ class DPAdamBC(Optimizer):
         variances, self._variances = self._variances, None
         if variances is None and any(group["lr"] != 0 for group in self.param_groups):
             raise DefenseError(
-                "DPAdamBC: no DPSGD has passed the variance of the noise on these gradients. Train "
-                "under DefendedStrategy(..., [DPSGD(...)]), or use AdamW."
+                "DPAdamBC: no DPSGD has passed the noise's variance: train under "
+                "DefendedStrategy(..., [DPSGD(...)]), or use AdamW"
             )
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -129,10 +127,8 @@ class DPAdamBC(Optimizer):
                 if variances is None:
                     continue  # a step at lr=0, by which torch creates the state before saving it
                 if parameter not in variances:
-                    raise DefenseError(
-                        f"DPAdamBC: a gradient of shape {tuple(parameter.shape)} was not released "
-                        "by DPSGD, so the variance of its noise is unknown."
-                    )
+                    shape = tuple(parameter.shape)
+                    raise DefenseError(f"DPAdamBC: a {shape} gradient was not released by DPSGD")
                 _update(parameter, state, group, variances[parameter])
         return loss
 

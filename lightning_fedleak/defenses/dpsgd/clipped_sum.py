@@ -86,8 +86,7 @@ class QuantileClip:
         check_number("QuantileClip: initial", self.initial, above=0)
         check_number("QuantileClip: quantile", self.quantile, above=0, below=1)
         check_number("QuantileClip: learning_rate", self.learning_rate, above=0)
-        hint = "one example changes the count of unclipped gradients by 1/2"
-        check_number("QuantileClip: count_noise", self.count_noise, above=0.5, hint=hint)
+        check_number("QuantileClip: count_noise", self.count_noise, above=0.5)
 
     @property
     def gradient_noise(self) -> float:
@@ -122,10 +121,7 @@ class QuantileClip:
             DefenseError: There are several clients. The message says what to use instead.
         """
         if clients > 1:
-            raise base.DefenseError(
-                f"QuantileClip: {clients} clients would have different clip norms, but noise is "
-                "computed for a common one. Use client='world', or a fixed clip norm."
-            )
+            raise base.DefenseError("QuantileClip for several clients needs client='world'")
 
 
 MaxGradNorm = float | Literal["auto"] | QuantileClip
@@ -378,16 +374,14 @@ class ClippedSum:
         Raises:
             DefenseError: The number of samples is not that of the batch, or the unit is a user.
         """
-        if self._users is not None:
+        earlier = self._earlier
+        count = len(self.norms) + (0 if earlier is None else earlier.rows.shape[1])
+        if self._users is not None or len(samples) != count:  # one sample would be broadcast
             raise base.DefenseError(
-                "DPSGD: a canary is one row, but unit=Users() clips all rows of a user together"
+                f"DPSGD: the canary has {len(samples)} samples, and the batch {count} of one row"
             )
         rows = torch.stack([self.norms, self.mean_weights])
-        norms, weights = rows if self._earlier is None else torch.cat([self._earlier.rows, rows], 1)
-        if len(samples) != len(norms):  # a single sample would be broadcast to all
-            raise base.DefenseError(
-                f"DPSGD: the canary has {len(samples)} samples, and the batch has {len(norms)}"
-            )
+        norms, weights = rows if earlier is None else torch.cat([earlier.rows, rows], 1)
         samples = samples * weights.to(samples)[:, None, None]
         total_norms = torch.hypot(samples.norm(dim=2), norms.to(samples)[:, None])
         factors = self.clip.factors(total_norms) / divisor
@@ -497,10 +491,9 @@ class ClippedSum:
             if is_nonzero:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
-                    f"DPSGD: the gradient of '{name}' came from no recorded layer in "
-                    "training_step: its layer was added after setup, its output was changed in "
-                    "place (write y = y + x), or the parameter is used outside of its module's "
-                    "forward. Nothing was released."
+                    f"DPSGD: the gradient of '{name}' came from no recorded layer; nothing was "
+                    "released. Use it in its module's forward, add the module before setup, and do "
+                    "not change its output in place (write y = y + x)."
                 )
 
     def check_complete(
@@ -538,8 +531,7 @@ class ClippedSum:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
                     f"DPSGD: the gradient of '{name}' is not the sum of its recorded per-sample "
-                    "gradients: the parameter is also used outside of its module's forward, or a "
-                    "hook changes gradients. Nothing was released."
+                    "gradients: use it only in its module's forward. Nothing was released."
                 )
         return True
 

@@ -26,7 +26,6 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     Privacy,
     State,
-    refuse,
 )
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
@@ -233,7 +232,7 @@ class DPSGD(Defense):
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta) of one example; raise an error if the unit is a user."""
         if self.users is not None:
-            raise DefenseError("its unit is a user, but rows were held out: hold out whole users")
+            raise DefenseError("its unit is a user, but rows were held out")
         return self._budget.curve()
 
     def harden(self) -> str | None:
@@ -443,13 +442,10 @@ class DPSGD(Defense):
             DefenseError: The canary belongs to other samples than the batch, or already has noise.
         """
         step = self._fit_step
-        refusals = {
-            "a canary cannot be computed over several processes of one client; use client='rank', "
-            "or one process": self._team.size > 1,
-            "the canary already has noise, which cannot be clipped per sample: put DPSGD before "
-            "the defence that added it": canary.noise is not None,
-        }
-        refuse("DPSGD: ", refusals)
+        if self._team.size > 1 or canary.noise is not None:
+            raise DefenseError(
+                "DPSGD: a canary needs client='rank' or one process, and DPSGD before other noise"
+            )
         clipped = step.clipped(parameters, context)
         released = clipped.with_canary(canary.samples, step.sampling.expected)
         std = self.noise_std(context)
@@ -522,8 +518,7 @@ class DPSGD(Defense):
 
         if sampling.rate == 1:
             raise DefenseError(
-                "DPSGD: check needs batches that are random samples, but each batch holds all "
-                "examples: omit check, or pass a smaller batch_size"
+                "DPSGD: check needs a smaller batch_size, because each batch holds all examples"
             )
         norm, privacy = self._clip.norm, self.privacy
         claim = PrivacyClaim(

@@ -77,22 +77,20 @@ def _refusals(module: nn.Module) -> dict[str, object]:
     is_many = isinstance(module, nn.ModuleList | nn.ModuleDict) or any(p.dim() == 3 for p in params)
     is_stacked, trained = is_experts(module), any(p.requires_grad for p in module.parameters())
     return {
-        "adds its router's auxiliary loss, which is of a whole batch, so that it couples examples. "
-        "Set `model.config.output_router_logits = False`.": (
+        "adds a loss of the whole batch. Set `model.config.output_router_logits = False`.": (
             returns_loss and any(getattr(config, key, 0) for key in _COEFFICIENTS)
         ),
         "drops tokens of one example if other examples fill an expert. Use another model.": (
             getattr(config, "model_type", "") == "nllb-moe"
         ),
-        f"normalises the output of each expert, or splits experts over processes. {_MEND}": (
-            is_stacked and (module.has_post_expert_norm or module._is_expert_parallel)
+        f"holds experts in a form without per-sample gradients. {_MEND}": (
+            module.has_post_expert_norm or module._is_expert_parallel
+            if is_stacked
+            else trained and in_transformers and "Experts" in name and is_many
         ),
-        "holds experts in another form than transformers' `use_experts_implementation`, so it is "
-        f"unknown which example each row of an expert belongs to. {_MEND}": (
-            trained and in_transformers and "Experts" in name and is_many and not is_stacked
+        "adapts a stacked parameter. Use target_modules, or modules_to_save=['experts'].": (
+            trained and name == "ParamWrapper"
         ),
-        "adapts a stacked parameter (PEFT's target_parameters), which has no per-sample gradients. "
-        "Use target_modules, or modules_to_save=['experts'].": trained and name == "ParamWrapper",
     }
 
 
@@ -149,8 +147,7 @@ def by_row(
     matrices = getattr(module, up_name).detach(), module.down_proj.detach()
     if any(isinstance(matrix, DTensor) for matrix in matrices):
         raise DefenseError(
-            "DPSGD: experts are sharded (FSDP2) when their gradient is computed, but DPSGD needs "
-            "their whole weights then. Shard the block around them instead."
+            "DPSGD: experts are sharded (FSDP2) in backward. Shard the block around them instead."
         )
     up, down = (m if module.is_transposed else m.mT for m in matrices)  # (E, in, out)
     ids, choices = index.flatten(), index.shape[-1]
@@ -266,8 +263,8 @@ def _check_sums(name: str, module: Any, rule: Any) -> None:
         except Exception as error:
             raise DefenseError(
                 f"DPSGD: '{name}' ({type(module).__name__}) cannot be run on a random input "
-                f"({error}). If the cause is that grouped_mm has no float64, call "
-                f'model.set_experts_implementation("eager"). {_MEND}'
+                f'({error}). Call model.set_experts_implementation("eager") if grouped_mm has no '
+                f"float64. {_MEND}"
             ) from error
     parts = rule(module, (x, *arguments) if is_experts(module) else x, upstream, _SAMPLES)
     precise = like.element_size() >= 4
@@ -280,7 +277,6 @@ def _check_sums(name: str, module: Any, rule: Any) -> None:
         total = weighted_sum(samples, torch.ones(_SAMPLES), parameter.shape, zeros)
         if not float((total - expected).norm()) <= limit:
             raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) does not compute like the experts and "
-                f"routers of transformers: the per-sample gradients of '{key}' do not add up to "
-                f"its gradient. {_MEND}"
+                f"DPSGD: '{name}' ({type(module).__name__}): the per-sample gradients of '{key}' "
+                f"do not add up to its gradient. {_MEND}"
             )

@@ -237,10 +237,7 @@ class LossCheck:
         """Return whether nodes below this one are below a mean; raise an error for a wrong node."""
         if name.startswith(_REENTRANT):
             raise DefenseError(_CHECKPOINTING)
-        reason = (
-            "a parameter enters the loss other than through its layer (a penalty on weights "
-            "belongs into the optimizer's weight_decay)"
-        )
+        reason = "a parameter enters it other than through its layer (use weight_decay)"
         _refuse_if(name.endswith("AccumulateGrad"), reason)
         if below_mean or name in _LIKELIHOODS | _ELEMENTWISE:
             self.is_per_sample = self.is_per_sample and _is_per_sample(node, name, samples)
@@ -249,8 +246,7 @@ class LossCheck:
         if name in _SUM_OPS:
             self._check_constant(f"{path}/{name}", float(node._saved_alpha))
         if below_mean:
-            reason = "selects terms before the mean, and it is not known how many of each sample"
-            _refuse_if(name in _SELECTIONS, f"{name} {reason}")
+            _refuse_if(name in _SELECTIONS, f"{name} selects terms before the mean")
             return True
         if name in _LIKELIHOODS:
             self._means.append(_label_mask(node, samples))
@@ -274,9 +270,7 @@ class LossCheck:
             self.is_per_sample = False
             return False
         if name.startswith("CompiledFunction"):
-            raise _loss_error(
-                "torch.compile has compiled it. Compile the model's blocks, and not training_step"
-            )
+            raise _loss_error("torch.compile has compiled it: compile the model's blocks instead")
         raise _loss_error(f"{name} is between the loss and its mean over samples")
 
     def _check_scale(self, node: Any, path: str, samples: int) -> None:
@@ -295,11 +289,8 @@ class LossCheck:
     def _check_constant(self, path: str, value: float) -> None:
         """Raise an error if the factor at a path of the graph was different in an earlier step."""
         earlier = self._constants.setdefault(path, value)
-        _refuse_if(
-            earlier != value,
-            f"it is scaled by a number that was {earlier:g} in an earlier step and is now "
-            f"{value:g} (the weight of a schedule looks the same)",
-        )
+        reason = f"it is scaled by a number that changes from step to step, {earlier:g}, {value:g}"
+        _refuse_if(earlier != value, reason)
 
 
 def skip_ddp_node(loss: Tensor) -> Tensor | GradientEdge:
@@ -376,8 +367,7 @@ def check_isolation(
         if gradient is not None and _reaches_other_samples(gradient, sample, samples):
             raise DefenseError(
                 f"DPSGD: the gradient of sample {sample} reaches rows of '{call.name}' of other "
-                "samples: samples are mixed, or the first dimension of its input does not count "
-                "them (position ids may have shape (1, T)). Change that, or freeze the layer."
+                "samples. Let its input's first dimension count samples, or freeze the layer."
             )
 
 
@@ -417,10 +407,7 @@ def _find_mixing(
         raise _loss_error(f"its second derivative cannot be computed ({error})") from error
     for call, gradient in zip(top_calls, second_derivatives, strict=True):
         if gradient is not None and _reaches_other_samples(gradient, sample, samples):
-            return _loss_error(
-                f"the loss of one sample depends on the output of '{call.name}' for other samples, "
-                "as in contrastive learning"
-            )
+            return _loss_error(f"one sample's loss depends on others' outputs of '{call.name}'")
     return None
 
 
@@ -566,14 +553,12 @@ def mean_of_sample_means(
     Raises:
         ValueError: The shapes do not match.
     """
-    if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
+    if labels.shape != logits.shape[:-1] or labels.dim() < 1 or (causal and labels.dim() != 2):
         raise ValueError(
-            f"mean_of_sample_means: labels of shape {tuple(labels.shape)} do not match logits "
-            f"of shape {tuple(logits.shape)}; labels need all dimensions of logits but the last"
+            "mean_of_sample_means: logits need the shape (B, T, V), or (B, V) without causal, and "
+            f"labels that without V; got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
     if causal:
-        if logits.dim() != 3:
-            raise ValueError("mean_of_sample_means: causal=True needs logits (B, T, V)")
         # Labels are shifted, not logits, which would be copied with their gradients.
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     samples = len(labels)

@@ -163,11 +163,7 @@ class UserBatchSampler(PoissonBatchSampler):
             DefenseError: The next drawn batch has another number of rows.
         """
         if not self._counts or sum(self._counts[0]) != samples:
-            raise DefenseError(
-                f"DPSGD: training_step got {samples} rows, but the next batch that was drawn has "
-                "another number of rows. Train on every batch once, in the order in which the "
-                "loader makes them (in_order=True)."
-            )
+            raise DefenseError("DPSGD: train on every batch once, in order (in_order=True)")
         return self._counts.popleft()
 
     def user_rows(self, user: int, step: int) -> list[int]:
@@ -225,7 +221,7 @@ class EmptyCollate:
         if len(sizes) == 1 and sizes != {self.rows * len(examples)}:
             raise DefenseError(
                 f"the collate function made {sizes.pop()} rows of {len(examples)} examples: let it "
-                f"make {self.rows} for each, and split or pack texts in the dataset."
+                f"make {self.rows} for each"
             )
         return batch
 

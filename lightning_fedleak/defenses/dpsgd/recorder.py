@@ -29,10 +29,7 @@ from lightning_fedleak.model.taps.hooks import taps_paused
 SMALL_BATCH = 5
 
 # Added to an error of training_step: {0} are the layers' names, {1} is the number of samples.
-_EXPANDED = (
-    "DPSGD: {0} was called with one row for all samples, and DPSGD expanded it to one row for each "
-    "of the {1} samples. If the error comes from that, pass one row for each sample, or freeze it."
-)
+_EXPANDED = "DPSGD: if the cause is that {0} got one row for all {1} samples, pass one for each."
 
 
 def _first_prompts(
@@ -166,8 +163,7 @@ class Recorder:
         """
         if len(self._lone_samples) == self.samples > 1:
             self._failure = DefenseError(
-                f"DPSGD: training_step ran each of the {self.samples} samples in a call of its "
-                "own. Run the whole batch in one call."
+                f"DPSGD: run the {self.samples} samples in one call, not each in one of its own"
             )
         if self._failure is not None:
             raise self._failure
@@ -383,18 +379,15 @@ class Recorder:
                 or are no multiple of the number of samples.
         """
         if any(not isinstance(value, Tensor) or value.dim() == 0 for value in (inputs, output)):
-            raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) does not take one tensor and return "
-                "one, so its per-sample gradients cannot be computed. Freeze it."
-            )
+            raise DefenseError(f"DPSGD: '{name}' does not take and return one tensor: freeze it")
         if module in self._expanded_layers:
             return -1
         rows = len(inputs)
         if len(output) != rows or rows % self.samples:
             raise DefenseError(
                 f"DPSGD: in a batch of {self.samples} samples '{name}' ({type(module).__name__}) "
-                f"has {rows} rows of input and {len(output)} of output. The first dimension of a "
-                "trainable layer must count samples. Change that, or freeze the layer."
+                f"has {rows} rows of input and {len(output)} of output: let the first dimension "
+                "count samples, or freeze the layer"
             )
         return rows // self.samples
 
@@ -451,12 +444,9 @@ class Recorder:
         if foreign and (
             samples < SMALL_BATCH or not _involve_one_sample(matches[foreign], owners[foreign])
         ):
-            index, match = foreign[0], int(matches[foreign[0]].int().argmax())
             raise DefenseError(
-                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples. Row {index} would "
-                f"be counted for sample {index // rows}, but it is a row of sample {match}. Put "
-                "the rows of a sample next to each other: torch.stack([a, b], 1).flatten(0, 1), "
-                "not torch.cat([a, b])."
+                f"DPSGD: '{name}' gets row {foreign[0]} for another sample. Put the rows of a "
+                "sample side by side: torch.stack([a, b], 1).flatten(0, 1), not torch.cat([a, b])."
             )
 
     def _zero_gradient(self, gradient: Tensor) -> Tensor | None:
@@ -559,12 +549,7 @@ def count_samples(batch: Any) -> int:
     """
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
-        content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
-        raise DefenseError(
-            f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
-            "counted. A batch must be a tensor, or a dict, list or tuple of tensors, whose first "
-            "dimension is the samples."
-        )
+        raise DefenseError(f"DPSGD: batch tensors need one first dimension, not {sorted(sizes)}")
     return int(sizes.pop())
 
 

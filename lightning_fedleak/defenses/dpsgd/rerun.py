@@ -160,9 +160,8 @@ def _check(name: str, layer: nn.Module) -> None:
     for key, gradient in zip(values, expected, strict=True):
         if not float((parts[key].values.sum(0) - gradient).norm()) <= limit:
             raise DefenseError(
-                f"DPSGD: '{name}' ({type(layer).__name__}): the gradients of '{key}' from one "
-                "sample at a time do not add up to its gradient. The layer mixes samples, or draws "
-                "random numbers without nn.Dropout. Set its dropout to 0, or use LoraConfig."
+                f"DPSGD: '{name}' ({type(layer).__name__}): the per-sample gradients of '{key}' do "
+                "not add up to its gradient. Set its dropout to 0, or use LoraConfig."
             )
 
 
@@ -199,9 +198,8 @@ def rerun(
     trained = {key: p.detach() for key, p in values.items() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in trained.values()):
         raise DefenseError(
-            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when its gradient is "
-            "computed, but DPSGD needs its whole weights then. Shard the block around it instead, "
-            "or leave `output_dtype` out of its MixedPrecisionPolicy."
+            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) in backward. Shard the "
+            "block around it instead, or leave `output_dtype` out of its MixedPrecisionPolicy."
         )
     shape = samples, len(inputs) // samples
     x, upstream = (tensor.reshape(*shape, *tensor.shape[1:]) for tensor in (inputs, gradient))

@@ -66,29 +66,21 @@ def _refusal(name: str, module: nn.Module) -> str:
     keys = [k for k in trained if module._parameters[k] not in inner]
     if not keys:
         return ""
-    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in keys)
     for base, advice in _REPLACEMENTS.items():
         if isinstance(module, base):
-            return f"'{name}' is a {cls}, which has no per-sample gradients. {advice.format(cls)}"
+            return f"'{name}' is a {cls}. {advice.format(cls)}"
     if inner or not name or needs_more(module):
         return (
-            f"the parameters {names} belong to a {cls}, whose inputs and outputs do not determine "
-            "their per-sample gradients. Put them into a module of their own that computes with "
-            "them in its `forward`, from one tensor, or freeze them."
+            f"'{name}' ({cls}) trains {keys} itself: put them into a module of their own, whose "
+            "`forward` takes one tensor, or freeze them"
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(keys):
-        return (
-            f"'{name}' ({cls}) trains {names}, from which its weight is computed. Remove the "
-            "weight norm (torch.nn.utils.remove_weight_norm), or freeze the layer."
-        )
+        return f"'{name}' ({cls}): torch.nn.utils.remove_weight_norm, or freeze the layer"
     # They write to weights in the forward pass, scale gradients by counts of the batch, or leave
     # out the rows of gradients that are zero.
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
         if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
-            return (
-                f"the embedding '{name}' has `{setting}`, which DPSGD does not support: build it "
-                f"without `{setting}`, or freeze it"
-            )
+            return f"build the embedding '{name}' without `{setting}`, or freeze it"
     return ""
 
 

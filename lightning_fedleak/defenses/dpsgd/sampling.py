@@ -44,76 +44,51 @@ def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
             row.
 
     Raises:
-        DefenseError: A row has no key, or the number of keys is not the number of rows. The message
-            names the column.
+        DefenseError: There is no key for each row in order, or a key does not identify a user.
     """
     keys = _keys(dataset, group_by)
-    if len(keys) != len(dataset):
+    is_ordered = hasattr(keys, "__getitem__") and not isinstance(keys, Mapping)
+    if not is_ordered or len(keys) != len(dataset):
         raise DefenseError(
-            f"DPSGD: group_by gives {len(keys)} keys for {len(dataset)} rows; give one for each row"
+            "DPSGD: group_by must be the name of a column, a function of an example, or a list "
+            f"with a key for each of the {len(dataset)} rows"
         )
     users: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
         try:
-            user = _user_key(key)
-            if user is not None:
-                users.setdefault(user, []).append(row)
+            users.setdefault(_user_key(key), []).append(row)
         except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
             raise DefenseError(
-                f"DPSGD: row {row}'s {_key_name(group_by)} is a {type(key).__name__}, by which "
-                "users cannot be compared; give a number or a string"
+                f"DPSGD: row {row}'s key by group_by, a {type(key).__name__}, is missing or cannot "
+                "be compared: give a number or a string, or leave such rows out"
             ) from error
-        if user is None:
-            raise DefenseError(
-                f"DPSGD: row {row} has no {_key_name(group_by)} (it is {key!r}), so its user is "
-                "unknown. Leave such rows out of the dataset, or give them a key."
-            )
     return users
 
 
 def _user_key(key: Any) -> Any:
-    """Return the key as a plain value that identifies a user, or None if it is missing.
-
-    None, NaN and "" are missing keys, and so is a tuple or frozenset that contains one of them.
+    """Return the key as a plain value that identifies a user.
 
     Raises:
-        TypeError: The key is compared by identity, so that two rows never have the same one.
+        TypeError: The key is missing (None, NaN or ""), or is compared by identity, so that two
+            rows never have the same one; or so is an element of a tuple or frozenset.
     """
     if isinstance(key, tuple | frozenset):
-        elements = [_user_key(element) for element in key]
-        cls = tuple if isinstance(key, tuple) else frozenset
-        return None if any(element is None for element in elements) else cls(elements)
+        return (tuple if isinstance(key, tuple) else frozenset)(map(_user_key, key))
     key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
     identity_hash: Any = object.__hash__
-    if key is not None and type(key).__hash__ is identity_hash:
-        raise TypeError("compared by identity")
-    missing = key is None or bool(key != key) or bool(key == "")
-    return None if missing else key
-
-
-def _key_name(group_by: GroupBy) -> str:
-    """Return the name of a user's key for messages."""
-    return f"'{group_by}'" if isinstance(group_by, str) else "key (group_by)"
+    if key is None or type(key).__hash__ is identity_hash or bool(key != key) or bool(key == ""):
+        raise TypeError
+    return key
 
 
 def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
-    """Return the users' keys in the order of the rows.
-
-    Raises:
-        DefenseError: ``group_by`` is a collection without an order.
-    """
+    """Return the users' keys in the order of the rows."""
     if isinstance(dataset, Subset) and (isinstance(group_by, str) or callable(group_by)):
         inner = _keys(dataset.dataset, group_by)
         return [inner[i] for i in dataset.indices]
     if callable(group_by):
         return [group_by(dataset[row]) for row in range(len(dataset))]
     if not isinstance(group_by, str):
-        ordered = hasattr(group_by, "__len__") and hasattr(group_by, "__getitem__")
-        if not ordered or isinstance(group_by, Mapping):
-            raise DefenseError(
-                f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. Give "
-                "the name of a column, a function of an example, or a list with a key for each row."
-            )
         return group_by
     if hasattr(dataset, "column_names"):
         column: Sequence[Any] = dataset[group_by]
@@ -158,16 +133,13 @@ def check_order(loader: DataLoader[Any]) -> None:
             if not keeps_order:
                 raise DefenseError(
                     f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
-                    "dataset's `__getitems__` sorts or shuffles rows, or makes a row of several "
-                    "examples: rows of one user would be clipped as another's. Let row i of every "
-                    "tensor be of example i (pack_padded_sequence takes enforce_sorted=False)."
+                    "dataset's `__getitems__` changes the order of rows: let row i be of example i "
+                    "(pack_padded_sequence takes enforce_sorted=False)"
                 )
     if count > 1 and not has_evidence:
         warnings.warn(
-            "DPSGD: with unit=Users() the position of a row in the batch determines its user. "
-            f"Whether the collate function ({_collate_name(loader)}) keeps the order of examples "
-            "could not be checked: its batches are random, or the same for all examples. It is "
-            "trusted; make sure that it keeps the order.",
+            f"DPSGD: unit=Users(): whether the collate function ({_collate_name(loader)}) keeps "
+            "the order of examples could not be checked. It is trusted; make sure that it does.",
             stacklevel=4,
         )
 
@@ -191,16 +163,11 @@ def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
     with preserve_process(), suppress(BatchError):
         packed = read_batch(loader.collate_fn(_examples(dataset, indices)), "causal").is_packed
     if packed and by_user:
-        raise DefenseError(
-            "DPSGD: rows of the data hold several documents, which may be of several users, and "
-            "with unit=Users() a row has one user. Give each document a row of its own."
-        )
+        raise DefenseError("DPSGD: unit=Users(): give each of several documents a row of its own")
     if packed:
         warnings.warn(
-            "DPSGD: rows of the data hold several documents, and a row is one example: it is "
-            "clipped as a whole, and epsilon is for a packed row, not for a document. Removing one "
-            "document would also change how the others are packed. For a guarantee for documents, "
-            "give each document a row of its own.",
+            "DPSGD: rows of the data hold several documents, and epsilon is for a packed row, not "
+            "for a document. For a guarantee for documents, give each document a row.",
             stacklevel=4,
         )
 
@@ -350,8 +317,8 @@ def public_length(dataset: Any) -> int:
         return sum(map(public_length, dataset.datasets))
     if isinstance(dataset, data.Subset) and _has_public_length(dataset.dataset):
         raise DefenseError(
-            "DPSGD: the training data are a Subset of a dataset that leaves examples out, so that "
-            "the number of its rows reveals them. Take the Subset first, then leave examples out."
+            "DPSGD: the number of rows of the Subset reveals which examples its dataset leaves "
+            "out. Take the Subset first, then leave examples out."
         )
     return int(getattr(dataset, "public_length", len(dataset)))
 
@@ -375,11 +342,7 @@ def _check_shares(dataloader: Any, context: DefenseContext) -> None:
     sampler = getattr(dataloader, "sampler", None)
     shard = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
     if not is_sharded(dataloader) or shard != (context.processes, context.process):
-        raise DefenseError(
-            "DPSGD: with client='world' no DistributedSampler splits the data among the "
-            f"{context.processes} processes, so that an example may be twice in the sum. Keep "
-            "use_distributed_sampler=True."
-        )
+        raise DefenseError("DPSGD: client='world' needs use_distributed_sampler=True")
 
 
 def poisson_loader(
@@ -415,18 +378,13 @@ def poisson_loader(
         DefenseError: The sampling of the loader cannot be replaced without changing the examples
             that it loads, or the shard is empty. The message says what to change.
     """
-    check_torch_loader(loader)
-    dataset: Any = loader.dataset
     _check_empty_fetch(loader)
     shard, steps = _shard(loader), max(1, round(1 / rate))
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:
-        count = len(dataset) if users is None else len(users)
-        raise DefenseError(
-            f"client {draws.client} has no {'examples' if users is None else 'users'}: there are "
-            f"{count} for all clients. Use fewer clients or more data."
-        )
+        unit = "examples" if users is None else "users"
+        raise DefenseError(f"client {draws.client} has no {unit}: use fewer clients or more data")
     if users is None:
         sampler, first = poisson.PoissonBatchSampler(shard, rate, steps, draws), shard[0]
     else:
@@ -452,16 +410,14 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     dataset = getattr(loader, "dataset", None)
     batches = getattr(loader, "batch_sampler", None)
     refusals = {
-        f"a {type(loader).__name__} is no torch DataLoader: return one from `train_dataloader`": (
-            not isinstance(loader, data.DataLoader)
+        f"return a plain torch DataLoader, not a {type(loader).__name__}": (
+            getattr(type(loader), "__iter__", None) is not data.DataLoader.__iter__
         ),
-        f"{type(loader).__name__} makes batches in an `__iter__` of its own: use a plain "
-        "DataLoader": getattr(type(loader), "__iter__", None) is not data.DataLoader.__iter__,
-        f"{type(dataset).__name__} is no map-style dataset: load it into one, with `__len__` and "
-        "`__getitem__`": isinstance(dataset, data.IterableDataset)
-        or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")),
-        f"the batch sampler {type(batches).__name__} is not torch's own: give the DataLoader a "
-        "batch_size and single examples": (
+        f"load {type(dataset).__name__} into a map-style dataset": (
+            isinstance(dataset, data.IterableDataset)
+            or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+        ),
+        f"give batch_size to the DataLoader, not a {type(batches).__name__}": (
             type(batches) is not data.BatchSampler or loader.batch_size is None
         ),
     }
@@ -477,8 +433,8 @@ def _check_empty_fetch(loader: data.DataLoader[Any]) -> None:
         count = error
     if count:
         raise DefenseError(
-            f"`{type(loader.dataset).__name__}.__getitems__([])` gives {count!r}: a Poisson batch "
-            "may be empty, so let it return an empty list."
+            f"`{type(loader.dataset).__name__}.__getitems__([])` gives {count!r}: let it return an "
+            "empty list, as a Poisson batch may be empty"
         )
 
 
@@ -500,8 +456,8 @@ def _shard(loader: data.DataLoader[Any]) -> range:
     if not plain and type(sampler) is not data.SequentialSampler:
         inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
         raise DefenseError(
-            f"the sampler {type(inner).__name__} chooses examples in its own way, and DP-SGD draws "
-            "each independently. Use shuffle=True; for a part of the data torch.utils.data.Subset."
+            f"DP-SGD draws examples itself, in place of {type(inner).__name__}: use shuffle=True, "
+            "or for a part of the data torch.utils.data.Subset"
         )
     return range(size)
 
@@ -513,9 +469,8 @@ def _check_distinct(dataset: data.Dataset[Any]) -> None:
     repeated = (np.diff(sources[order]) == 0) & (np.diff(indices[order]) == 0)
     if repeated.any():
         raise DefenseError(
-            f"{int(repeated.sum())} of the {len(indices)} rows of the dataset repeat an example, "
-            "which would spend epsilon several times. Let each example occur once, and train for "
-            "more epochs."
+            f"{int(repeated.sum())} of the {len(indices)} rows of the dataset repeat an example: "
+            "let each occur once, and train for more epochs"
         )
 
 

@@ -97,8 +97,7 @@ class Users:
     rows_per_user: int | None = None
 
     def __post_init__(self) -> None:
-        hint = "None takes all rows"
-        check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True, hint=hint)
+        check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True)
 
 
 Unit = Literal["example"] | Users
@@ -122,17 +121,13 @@ def check_budget(
     """
     check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
     is_filter, has_target = accountant == "filter", target_epsilon is not None
-    count = "neither" if noise_multiplier is None else "both"
+    has_both_or_none = (noise_multiplier is not None) == has_target
     check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
     check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
-    neither_or_both = (noise_multiplier is None) == (target_epsilon is None)
     refusals: dict[str, object] = {
-        "accountant='filter' needs target_epsilon and target_delta": is_filter and not has_target,
-        f"{count} of noise_multiplier and target_epsilon given: give one": (
-            not is_filter and neither_or_both
-        ),
-        "target_epsilon needs target_delta, below one over the number of examples": (
-            has_target and target_delta is None
+        "give one of noise_multiplier and target_epsilon": not is_filter and has_both_or_none,
+        "target_epsilon needs target_delta, and accountant='filter' needs both": (
+            target_delta is None if has_target else is_filter
         ),
         "with a seed no epsilon holds: leave out seed or target_epsilon": has_target
         and seed is not None,
@@ -150,16 +145,15 @@ def check_combination(
         DefenseError: Names the argument.
     """
     if max_grad_norm != "auto" and not isinstance(max_grad_norm, QuantileClip):
-        hint = "or 'auto', or a QuantileClip"
-        check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint=hint)
-    max_rows, hint = max_physical_batch_size, "the number of rows per forward pass"
-    check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True, hint=hint)
+        check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
+    max_rows = max_physical_batch_size
+    check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True)
     if not isinstance(unit, Users):
         check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     elif max_rows is not None and (unit.rows_per_user or math.inf) > max_rows:
         raise DefenseError(
-            f"DPSGD: max_physical_batch_size={max_rows} must hold all rows of a user: pass "
-            f"Users(..., rows_per_user={max_rows}) or fewer"
+            f"DPSGD: with max_physical_batch_size={max_rows} pass Users(..., "
+            f"rows_per_user={max_rows}) or fewer"
         )
 
 
@@ -175,16 +169,10 @@ def check_audit(
     """
     interval = int(check) if isinstance(check, bool) else check
     check_integer("DPSGD: check", interval, at_least=0, hint="True, or steps between probes")
-    refusals = {
-        "check plants a gradient in one row, but Users clips several rows together: leave one of "
-        "them out": check and isinstance(unit, Users),
-        "check compares releases with one clip norm, but QuantileClip changes it: leave one of "
-        "them out": check and isinstance(max_grad_norm, QuantileClip),
-        "check compares noise with noise_multiplier, which is 0: leave check out": (
-            check and noise_multiplier == 0
-        ),
-    }
-    refuse("DPSGD: ", refusals)
+    if check and (
+        isinstance(unit, Users) or isinstance(max_grad_norm, QuantileClip) or noise_multiplier == 0
+    ):
+        raise DefenseError("DPSGD: check needs noise, a fixed clip norm, and unit='example'")
 
 
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:
@@ -196,12 +184,11 @@ def check_continued(state: State, releases: int, trust: Trust, unit: str) -> Non
     """
     earlier_trust, earlier_unit = state.get("trust", trust), state.get("unit", "example")
     refusals = {
-        "under trust='central', with only a share of the noise at each client. Continue with that, "
-        "or begin a new run.": earlier_trust == "central" and trust == "local",
-        f"with unit={earlier_unit!r}, but this run has unit={unit!r}. Continue with that, or begin "
-        "a new run from a model that this data did not train.": earlier_unit != unit,
+        "trust='central'": earlier_trust == "central" and trust == "local",
+        f"unit={earlier_unit!r}": earlier_unit != unit,
     }
-    refuse(f"DPSGD: the checkpoint's {releases} releases were made ", refusals)
+    owner = f"DPSGD: continue with the setting of the checkpoint's {releases} releases, or begin a "
+    refuse(f"{owner}new run from a model that this data did not train: ", refusals)
 
 
 def guarantee_of(trust: Trust, seed: int | None, unit: str, *, fixed_budget: bool) -> str:

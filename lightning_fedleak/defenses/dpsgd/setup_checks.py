@@ -37,12 +37,11 @@ def check_trainer(context: DefenseContext) -> None:
         DefenseError: Names the setting.
     """
     refusals = {
-        f": precision={context.precision!r} is not supported: its gradient scaler does not unscale "
-        "each sample's gradient. Use 'bf16-mixed' or '32-true'.": (
+        f": precision={context.precision!r} is not supported. Use 'bf16-mixed' or '32-true'.": (
             context.precision not in PRECISIONS
         ),
-        " adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
-        "accelerator='cpu', or use_cpu=True under transformers.": context.device.type == "mps",
+        " needs float64, which an Apple GPU (mps) does not have. Use accelerator='cpu', or "
+        "use_cpu=True under transformers.": context.device.type == "mps",
         **context.host.refusals(),
     }
     refuse("DPSGD", refusals)
@@ -60,8 +59,8 @@ def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
     """
     if names and any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
         raise DefenseError(
-            f"DPAdamBC subtracts the variance of DPSGD's noise, and {', '.join(names)} changes the "
-            "gradients after it. Leave it out, or use AdamW."
+            f"{', '.join(names)} changes the gradients after DPSGD: leave it out, or use AdamW "
+            "instead of DPAdamBC"
         )
 
 
@@ -78,9 +77,8 @@ def check_shards(root: nn.Module, processes: int) -> None:
         is_plain = all(type(placement) in (Shard, Replicate) for placement in placements)
         if size != processes or not is_plain:
             raise DefenseError(
-                f"DPSGD: '{name}' is placed as {placements} over {size} of the client's "
-                f"{processes} processes. Use only fully_shard, with a mesh of all of them, and no "
-                "tensor parallelism."
+                f"DPSGD: '{name}' is placed as {placements} over {size} processes: use only "
+                f"fully_shard, with a mesh of all {processes}"
             )
 
 
@@ -100,15 +98,12 @@ def check_model(root: nn.Module, clipping: str) -> None:
         is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         is_instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
         refusals: dict[str, object] = {
-            "normalises each sample by statistics of its batch. Use GroupNorm or LayerNorm "
+            "normalises by statistics of the batch. Use GroupNorm or LayerNorm "
             "(opacus.validators.ModuleValidator.fix does it), or freeze it in eval mode.": (
                 is_batch_norm and module.training
             ),
-            "changes ranks by gradients outside of the optimizer (PEFT's update_and_allocate), and "
-            "no noise covers that; AdaLoRA also adds an orthogonal regularization of weights to "
-            "the loss. Use LoraConfig(use_rslora=True), or LoHaConfig.": (
-                hasattr(module, "update_and_allocate")
-            ),
+            "changes ranks by gradients without noise. Use LoraConfig(use_rslora=True), or "
+            "LoHaConfig.": hasattr(module, "update_and_allocate"),
             "keeps statistics of the data. Build it with track_running_stats=False.": (
                 is_instance_norm and module.training and module.track_running_stats
             ),
@@ -118,8 +113,8 @@ def check_model(root: nn.Module, clipping: str) -> None:
             weights = module.parameters(recurse=module in adapted)
             has_matrix = any(p.dim() > 1 for p in weights if p.requires_grad)
             refusals |= {
-                "is in eval mode and trained, as after `from_pretrained`. Call `model.train()` "
-                "where you build it, or freeze it.": not module.training,
+                "is in eval mode and trained. Call `model.train()` where you build it, or freeze "
+                "it.": not module.training,
                 "has no rule for clip=ClipSettings(form='ghost'). Use form='auto'.": (
                     clipping == "ghost" and rule not in GHOST_RULES and has_matrix
                 ),
@@ -140,15 +135,11 @@ def planned_steps(context: DefenseContext, per_epoch: int) -> int:
     """
     host = context.host
     if host.finds_learning_rate:
-        raise DefenseError(
-            "DPSGD: target_epsilon: the noise would be computed for the steps of the learning rate "
-            "finder. Find the learning rate on public data, or pass noise_multiplier."
-        )
+        raise DefenseError("DPSGD: the learning rate finder needs noise_multiplier")
     steps = host.count_steps(per_epoch)
     if steps is None or steps < 1:
         raise DefenseError(
-            f"DPSGD: target_epsilon needs the number of steps of the run. Give {host.name} "
-            f"{host.steps_by}, or pass noise_multiplier to DPSGD."
+            f"DPSGD: with target_epsilon give {host.name} {host.steps_by}, or pass noise_multiplier"
         )
     return steps
 
@@ -173,10 +164,7 @@ def check_same_data(loader: DataLoader[Any], team: Team) -> None:
         digest, second_digest = _digest(loader.dataset), _digest(loader.dataset)
     is_random, high, low = team.largest([digest != second_digest, digest, -digest])
     if high != -low and not is_random:
-        raise DefenseError(
-            "DPSGD: the processes of the client hold different examples at the same index, so that "
-            "one may be twice in the sum. Shuffle and split the data by one seed in all processes."
-        )
+        raise DefenseError("DPSGD: shuffle and split the data by one seed in all processes")
 
 
 def _digest(dataset: Any) -> int:

@@ -163,11 +163,7 @@ class WatchedStep:
             sampler: Any = self.sampling.loader.batch_sampler
             if sampler.drawn is not None:
                 if samples not in sampler.drawn:
-                    raise DefenseError(
-                        f"DPSGD: training_step got a batch of {samples} samples, but the loader "
-                        "made no batch of that size. Let each batch keep one row for each drawn "
-                        "example: no hook or callback may add, repeat or remove rows."
-                    )
+                    raise DefenseError(f"DPSGD: a hook has added or removed rows ({samples})")
                 sampler.drawn.remove(samples)
             by_user = isinstance(sampler, UserBatchSampler)
             self._user_sizes = sampler.claim(samples) if by_user else None
@@ -177,22 +173,17 @@ class WatchedStep:
         """Raise an error if this batch was released, or the previous one was not."""
         n_loaders, index = len(tree_leaves(host.loader)), host.batch_number
         if n_loaders > 1:
-            raise DefenseError(
-                f"DPSGD: {n_loaders} training loaders at once, but examples are sampled from one. "
-                "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
-            )
+            raise DefenseError(f"DPSGD: return one DataLoader (ConcatDataset), not {n_loaders}")
         self._batch, last_id = batch if index is None else index, self._last_released_batch
         by_index = isinstance(self._batch, Integral) and isinstance(last_id, Integral)
         if last_id is not None and (self._batch == last_id if by_index else self._batch is last_id):
             raise DefenseError(
-                "DPSGD: this batch was released already (a second optimizer step on it, in an "
-                "overridden optimizer_step perhaps). Take one optimizer step on each batch."
+                "DPSGD: this batch was released already: take one optimizer step on each batch"
             )
         if self._has_unreleased_batch:
             raise DefenseError(
-                "DPSGD: a second batch came before the first was released. Let each batch have its "
-                "own optimizer step. Instead of accumulating gradients, raise batch_size and set "
-                "DPSGD(max_physical_batch_size=...), which runs a batch in pieces."
+                "DPSGD: a second batch came before the first was released: let each have its own "
+                "optimizer step (DPSGD(max_physical_batch_size=...) runs a large batch in pieces)"
             )
         self._has_unreleased_batch = True
 
@@ -296,10 +287,7 @@ class WatchedStep:
             trained = {p for p in parameters if p.requires_grad}
             piece_parameters = None if earlier is None else earlier.parameters
             if piece_parameters is not None and trained != set(piece_parameters):
-                raise DefenseError(
-                    "DPSGD: parameters were frozen or unfrozen between the first piece of a batch "
-                    "and its release; nothing was released. Freeze or unfreeze between batches."
-                )
+                raise DefenseError("DPSGD: freeze or unfreeze between batches; none was released")
             self._clipped = ClippedSum(
                 parameters,
                 recorder,
@@ -379,9 +367,7 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
-    returned = "a loss that needs no gradient" if isinstance(loss, Tensor) else "no loss"
     raise DefenseError(
-        f"DPSGD: training_step returned {returned} for a batch of {samples} samples. Clipping does "
-        "not bound the effect of a sample that decides whether its batch counts. Return a loss for "
-        "every batch; mean_of_sample_means counts a sample without labels as zero."
+        f"DPSGD: training_step returned no loss with a gradient for a batch of {samples} samples. "
+        "Return one for every batch (mean_of_sample_means counts a sample without labels as zero)."
     )

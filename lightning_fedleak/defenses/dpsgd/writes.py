@@ -112,11 +112,7 @@ class Buffers:
         for name, parameter, version, content in self._parameters:
             is_changed = content is not None and not torch.equal(fingerprint(parameter), content)
             if is_changed or _version(parameter) != version:
-                raise DefenseError(
-                    f"DPSGD: training_step wrote to the parameter '{name}' itself, but noise "
-                    "covers only the optimizer's updates. Let a gradient train it. A write that "
-                    "depends only on the weights may be moved to on_train_batch_end."
-                )
+                raise DefenseError(f"DPSGD: training_step must not write to '{name}'")
         self._buffers, self._parameters = {}, []  # frees the memory of the copies
 
     def check(self, equal: Sequence[bool]) -> None:
@@ -136,9 +132,8 @@ class Buffers:
 def _buffer_error(name: str) -> DefenseError:
     """Return the error about a buffer that a training step changed."""
     return DefenseError(
-        f"DPSGD: training_step changed the buffer '{name}', and no noise covers that. Put its "
-        "layer into eval mode. A value that does not depend on training data may be a plain "
-        "attribute, or be changed outside of training_step."
+        f"DPSGD: training_step changed the buffer '{name}' without noise. Put its layer into eval "
+        "mode, or change it outside of training_step if it does not depend on training data."
     )
 
 
@@ -185,9 +180,8 @@ class Weights:
         not_finite = [p for p, part in parts.items() if not bool(part.isfinite().all())]
         if not_finite:
             raise DefenseError(
-                "DPSGD: weights are not finite after the last release "
-                f"({_names_of(not_finite, root)}). The learning rate is too high for the "
-                "noise or the weights' precision: lower it."
+                f"DPSGD: after the last release '{parameter_name(not_finite[0], root)}' is not "
+                "finite: lower the learning rate"
             )
 
     def compare(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -209,15 +203,14 @@ class Weights:
             root: The module that is trained.
 
         Raises:
-            DefenseError: Names these weights.
+            DefenseError: Names one of these weights.
         """
         known = (p for p in parameters if p in self._contents)
         changed = [p for p, is_equal in zip(known, equal, strict=True) if not is_equal]
         if changed:
             raise DefenseError(
-                "DPSGD: weights were written to since the optimizer's last step "
-                f"({_names_of(changed, root)}), and no noise covers that. "
-                "Nothing was released. Write to a copy of the weights."
+                f"DPSGD: '{parameter_name(changed[0], root)}' was written to since the optimizer's "
+                "last step; nothing was released. Write to a copy."
             )
 
     def released(self) -> None:
@@ -272,12 +265,6 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def _stack(scalars: Sequence[Tensor]) -> Tensor:
     """Return n scalars as a tensor (n,) on the device of the first."""
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
-
-
-def _names_of(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
-    """Return the names of up to 5 parameters, for messages."""
-    names = [f"'{parameter_name(p, root)}'" for p in parameters[:5]]
-    return ", ".join(names) + (" and others" if len(parameters) > 5 else "")
 
 
 def _version(tensor: Tensor) -> int:

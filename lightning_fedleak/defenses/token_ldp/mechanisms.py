@@ -205,12 +205,10 @@ class Randomizer:
         rules = {"grr": ("uniform",), "the": ("argmax", "uniform", "first")}
         allowed = rules.get(self.mechanism, ("uniform", "first"))
         check_choice("decode", self.decode, allowed, hint=f"mechanism='{self.mechanism}'")
-        check_integer("domain", self.k, at_least=2, hint="the number of its values")
-        if self.mechanism != "dbitflip" and self.bits != self.k:
-            raise ValueError("bits can only be set for mechanism='dbitflip'")
-        check_integer("bits", self.bits, at_most=self.k, hint=f"the domain has {self.k} values")
-        if self.decode == "first" and self.bits < self.k:
-            raise ValueError("decode='first' needs all bits: do not set `bits`")
+        check_integer("domain", self.k, at_least=2)
+        check_integer("bits", self.bits, at_most=self.k)
+        if self.bits != self.k and (self.mechanism != "dbitflip" or self.decode == "first"):
+            raise ValueError("bits needs mechanism='dbitflip', and not decode='first'")
 
     def keep(self, epsilon: float) -> float:
         """Return the probability that the value is the result, under ``uniform`` or ``argmax``."""

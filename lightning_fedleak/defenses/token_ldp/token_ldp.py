@@ -211,10 +211,8 @@ class TokenLDP(Defense):
         form = form or BatchForm()
         check_number("TokenLDP: epsilon", epsilon, above=0)
         check_choice("TokenLDP: per", per, get_args(Per))
-        if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
-            raise words.refused(
-                f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
-            )
+        if isinstance(domain, str):
+            check_choice("TokenLDP: domain", domain, ("vocabulary", "batch"))
         if isinstance(domain, str) and domain == "batch" and (memoize or bits):
             raise words.refused("domain='batch' takes neither memoize=True nor bits")
         self.mechanism: Mechanism = mechanism

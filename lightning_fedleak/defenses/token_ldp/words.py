@@ -9,7 +9,7 @@ returns the batch with the replacements. The draws themselves are in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sized
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -114,33 +114,20 @@ def words_of(
     kind = kind or (anatomy.kind if anatomy else "causal")
     special = special_of(special_ids, kind, keep_special, anatomy)
     if not keep_special and kind not in ("causal", "classifier"):
-        raise refused(
-            f"keep_special=False would randomise tokens that a {kind} model needs: use True"
-        )
+        raise refused(f"a {kind} model needs keep_special=True")
     if per_batch:
         return Words(kind, special, None)
     weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None
     n_rows = None if weight is None else weight.shape[0]
-    _check_tokenizer(special_ids, n_rows)
+    is_tokenizer = hasattr(special_ids, "all_special_ids") and hasattr(special_ids, "__len__")
+    if is_tokenizer and len(special_ids) > (n_rows or math.inf):
+        raise refused(f"the tokenizer has more ids than the model ({n_rows}): pass the model's own")
     ids = torch.arange(n_rows or 0) if domain is None else domain
     if keep_special:
         ids = ids[~torch.isin(ids, special)]
     if len(ids) < 2 or int(ids.max()) >= (n_rows or math.inf):
-        raise refused(
-            f"domain has {len(ids)} ids that are not special, and the model has "
-            f"{n_rows or 'an unknown number of'} ids: give at least two ids of the model"
-        )
+        raise refused("domain needs at least two ids of the model that are not special")
     return Words(kind, special, ids)
-
-
-def _check_tokenizer(source: Any, n_rows: int | None) -> None:
-    """Raise an error if ``source`` is a tokenizer with more ids than the embedding has rows."""
-    n_ids = len(source) if isinstance(source, Sized) and hasattr(source, "all_special_ids") else 0
-    if n_rows is not None and n_ids > n_rows:
-        raise refused(
-            f"the tokenizer has {n_ids} ids and the model {n_rows}: pass the model's own tokenizer "
-            "as special_ids=, or resize the model's embedding"
-        )
 
 
 def special_of(
@@ -254,10 +241,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> _TrueText:
             # Only if all of them differ, so that the content of one text cannot stop the run.
             ((has_label & (labels != ids)).any(1) | ~has_label.any(1)).all()
         ):
-            raise refused(
-                "the labels of a causal model must be its inputs, or -100. Return labels that are "
-                "not shifted, and shift them in the loss"
-            )
+            raise refused("the labels of a causal model must be its inputs, not shifted, or -100")
         else:
             visible = visible | has_label
     special = words.special if keep_special else words.special[:0]
@@ -284,8 +268,7 @@ class BatchForm:
     public_fields: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        kinds = get_args(Kind)
-        check_choice("TokenLDP: kind", self.kind, kinds, optional=True)
+        check_choice("TokenLDP: kind", self.kind, get_args(Kind), optional=True)
 
     def read(self, batch: Any, kind: Kind) -> TokenBatch:
         """Return the ids, mask and labels of a batch.
@@ -301,8 +284,7 @@ class BatchForm:
             raise unreadable(error) from error
         if unknown:
             raise refused(
-                f"the batch holds the fields {', '.join(unknown)}, which would reach the model "
-                "unchanged. Remove them from the batch, or, if they hold no text, pass "
-                f"form=BatchForm(public_fields={unknown})"
+                f"the model would get {', '.join(unknown)} unchanged: remove them from the batch, "
+                f"or, if they hold no text, pass form=BatchForm(public_fields={unknown})"
             )
         return tokens

@@ -143,9 +143,8 @@ class AuditedClaim:
     claim: Claim = "dp"
 
     def __post_init__(self) -> None:
-        hint = "a Gaussian mechanism has no epsilon at delta 0" if self.gaussian else ""
         above, least = (0.0, None) if self.gaussian else (None, 0.0)
-        check_number("delta", self.delta, above=above, at_least=least, below=1, hint=hint)
+        check_number("delta", self.delta, above=above, at_least=least, below=1)
         check_number("confidence", self.confidence, above=0, below=1)
         check_choice("claim", self.claim, get_args(Claim))
         check_choice("relation", self.relation, list(RELATION_NAMES))
@@ -235,10 +234,7 @@ def audit_scores(
     score, member = columns(scores, members)
     member_scores, other_scores = np.sort(score[member]), np.sort(score[~member])
     if not member_scores.size or not other_scores.size:
-        raise ValueError(
-            f"a game with the target and one without are needed; got {member_scores.size} and "
-            f"{other_scores.size}"
-        )
+        raise ValueError("games with the target and games without are needed")
 
     is_fixed = isinstance(threshold, (int, float)) and not math.isnan(threshold)
     if not is_fixed and threshold != "union":
@@ -318,14 +314,8 @@ def audit_games(
         ValueError: games that share batches or follow the authors' protocol, or what
             :func:`~lightning_fedleak.evaluation.auditing.audit_scores` refuses.
     """
-    if result.protocol != "game":
-        raise ValueError(
-            "the authors' protocol bounds no epsilon: play GameConfig(protocol='game')"
-        )
-    if len(set(result.batches.tolist())) != len(result):
-        raise ValueError(
-            "games that share a batch are not independent: play GameConfig(targets_per_batch=1)"
-        )
+    if result.protocol != "game" or len(set(result.batches.tolist())) != len(result):
+        raise ValueError("play GameConfig(protocol='game', targets_per_batch=1) to bound epsilon")
     return audit_scores(
         result.scores, result.bits, delta=delta, confidence=confidence, relation=result.relation
     )

@@ -96,9 +96,7 @@ def one_run_p_value(
         ValueError: impossible counts.
     """
     if not 0 <= right <= guesses <= canaries:
-        raise ValueError(
-            f"need 0 <= right <= guesses <= canaries, got {right}, {guesses} and {canaries}"
-        )
+        raise ValueError("0 <= right <= guesses <= canaries must hold")
     if right == 0:
         return 1.0
     chance = float(expit(epsilon))
@@ -252,9 +250,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
     """
     check_number("confidence", confidence, above=0, below=1)
     if bool(scores.isnan().any()):
-        raise ValueError(
-            "a canary has no score (NaN): which are scored must not depend on inclusion"
-        )
+        raise ValueError("each canary needs a score, and not NaN, whether included or not")
     counts = _count_right(scores, members, None, 0)
     error = (1 - confidence) / len(counts)
 
@@ -275,13 +271,10 @@ def _count_right(
     score, member = columns(scores, members)
     m, inside = score.size, int(member.sum())
     if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < MIN_FAIR_CHANCE:
-        raise ValueError(
-            f"{inside} of {m} canaries are in, which fair inclusion bits would not give: a one-run "
-            "audit needs an independent fair bit for each canary"
-        )
+        raise ValueError(f"{inside} of {m} canaries are in, not by independent fair bits")
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
-    check_integer("guesses", guesses, at_most=m, hint="one for each canary", optional=True)
+    check_integer("guesses", guesses, at_most=m, optional=True)
     choices = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= MIN_GUESSES]
     counts = []
     for n in choices if guesses is None else [guesses]:
@@ -341,17 +334,11 @@ def audit_canaries(
     record: InclusionRecord = getattr(source, "record", source)
     m = len(record.included)
     if scores.shape != (m,):
-        raise ValueError(
-            f"scores must be ({m},), one for each canary, included or not; got "
-            f"{tuple(scores.shape)}. Reduce steps first, by one rule for all."
-        )
-    hint = "a one-run audit needs fair inclusion bits, of with_canaries(..., probability=0.5)"
-    check_choice("probability", record.probability, (0.5,), hint=hint)
+        raise ValueError(f"scores must be ({m},), one for each canary, included or not")
+    check_choice("probability of with_canaries", record.probability, (0.5,))
     single = torch.tensor(record.repeats) == 1
     if not bool(single.any()):
-        raise ValueError(
-            "every canary is repeated, and epsilon is of one record: with_canaries(times=(1, ...))"
-        )
+        raise ValueError("epsilon is of canaries that occur once: with_canaries(times=(1, ...))")
     return audit_one_run(
         scores[single],
         torch.tensor(record.included)[single],
@@ -389,8 +376,7 @@ def audit_gaussian_scores(
     member_scores, other_scores = score[member], score[~member]
     if min(member_scores.size, other_scores.size) < MIN_SCORES:
         raise ValueError(
-            f"Gaussian scores need {MIN_SCORES} canaries of either kind or more, got "
-            f"{member_scores.size} in, {other_scores.size} out: use audit_scores"
+            f"Gaussian scores need {MIN_SCORES} canaries of either kind or more: use audit_scores"
         )
     epsilon = math.nan
     if not np.isnan(score).any():
@@ -423,22 +409,12 @@ def _sum_of_squares(values: Floats) -> float:
 def _check_form(member_scores: Floats, other_scores: Floats) -> None:
     """Raise an error if scores are not normal, or if their variance depends on inclusion."""
     if np.ptp(member_scores) == 0 or np.ptp(other_scores) == 0:
-        raise ValueError(
-            "all scores of the members, or all of the non-members, are equal: no noise was added "
-            "to them, or they are no scores"
-        )
+        raise ValueError("all scores of the members, or all of the non-members, are equal")
     p_values = [
         float(shapiro(values[:MAX_SCORES]).pvalue) for values in (member_scores, other_scores)
     ]
     sizes = member_scores.size - 1, other_scores.size - 1
     ratio = _sum_of_squares(member_scores) / sizes[0] / (_sum_of_squares(other_scores) / sizes[1])
     tail = float(f.sf(max(ratio, 1 / ratio), *(sizes if ratio >= 1 else sizes[::-1])))
-    missing = (
-        "normal" if min(p_values) < REFUSAL_RATE else "spread alike with and without the canary"
-    )
     if min(*p_values, 2 * tail) < REFUSAL_RATE:
-        raise ValueError(
-            f"these scores are not {missing}, so they are not those of one Gaussian mechanism with "
-            "the canary's inclusion given (Poisson sampling, a score that is a maximum or a "
-            "rate?). Use audit_scores or audit_one_run, which assume no such form."
-        )
+        raise ValueError("these are no Gaussian scores: use audit_scores or audit_one_run")

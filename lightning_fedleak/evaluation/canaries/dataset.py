@@ -75,10 +75,7 @@ class CanarySet:
             ValueError: The checkpoint has other canaries, or another seed, probability or times.
         """
         if state.get("commitment") != self.commitment:
-            raise ValueError(
-                "the checkpoint was written with other canaries or other settings. Resume with the "
-                "same with_canaries(...) arguments, and seed or record file."
-            )
+            raise ValueError("the checkpoint is of other canaries, settings or coins: use the same")
 
 
 class CanaryDataset(Dataset[Any]):
@@ -180,7 +177,8 @@ def with_canaries(
         raise ValueError("canaries must be a sequence of at least one example")
     names = [f"canaries[{i}]" for i in range(len(examples))]
     ids = [token_ids_of(example, name) for example, name in zip(examples, names, strict=True)]
-    _check_distinct(ids)
+    if len({tuple(row.tolist()) for row in ids}) < len(ids):
+        raise ValueError("two of the canaries have the same tokens: give each once")
     digests = tuple(digest_of(e, n) for e, n in zip(examples, names, strict=True))
 
     def draw(key: bytes) -> InclusionRecord:
@@ -202,18 +200,4 @@ def check_dataset(dataset: Any, need: str) -> None:
     """
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
-        raise ValueError(
-            f"{need} a data set with a length and items by index; {type(dataset).__name__} is read "
-            "as a stream. Load it into one (list(...), datasets.Dataset)."
-        )
-
-
-def _check_distinct(ids: Sequence[Tensor]) -> None:
-    """Raise an error if two canaries have the same tokens."""
-    firsts: dict[tuple[int, ...], int] = {}
-    for i, row in enumerate(ids):
-        first = firsts.setdefault(tuple(row.tolist()), i)
-        if first != i:
-            raise ValueError(
-                f"canaries[{first}] and canaries[{i}] have the same tokens: give each once"
-            )
+        raise ValueError(f"{need} a data set with a length and items by index")

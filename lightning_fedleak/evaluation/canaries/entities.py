@@ -93,11 +93,10 @@ class _EntityKind:
         if not is_sentence or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
             raise ValueError(
                 f"kinds[{name!r}] needs a sentence with one {{}} for the value, after some words, "
-                "and a name of letters, digits, '_', '-' and '.', because it is part of a log name"
+                "and a name of letters, digits, '_', '-' and '.'"
             )
-        hint, min_size = f"of which {n} are planted", n + 2 * _MIN_VALUES
         argument = f"number of values of kinds[{name!r}]"
-        check_integer(argument, self.size, at_least=min_size, hint=hint)
+        check_integer(argument, self.size, at_least=n + 2 * _MIN_VALUES)
 
 
 @dataclass(frozen=True)
@@ -308,9 +307,8 @@ def _plant(
                 break
     if lacking := [f"{n} of '{name}' in a {place}" for (name, place), n in missing.items() if n]:
         raise ValueError(
-            f"too few of {len(rows)} rows have room: {', '.join(lacking)} cannot be planted. Give "
-            "more or longer rows, a shorter sentence, a smaller count=, or places=('label',) if no "
-            "token is masked"
+            f"too few of {len(rows)} rows have room for {', '.join(lacking)}: give more or longer "
+            "rows, a smaller count=, or places=('label',) if no token is masked"
         )
     return _PlantedRows(hosts, items, entities, fitted)
 
@@ -331,19 +329,15 @@ def _values(
     pairs = zip(numbers[_MIN_VALUES:], tokens, strict=True)
     usable = [(number, row) for number, row in pairs if row and len(row[0]) <= fitted.room]
     if len(usable) < n:
-        raise ValueError(
-            f"of {len(tokens)} values of kinds[{name!r}] only {len(usable)} have tokens of their "
-            "own, which the tokenizer does not merge with the words around them: put a space or a "
-            "mark beside {}"
-        )
+        raise ValueError(f"{len(usable)} values of {name!r} have own tokens: put a space by {{}}")
     # All values of a pattern have one length, so the drawn ones represent the others.
     values = map(kind.value, numbers) if isinstance(kind.values, str) else kind.values
     pieces = filter(None, _tokens_of(kind, values, tokenizer))
     spans = sorted(ids[start:end].tolist() for ids, start, end in pieces)
     if any(longer[: len(span)] == span for span, longer in pairwise(spans)):
         raise ValueError(
-            f"kinds[{name!r}] has a value twice, or one whose tokens begin another's and are never "
-            "less likely: give values of one length, or end each in the mark that follows it"
+            f"kinds[{name!r}] has a value twice, or one whose tokens begin another's: give values "
+            "of one length, or end each in the mark that follows it"
         )
     return fitted, usable[:n]
 

@@ -56,10 +56,7 @@ def _token_row(ids: Any, name: str) -> Tensor:
         row = torch.empty(())
     row = row[0] if row.dim() == 2 and len(row) == 1 else row
     if row.dim() != 1 or row.is_floating_point() or row.is_complex():
-        raise ValueError(
-            f"{name} is a {type(ids).__name__}, and no row of token ids: give such a row, a "
-            "mapping with input_ids, or a tuple that begins with one of both"
-        )
+        raise ValueError(f"{name} must be a row of token ids, or hold one as input_ids or first")
     return row.detach().cpu().to(torch.int64)
 
 
@@ -89,10 +86,7 @@ def _encoded(value: Any, name: str) -> bytes:
     if isinstance(value, Sequence):
         parts = [_encoded(part, f"{name}[{i}]") for i, part in enumerate(value)]
         return _tagged(f"sequence {len(parts)}", b"".join(parts))
-    raise ValueError(
-        f"{name} is a {type(value).__name__}, and no tensor, array, number, string, or mapping or "
-        "sequence of them"
-    )
+    raise ValueError(f"{name} is a {type(value).__name__}, and has no digest")
 
 
 def _tagged(tag: str, content: bytes) -> bytes:

@@ -192,13 +192,9 @@ def leave_out(
     """
     check_dataset(dataset, "rows are left out of")
     if isinstance(dataset, EntityDataset):
-        hint = "leave_out would hold out some rows of a repeated value"
-        check_choice(
-            "times of the planted values", dataset.entities.record.times, [(1,)], hint=hint
-        )
+        check_choice("times of the planted values", dataset.entities.record.times, [(1,)])
     max_rows = len(dataset) // 2 if coins else len(dataset) - 1
-    hint = "rows to hold out; coins=True draws twice as many candidates"
-    check_integer("n", n, at_most=max_rows, hint=hint)
+    check_integer("n", n, at_most=max_rows)
 
     def draw(key: bytes) -> _LeftOutRecord:
         rows = _LeftOutRecord(key, len(dataset), n, b"", coins)

@@ -86,11 +86,7 @@ class Secret(ABC):
             ValueError: Data, key or settings differ.
         """
         if self != other:
-            raise ValueError(
-                f"{name} belongs to another run: its data, seed or settings differ from these. "
-                "Resume with the data, seed and settings of that run, or begin a new run with "
-                "another record file."
-            )
+            raise ValueError(f"{name} belongs to another run: give its settings, or another file")
 
     def __repr__(self) -> str:
         return f"<{self.title}>"
@@ -107,10 +103,7 @@ class Secret(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:
-            raise TypeError(
-                f"{self!r} is secret and is not pickled. Keep the data set out of "
-                "save_hyperparameters (ignore=...), and the record in its file (record=)."
-            )
+            raise TypeError(f"{self!r} is secret: save_hyperparameters(ignore=...)")
         values = (getattr(self, field.name) for field in fields(self) if field.init)  # type: ignore[arg-type]
         return type(self), tuple(values)
 
@@ -222,7 +215,7 @@ def seed_key(seed: int) -> bytes:
     Raises:
         ValueError: The seed is not an integer of at least 0.
     """
-    check_integer("seed", seed, at_least=0, hint="None draws from the operating system")
+    check_integer("seed", seed, at_least=0)
     return hashlib.sha256(f"lightning-fedleak canaries {seed}".encode()).digest()
 
 
@@ -253,8 +246,7 @@ def draw_or_load(
     """
     if file is None and seed is None and _several_processes():
         raise ValueError(
-            f"each process would {action} of its own: pass record=, a file that all of them see, "
-            "or a seed"
+            f"each process would {action} of its own: pass record=, a file for all, or a seed"
         )
     key = secrets.token_bytes(32) if seed is None else seed_key(seed)
     if file is None:

@@ -71,14 +71,10 @@ def new_token_canaries(
         ValueError: A number is out of range, or the model is not causal, or PEFT already wraps it.
     """
     anatomy: Any = find_anatomy(model)
-    if anatomy.kind != "causal":
-        raise ValueError(f"new_token_canaries is for causal models, not for a {anatomy.kind} model")
-    if anatomy.peft is not None:
-        raise ValueError("new_token_canaries adds rows: call it before get_peft_model")
+    if anatomy.kind != "causal" or anatomy.peft is not None:
+        raise ValueError("new_token_canaries is for causal models, before get_peft_model")
     check_integer("count", count)
-    longest = context_length(anatomy)
-    hint = "the new token twice and one between; at most the model's context"
-    check_integer("length", length, at_least=3, at_most=longest, hint=hint)
+    check_integer("length", length, at_least=3, at_most=context_length(anatomy))
     check_number("row_norm", row_norm, above=0)
     special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())
     generator = torch.Generator().manual_seed(seed)
@@ -140,8 +136,7 @@ def sampled_canaries(
     check_integer("count", count)
     check_number("temperature", temperature, at_least=0.8)
     max_prompt = max((len(prompt) for prompt in prompts), default=1)
-    hint, max_length = f"the longest of prompts= has {max_prompt} tokens", context_length(anatomy)
-    check_integer("length", length, at_least=max_prompt + 1, at_most=max_length, hint=hint)
+    check_integer("length", length, at_least=max_prompt + 1, at_most=context_length(anatomy))
     check_integer("unlikely_end", unlikely_end, at_least=0, at_most=length - max_prompt)
     generator = torch.Generator().manual_seed(seed)
     special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())
@@ -174,10 +169,7 @@ def sampled_canaries(
             for row, tokens in zip(rows, ids.cpu(), strict=True):
                 texts[row][: len(tokens)] = tokens
     if len({tuple(text.tolist()) for text in texts}) < count:
-        raise ValueError(
-            f"two of the {count} texts are equal: raise length= or temperature=, or pass more "
-            "prompts="
-        )
+        raise ValueError("two texts are equal: raise length= or temperature=, or pass prompts=")
     return texts
 
 

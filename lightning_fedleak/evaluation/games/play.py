@@ -295,10 +295,7 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
     """Run A_init: check the model and the device, and prepare the attack."""
     passive = isinstance(attack, readers.PassiveMembership)
     if passive and anatomy.kind != "causal":
-        raise ValueError(
-            f"reads the gradient of a loss, whose labels this game does not have for a "
-            f"{anatomy.kind} model: play FCMembership"
-        )
+        raise ValueError(f"knows no labels of a {anatomy.kind} model: play FCMembership")
     attack.check_device(anatomy)
     attack.prepare(anatomy)
     if passive:
@@ -319,8 +316,7 @@ class _GameRun:
     ) -> None:
         if defend is not None and config.forwards == "pooled":
             raise ValueError("defend= changes every batch and needs forwards='fresh'")
-        hint = "of the pool's sentences, which must fit into the model's context"
-        check_integer("tokens", pool.tokens, at_most=model_runs.context_length(anatomy), hint=hint)
+        check_integer("tokens", pool.tokens, at_most=model_runs.context_length(anatomy))
         facts = (
             readers.RunFacts()
             if defend is None

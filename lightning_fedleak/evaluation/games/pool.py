@@ -73,16 +73,11 @@ class GameConfig:
             if get_origin(hint) is Literal:
                 check_choice(name, getattr(self, name), get_args(hint))
         if self.protocol == "authors":
-            check_choice(
-                "targets_per_batch", self.targets_per_batch, (1,), hint="with protocol='authors'"
-            )
+            check_choice("targets_per_batch", self.targets_per_batch, (1,))
         if self.relation == "add_remove" and (
             self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
         ):
-            raise ValueError(
-                "relation='add_remove' removes the target from its batch: set protocol='game', "
-                "batch to at least 2 and targets_per_batch to 1"
-            )
+            raise ValueError("add_remove needs protocol='game', batch>1, targets_per_batch=1")
 
 
 # The fields of a result with one value for each game.
@@ -207,10 +202,7 @@ class SentencePool:
             else:
                 distinct[tuple(ids)] = None
         if len(distinct) < 2:
-            raise ValueError(
-                f"the text gives {len(distinct)} sentences of {at_least} to {tokens} tokens "
-                f"({self.short} were too short, {self.duplicates} repeats): give more text"
-            )
+            raise ValueError(f"the text gives {len(distinct)} distinct sentences: give more")
         self.rows = tuple(torch.tensor(ids) for ids in distinct)
         self.tokens = tokens
         self.pad_id = pad_id
@@ -308,13 +300,10 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
     """
     batch = config.batch
     generator = torch.Generator().manual_seed(config.seed)
-    hint = f"the text gives {len(pool)} distinct sentences, of which one at least is in no batch"
+    hint = f"the text gives {len(pool)} distinct sentences"
     check_integer("batch", batch, at_most=len(pool) - 1, hint=hint)
     if any(len(_target_positions(pool, row, spare)) == 0 for row in pool.rows):
-        raise ValueError(
-            "a sentence of the pool holds no token that could be a target: make the pool with "
-            f"at_least={1 + spare}"
-        )
+        raise ValueError(f"a sentence holds no target: make the pool with at_least={1 + spare}")
     remaining = config.games
     while remaining:
         count = min(remaining, config.targets_per_batch)
@@ -361,7 +350,7 @@ def authors_challenges(
     """
     problem = None
     if games % 2:
-        problem = f"the authors' protocol has two worlds: games must be even, got {games}"
+        problem = f"games must be even with protocol='authors', got {games}"
     elif len(rows) < (needed := batch * games // 2):
         problem = f"{games} games need {needed} sentences; the text has {len(rows)}: lower games="
     elif len(planted) <= position:

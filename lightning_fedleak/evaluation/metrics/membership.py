@@ -186,10 +186,7 @@ class MembershipInference(RateMetric):
         scores, members, clusters, decisions = (self._column(name) for name in COLUMNS)
         has_decision = decisions != NO_DECISION
         if bool(has_decision.any()) and not bool(has_decision.all()):
-            raise ValueError(
-                "some games came with the adversary's decisions and others without: give "
-                "decisions to every update, or to none"
-            )
+            raise ValueError("give the adversary's decisions to every update, or to none")
         return membership_rates(
             scores,
             members == 1,

@@ -175,10 +175,7 @@ def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     """Return (vocab_size,) bool, the types among ids; raise ``ValueError`` for other ids."""
     ids = ids.detach().reshape(-1)
     if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):
-        raise ValueError(
-            f"{argument} holds ids outside 0..{vocab_size - 1} ({int(ids.min())} to "
-            f"{int(ids.max())}): remove ignored labels (-100), or correct vocab_size"
-        )
+        raise ValueError(f"{argument} holds ids outside 0..{vocab_size - 1}, such as -100")
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(
         0, ids.long(), True
     )

@@ -473,9 +473,8 @@ def check_unseen(
     p_value = float(mannwhitneyu(scores[trains].numpy(), scores[~trains].numpy()).pvalue)
     if p_value < MIN_P_VALUE:
         raise ValueError(
-            "Memorization(reference=): the reference already distinguishes training rows from "
-            f"held-out rows before the training (p = {p_value:.1g}), so it was trained on some of "
-            "them: set reference= to a model that was trained on other rows only"
+            "Memorization: the reference distinguishes training rows from held-out rows before the "
+            f"training (p = {p_value:.1g}): set reference= to a model of other rows only"
         )
 
 
@@ -541,9 +540,7 @@ def _pool(scores: Tensor, members: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """
     score, member = columns(scores, members)
     if np.isnan(score).any():
-        raise ValueError(f"scores: some of {len(score)} are NaN: give a number for each text")
+        raise ValueError("scores: give a number for each text, not NaN")
     if not member.any() or member.all():
-        raise ValueError(
-            f"members: {member.sum()} of {len(member)} texts: give members and non-members"
-        )
+        raise ValueError("members: give members and non-members")
     return score, member

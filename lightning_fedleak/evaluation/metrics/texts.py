@@ -75,9 +75,7 @@ def token_hits(
         ValueError: The shapes differ.
     """
     if guessed.shape != input_ids.shape:
-        raise ValueError(
-            f"a guess of shape {tuple(guessed.shape)} for texts of {tuple(input_ids.shape)}"
-        )
+        raise ValueError("the guess and the texts have different shapes")
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
     real = _real_positions(truth, attention_mask)
     return (guessed == truth) & real, real

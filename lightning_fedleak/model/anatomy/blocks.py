@@ -7,7 +7,7 @@ block k. A :class:`Place` is the input or output of one block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
@@ -47,11 +47,7 @@ def resolve_module(
     if part is None:
         return None
     if isinstance(part, nn.Module):
-        if find_path(root, part) is None:
-            raise AnatomyError(
-                f"{argument}= ({type(part).__name__}) is not in {type(root).__name__}; pass a "
-                "module inside it, or its name."
-            )
+        path_in(root, part, argument)
         return part
     for scope in (root, model):
         if scope is not None:
@@ -59,12 +55,7 @@ def resolve_module(
                 return scope.get_submodule(part)
             except AttributeError:
                 continue
-    names = [n for n, _ in walk(root) if n.count(".") < 3 and n]
-    raise AnatomyError(
-        f"{argument}='{part}' is no module of {type(root).__name__}"
-        + ("" if model is None or model is root else f" or of {type(model).__name__} inside it")
-        + f". Its modules are: {join_names(names)}."
-    )
+    raise AnatomyError(f"{argument}='{part}' is no module of {type(root).__name__}")
 
 
 def find_layers(
@@ -81,11 +72,6 @@ def find_layers(
     return [(n, m) for n, m in layers.values() if id(m) not in exclude]
 
 
-def describe_layers(layers: Iterable[Named]) -> list[str]:
-    """Return the path, the class and the number of rows of each layer, for an error."""
-    return [f"'{n}' ({type(leaf(m)).__name__}, {count_rows(m)} rows)" for n, m in layers]
-
-
 def weight_shape(module: nn.Module, argument: str) -> tuple[int, int]:
     """Return rows and columns of the layer's weight matrix.
 
@@ -94,10 +80,7 @@ def weight_shape(module: nn.Module, argument: str) -> tuple[int, int]:
     """
     shape = matrix_shape(module)
     if shape is None:
-        raise AnatomyError(
-            f"{argument}= ({type(module).__name__}) has no weight matrix; name a layer with "
-            f"one: {argument}='path.to.layer'."
-        )
+        raise AnatomyError(f"{argument}= ({type(module).__name__}) has no weight matrix")
     return shape
 
 
@@ -121,22 +104,15 @@ def common_path(paths: Iterable[str]) -> list[str]:
 
 
 def missing_part_error(
-    root: nn.Module, part: str, candidates: list[str], *arguments: str
+    root: nn.Module, part: str, candidates: Sequence[Named], *arguments: str
 ) -> AnatomyError:
-    """Return the error for a missing part; it lists candidates and the arguments to set."""
+    """Return the error for a missing part; it lists up to 12 candidates and what to set."""
+    names = ", ".join(f"'{name}' ({count_rows(layer)} rows)" for name, layer in candidates[:12])
     settings = ", ".join(f"{a}='path.to.module'" for a in arguments)
     return AnatomyError(
-        f"found no {part} in {type(root).__name__}; it has {join_names(candidates)}. Name it: "
-        f"find_anatomy(module, {settings}), or pass the module itself."
+        f"found no {part} in {type(root).__name__}; it has {names or 'nothing'}. Name it: "
+        f"find_anatomy(module, {settings})"
     )
-
-
-def join_names(items: list[str], max_items: int = 12) -> str:
-    """Return the first items and the number of further ones, for the text of an error."""
-    if not items:
-        return "nothing"
-    more = f", and {len(items) - max_items} more" if len(items) > max_items else ""
-    return ", ".join(items[:max_items]) + more
 
 
 def outermost(modules: list[Named]) -> list[Named]:
@@ -215,10 +191,7 @@ def find_blocks(
         parts = [decoder] if decoder is not None else _holders(root, model, ends[0])
         blocks = next((c for p in parts if (c := _largest_list(p, ends)) is not None), None)
     elif not isinstance(blocks, nn.ModuleList | nn.Sequential):
-        raise AnatomyError(
-            f"blocks='{name}' ({type(blocks).__name__}) is no list; name a ModuleList or "
-            "Sequential that holds the transformer blocks."
-        )
+        raise AnatomyError(f"blocks='{name}' is no ModuleList or Sequential of blocks")
     return [] if blocks is None else _members(blocks, path_in(root, blocks, "blocks"))
 
 

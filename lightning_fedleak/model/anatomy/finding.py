@@ -8,7 +8,7 @@ labels mean: next tokens (``"causal"``), masked tokens (``"masked"``), a decoder
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from inspect import signature
 from typing import get_args
 
@@ -21,7 +21,6 @@ from lightning_fedleak.model.anatomy.blocks import (
     call_getter,
     common_path,
     count_rows,
-    describe_layers,
     find_blocks,
     find_layers,
     find_side,
@@ -65,9 +64,8 @@ def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
         layer = call_matrix_getter(owner, "get_input_embeddings")
         if layer is not None and wrappers.find_path(root, layer) is not None:
             return layer
-    raise missing_part_error(
-        root, "input embeddings", describe_layers(find_layers(root, (nn.Embedding,))), "embedding"
-    )
+    embeddings = find_layers(root, (nn.Embedding,))
+    raise missing_part_error(root, "input embeddings", embeddings, "embedding")
 
 
 def infer_kind_from_name(model: nn.Module) -> Kind | None:
@@ -103,8 +101,8 @@ def infer_kind_from_head(
     if not hasattr(model, "config"):
         return "causal"
     raise AnatomyError(
-        f"the class of {type(model).__name__} in {type(root).__name__} does not tell what its "
-        "labels mean. Set kind='causal' (next tokens), 'masked', 'seq2seq' or 'classifier'."
+        f"what do the labels of {type(model).__name__} in {type(root).__name__} mean? Set kind="
+        "'causal' (next tokens), 'masked', 'seq2seq' or 'classifier'."
     )
 
 
@@ -139,12 +137,8 @@ def find_head(
     outside_model = [m for _, m in find_layers(root, (nn.Linear,), _module_ids([("", model)]))]
     if not required and not heads and len(outside_model) <= 1:
         return next(iter(outside_model), None)
-    raise missing_part_error(
-        root,
-        "single output head" if heads or outside_model else "output head",
-        describe_layers(find_layers(root, (nn.Linear,), in_blocks)),
-        "head",
-    )
+    part = "single output head" if heads or outside_model else "output head"
+    raise missing_part_error(root, part, find_layers(root, (nn.Linear,), in_blocks), "head")
 
 
 def _module_ids(parts: Iterable[Named]) -> set[int]:
@@ -158,8 +152,8 @@ def _check_rows(root: nn.Module, model: nn.Module, embedding: nn.Module, head: n
     if rows != words and not is_encoder_decoder(model):
         path = wrappers.find_path(root, head)
         raise AnatomyError(
-            f"get_output_embeddings() of {type(model).__name__} returns '{path}' with {rows} rows, "
-            f"but there are {words} input embeddings. If that is intended, pass head='{path}'."
+            f"{type(model).__name__} has {words} input embeddings, and its head '{path}' {rows} "
+            f"rows: if that is intended, pass head='{path}'"
         )
 
 
@@ -276,12 +270,10 @@ def _find_model(root: nn.Module) -> nn.Module | None:
     hugging_face = [(n, m) for n, m in others if hasattr(getattr(m, "config", None), "model_type")]
     models = outermost(hugging_face or others or with_getter)
     if len(models) > 1:
-        names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
-        # The message suggests the first model with a trained parameter.
-        path, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
+        names = ", ".join(repr(name) for name, _ in models)
         raise AnatomyError(
-            f"{type(root).__name__} holds {len(models)} language models: {names}. Name the trained "
-            f"one: settings=WatchSettings(anatomy={{'model': '{path}'}}), or pass model='{path}'."
+            f"{type(root).__name__} holds {len(models)} language models: name the one to attack, "
+            f"settings=WatchSettings(anatomy={{'model': ...}}) or model=..., of {names}"
         )
     return models[0][1] if models else None
 
@@ -314,25 +306,10 @@ def _plain_parts(
         return pairs[0][0][1], pairs[0][1][1]
     if embedding is not None and not pairs:
         return embedding, None
-    _refuse_without_words(scope, pairs)
-    raise missing_part_error(
-        root,
-        "single language model" if pairs else "language model",
-        [f"'{e}' with '{h}' ({count_rows(m)} rows)" for (e, m), (h, _) in pairs]
-        or describe_layers(find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)),
-        "embedding",
-        "head",
-    )
-
-
-def _refuse_without_words(model: nn.Module, pairs: Sequence[object]) -> None:
-    """Raise ``AnatomyError`` for a model that reads no token ids, which no argument can change."""
-    is_media = (getattr(m, "main_input_name", "input_ids") != "input_ids" for m in model.modules())
-    if not pairs and (any(is_media) or not find_layers(model, (nn.Embedding,))):
-        raise AnatomyError(
-            f"no token embeddings were found in {type(model).__name__}: its updates contain no "
-            "words that attacks could recover"
-        )
+    part = "single language model" if pairs else "language model"
+    candidates = [layer for pair in pairs for layer in pair]
+    candidates = candidates or find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)
+    raise missing_part_error(root, part, candidates, "embedding", "head")
 
 
 def _plain_kind(model: nn.Module) -> Kind:

@@ -130,10 +130,7 @@ class Anatomy:
         parameter = None if module is None else module._parameters.get(parameter_name)
         if parameter is not None:
             return parameter
-        raise AnatomyError(
-            f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
-            f"'{EMBEDDING_WEIGHT}') nor one of the parameters of {type(self.root).__name__}"
-        )
+        raise AnatomyError(f"'{name}' is no role or parameter of {type(self.root).__name__}")
 
     def parameter_name(self, role: str) -> str | None:
         """Return the parameter's name in ``root.named_parameters(remove_duplicate=False)``.

@@ -240,16 +240,10 @@ def join_gradients(
     """
     gradients = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
     if len(gradients) != len(batches):
-        raise UnusableObservation(
-            f"the loss's gradient at layer {layer} was recorded in {len(gradients)} of "
-            f"{len(batches)} batches (torch.compile, or a loss that does not use the layer?)"
-        )
+        raise UnusableObservation(f"layer {layer} had no gradient in some batch (torch.compile?)")
     for batch, gradient in zip(batches, gradients, strict=True):
         if gradient.shape[:2] != batch.input_ids.shape:
-            raise UnusableObservation(
-                f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
-                f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
-            )
+            raise UnusableObservation(f"layer {layer} ran on other tokens than the batch's")
     return gradients
 
 

@@ -108,8 +108,7 @@ def with_ids(
     ]
     if len(ids_of_batches) != len(batches) or len(new_batches) != len(batches):
         raise UnusableObservation(
-            "a defence replaces the batch, and the token ids that the model ran on are unknown: "
-            f"{len(calls)} calls in {len(batches)} batches, {len(new_batches)} of equal shape"
+            "a defence replaces the batch, and the token ids that the model ran on are unknown"
         )
     return new_batches
 

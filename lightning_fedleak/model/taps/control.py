@@ -380,10 +380,7 @@ def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> li
         # The step called the head on some positions only, and the repeated call on all of them.
         index = placed.text * width + placed.place + width - placed.width
     elif fails(n_rows != placed.n_rows):
-        raise UnusableObservation(
-            f"the model's call could not be repeated: it gave {n_rows} rows of logits, and "
-            f"{placed.n_rows} in the step"
-        )
+        raise UnusableObservation("a repeated call of the model gave other rows of logits")
     gradient = call.read_heads[0].gradient if call.read_heads else None
     if gradient is not None:  # a classifier's gradient is scaled as a whole, whatever its labels
         # 0 for rows that a part of the control, its first labels (Step.part), excludes.

@@ -351,9 +351,7 @@ def read_call(call: ModelCall, kind: Kind, user_batch: TokenBatch | None = None)
     )
     if kind == "seq2seq":
         if batch.soft_labels:
-            raise BatchError(
-                "the decoder's targets are no single labels, but soft ones, as in distillation"
-            )
+            raise BatchError("the decoder's targets are soft labels, as in distillation")
         batch = replace(batch, labels=placed.grid(len(ids), rows.labels, IGNORE_INDEX))
         return replace(call, placed=placed, batch=batch)
     targets = placed.grid(len(ids), rows.labels, IGNORE_INDEX, shift)
@@ -392,10 +390,7 @@ def _place_rows(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRow
             return PlacedRows(rows, text, place, length, torch.arange(n, device=text.device), n)
     by_text = n % b == 0 and all(head.shape[0] == b or head.shape.numel() == n for head in heads)
     if not by_text or (len(heads) > 1 and shapes != {2}):
-        raise BatchError(
-            f"the head gave {n} rows of logits in {len(heads)} calls for ids of shape "
-            f"{(b, length)}: their positions in the texts are unknown"
-        )
+        raise BatchError(f"the positions of {n} rows of logits in texts {(b, length)} are unknown")
     device, width = rows.labels.device, n // b
     # Rows are ordered (calls, texts, columns): several calls take successive chunks of columns.
     columns = [torch.arange(head.shape.numel() // b, device=device) for head in heads]
@@ -421,9 +416,7 @@ def _place_rows(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRow
         return at_end
     matches = [_share_of_next(rows, ids) for rows in (at_start, at_end)]
     if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
-        raise BatchError(
-            f"the head gave {width} rows for texts of {length} tokens: their positions are unknown"
-        )
+        raise BatchError(f"the positions of {width} rows of logits in {length} tokens are unknown")
     return at_start if matches[0] > matches[1] else at_end
 
 

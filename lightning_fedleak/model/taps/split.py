@@ -167,8 +167,6 @@ class SplitTap:
             if isinstance(value, Tensor) and value.shape == (1, shape[1]):
                 value = value.expand(shape)
             if value is not None and getattr(value, "shape", None) != shape:
-                raise UnusableObservation(
-                    f"the model received {name} of another shape than (B, L) = {tuple(shape)}"
-                )
+                raise UnusableObservation(f"the model's {name} is not of shape {tuple(shape)}")
             results.append(value if isinstance(value, Tensor) else None)
         return results

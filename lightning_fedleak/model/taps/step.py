@@ -125,9 +125,7 @@ class ModelCall:
             UnusableObservation: Neither the step's graph nor its batch shows them.
         """
         if self.placed is None:
-            raise UnusableObservation(
-                "neither the step's graph nor its batch shows which labels have which gradient"
-            )
+            raise UnusableObservation("which labels have which gradient is not known")
         return self.placed
 
     def with_live_labels(self) -> ModelCall:
@@ -252,9 +250,7 @@ class LocalRound:
         assert self.optimizer is not None
         name = type(self.optimizer).__name__
         if type(self.optimizer) is not getattr(torch.optim, name, None):
-            raise UnusableObservation(
-                f"{name} is no class of torch.optim, so that its steps are not repeated"
-            )
+            raise UnusableObservation(f"{name}, no class of torch.optim, is not repeated")
         groups = [
             {**group, "params": [leaves[id(p)] for p in group["params"] if id(p) in leaves]}
             for group in self.optimizer.param_groups

@@ -373,10 +373,7 @@ class StepTap:
             BatchError: The form of the batch is unknown.
         """
         if batch is None:
-            raise BatchError(
-                "the batch is not known before training_step. A step that takes dataloader_iter "
-                "cannot be watched: write training_step(self, batch, batch_idx)."
-            )
+            raise BatchError("write training_step(self, batch, batch_idx), not dataloader_iter")
         if self._adapter is not None:
             return self._adapter(batch)
         return read_batch(batch, self._anatomy.kind)

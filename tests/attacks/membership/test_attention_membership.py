@@ -436,11 +436,11 @@ def test_state_of_other_settings_is_refused(public):
         attention(1, texts, batch=20),
         attention(1, "sampled", batch=20),
     ):
-        with pytest.raises(ValueError, match="this state is not of"):
+        with pytest.raises(ValueError, match="the state is of other settings"):
             other.load_state_dict(state)
         assert other.config() != attack.config()  # by which a monitor sees it
     del state["fingerprint"]
-    with pytest.raises(ValueError, match="this state is not of"):
+    with pytest.raises(ValueError, match="the state is of other settings"):
         attention(1, public, batch=20).load_state_dict(state)
 
 

@@ -213,7 +213,7 @@ def test_what_the_loss_is_scaled_by_changes_nothing(family: Any) -> None:
         scaled = guess(scale)
         torch.testing.assert_close(scaled.scores / scale, plain.scores, rtol=1e-3, atol=1e-5)
         assert torch.equal(scaled.members, plain.members)
-    with pytest.raises(UnusableObservation, match="below 1e-31, where float32 rounds it off"):
+    with pytest.raises(UnusableObservation, match="scale the loss up"):
         guess(1e-33)
 
 
@@ -421,7 +421,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
 
 
 def test_masked_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not know the labels of a masked model"):
+    with pytest.raises(ValueError, match="it knows no masked labels"):
         GradientMembership(texts(4, LENGTH)).needs(find_anatomy(bert()))
 
 

@@ -44,9 +44,9 @@ def test_a_massive_direction_does_not_drown_the_others():
 @pytest.mark.parametrize(
     ("hidden", "ridge", "words"),
     [
-        (states(8, 8), 0.1, "8 tokens of public text.*cannot whiten 8 dimensions"),
+        (states(8, 8), 0.1, "8 tokens of public text cannot whiten 8 dimensions"),
         (torch.ones(50, 4), 0.1, "cannot whiten 4 dimensions"),
-        (torch.cat([torch.randn(50, 1), torch.zeros(50, 3)], 1), 0.1, "too similar"),
+        (torch.cat([torch.randn(50, 1), torch.zeros(50, 3)], 1), 0.1, "at least 8"),
     ],
 )
 def test_refusals_say_what_to_do(hidden, ridge, words):

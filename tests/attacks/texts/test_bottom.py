@@ -51,7 +51,7 @@ def test_what_cannot_be_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer must be .* 0 to 2, got 3: the model has 2 blocks"):
         BottomModel(anatomy, 3)
     bottom = BottomModel(anatomy, 1)
-    with pytest.raises(ValueError, match="context holds 64"):
+    with pytest.raises(ValueError, match="truncate texts to 64 tokens"):
         bottom.hidden(torch.ones(1, 65, dtype=torch.int64))
     torch.testing.assert_close(
         bottom.cut_at_layer(0).hidden(IDS), hidden_states(anatomy, 0, IDS), rtol=0, atol=0

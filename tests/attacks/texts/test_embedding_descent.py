@@ -356,5 +356,5 @@ def test_it_reads_the_newest_activations_of_its_layer() -> None:
 def test_bad_settings_for_this_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layer must be .*got 9"):
         prepared(tiny_gpt2(), 9)
-    with pytest.raises(ValueError, match="holds the id 97, but ids of this model"):
+    with pytest.raises(ValueError, match="holds the unknown id 97"):
         prepared(tiny_gpt2(), 1, initial=VOCAB)

@@ -82,7 +82,7 @@ def test_noise_alone_names_next_to_nothing(learned):
 def test_a_gradient_without_a_negative_row_is_unknown_unless_noise_explains_it(learned):
     rows = learned.state_dict()["directions.u"].repeat(VOCAB, 1)
     for std in (0.0, math.nan):
-        with pytest.raises(UnusableObservation, match="no defence reports added noise"):
+        with pytest.raises(UnusableObservation, match="assigned to a used type"):
             learned.run(observation(rows, noise_std=std))
     guess = learned.run(observation(rows, noise_std=0.1))
     assert len(guess.types) == 0

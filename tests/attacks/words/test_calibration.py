@@ -102,13 +102,13 @@ def test_a_masked_batch_asks_for_what_it_hides():
     ("call", "words"),
     [
         (lambda: PublicText([[3], []]), "at least 2 tokens"),
-        (lambda: PublicText([[1, 2]], targets=[[1], [2]]), "1 texts but 2 targets"),
+        (lambda: PublicText([[1, 2]], targets=[[1], [2]]), "one target for each text"),
         (lambda: public_text().batch(2, 1, generator()), "length must be an integer of at least 2"),
-        (lambda: public_text().batch(2, 5, generator(), kind="masked"), "mask_token_id"),
+        (lambda: public_text().batch(2, 5, generator(), kind="masked"), "tokenizer="),
         (lambda: public_text().batch(2, 5, generator(), kind="classifier"), "classifier"),
         (
             lambda: PublicText.sampled_from(find_anatomy(models.tiny_bert_mlm()), 2, 5),
-            "causal language model",
+            "no text is sampled from",
         ),
     ],
 )

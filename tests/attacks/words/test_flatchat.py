@@ -152,7 +152,7 @@ def test_hidden_states_that_sum_to_zero_are_unknown_not_a_guess(dtype: torch.dty
     anatomy = find_anatomy(model)
     batch = public_text(400).batch(8, 16, torch.Generator())
     rows = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
-    with pytest.raises(UnusableObservation, match="rounding errors"):
+    with pytest.raises(UnusableObservation, match="hidden states sum to zero"):
         flatchat(rows, 10)
     attack = FlatChat(public_text(400), shapes=SHAPES)
     attack.prepare(anatomy)

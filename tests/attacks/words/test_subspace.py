@@ -66,7 +66,7 @@ def test_a_batch_that_fills_all_directions_is_refused_before_the_atoms_are_made(
         raise AssertionError("atoms were made")
 
     monkeypatch.setattr(explanation, "Atoms", made)
-    with pytest.raises(Inapplicable, match=r"fill \d+ of the \d+ directions"):
+    with pytest.raises(Inapplicable, match=r"fill \d+ of the input's \d+ directions"):
         guess_of(ready(llama()), texts(8, 16))
 
 
@@ -386,9 +386,9 @@ def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
 @pytest.mark.parametrize(
     ("facts", "word"),
     [
-        (RunFacts(optimizer="AdamW", local_steps=2), "a round of 2 steps of AdamW divides"),
-        (RunFacts(optimizer="RMSprop", local_steps=1), "a round of 1 step of RMSprop divides"),
-        (RunFacts(optimizer="Sophia", local_steps=1), "what Sophia makes of gradients"),
+        (RunFacts(optimizer="AdamW", local_steps=2), "rounds of AdamW are not read"),
+        (RunFacts(optimizer="RMSprop", local_steps=1), "rounds of RMSprop are not read"),
+        (RunFacts(optimizer="Sophia", local_steps=1), "Sophia is not known"),
     ],
 )
 def test_an_update_that_is_no_sum_of_gradients_is_unknown(facts: RunFacts, word: str) -> None:
@@ -459,7 +459,7 @@ def test_rounding_of_half_precision_leaves_signs_alone() -> None:
     attack, anatomy = prepared(model)
     (snapshot,) = step_of(torch.optim.AdamW, model, attack, anatomy, texts(2, 10)).gradients
     attack._before = {n: t.bfloat16() for n, t in attack._before.items()}
-    with pytest.raises(UnusableObservation, match="the signs of a gradient alone"):
+    with pytest.raises(UnusableObservation, match="hides all but signs"):
         attack.run(Observation((snapshot,)))
 
 

@@ -67,9 +67,7 @@ def test_the_gradient_is_that_of_the_linear_map(layer, reentrant) -> None:
 
 def test_noise_belongs_in_front() -> None:
     noise, smaller = ActivationNoise(2, 1.0), ActivationCompression(2, K)
-    with pytest.raises(
-        DefenseError, match="Put 'activation_noise' before 'activation_compression'"
-    ):
+    with pytest.raises(DefenseError, match="after 'activation_compression' at layer 2"):
         DefendedStrategy("auto", [smaller, noise])
     DefendedStrategy("auto", [noise, smaller])
     DefendedStrategy("auto", [smaller, ActivationNoise(3, 1.0)])

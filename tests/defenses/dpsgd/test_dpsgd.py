@@ -210,10 +210,10 @@ def test_a_canary_is_clipped_in_each_samples_norm_and_noised_alike() -> None:
 def test_a_canary_of_other_samples_or_with_noise_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     run.backward(first(5))
-    with pytest.raises(DefenseError, match="4 samples, and the batch has 5"):
+    with pytest.raises(DefenseError, match="4 samples, and the batch 5"):
         run.defense.on_canary(CanaryGradient(torch.ones(4, 1, 2)), run.parameters, run.context)
     noised = CanaryGradient(torch.ones(5, 1, 2), torch.ones(1, 2), 1.0)
-    with pytest.raises(DefenseError, match="cannot be clipped"):
+    with pytest.raises(DefenseError, match="DPSGD before other noise"):
         run.defense.on_canary(noised, run.parameters, run.context)
 
 
@@ -318,7 +318,7 @@ def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> No
     central, local = made("central"), made("local")
     Run(central, clients=4).step(first(0))
     Run(local, clients=4).step(first(0))
-    with pytest.raises(DefenseError, match="under trust='central'"):
+    with pytest.raises(DefenseError, match=r"begin a new run.*trust='central'"):
         made("local").load_state_dict(central.state_dict())
     made("central").load_state_dict(central.state_dict())
     made("central").load_state_dict(local.state_dict())
@@ -328,7 +328,7 @@ def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> No
 def test_releases_by_a_rule_that_is_gone_are_not_gone_on_with(gone: dict[str, Any]) -> None:
     defense = DPSGD(CLIP, noise_multiplier=1.0)
     Run(defense).step(first(3))
-    with pytest.raises(DefenseError, match=r"1 releases were drawn or noised by a rule .* is gone"):
+    with pytest.raises(DefenseError, match="1 releases were made with another"):
         DPSGD(CLIP, noise_multiplier=1.0).load_state_dict(defense.state_dict() | gone)
 
 
@@ -379,7 +379,7 @@ def test_a_run_without_end_has_no_noise_for_an_epsilon() -> None:
 
 @pytest.mark.parametrize("delta", [1 / N, 0.5])
 def test_delta_must_be_below_one_over_the_number_of_examples(delta: float) -> None:
-    with pytest.raises(DefenseError, match=r"target_delta=.* must be below 1 / 40"):
+    with pytest.raises(DefenseError, match=r"target_delta must be .* below 0\.025.*1 / examples"):
         Run(DPSGD(CLIP, noise_multiplier=1.0, target_delta=delta))
 
 
@@ -409,10 +409,10 @@ def frozen() -> nn.Module:
 
 
 MODELS: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: Loose(), {}, r"'scale' belong to a Loose.*module of their own"),
-    (lambda: nn.Sequential(Loose()), {}, "'0.scale' belong to a Loose"),
-    (lambda: Listed(), {}, "belong to a ParameterList"),
-    (lambda: nn.Sequential(Scaled(6, 3)), {}, "belong to a Scaled.*from one tensor"),
+    (lambda: Loose(), {}, r"Loose.* trains \['scale'\].*module of their own"),
+    (lambda: nn.Sequential(Loose()), {}, r"'0' \(Loose\) trains"),
+    (lambda: Listed(), {}, r"'prompts' \(ParameterList\) trains"),
+    (lambda: nn.Sequential(Scaled(6, 3)), {}, r"\(Scaled\) trains.*one tensor"),
     (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), {}, "Use GroupNorm or LayerNorm"),
     (evaluated, {}, r"eval mode.*Call `model.train\(\)`"),
     (frozen, {}, "every parameter is frozen"),
@@ -438,7 +438,7 @@ def test_a_model_without_per_sample_gradients(build, settings, message: str) -> 
 def test_it_must_come_before_what_acts_on_gradients() -> None:
     defense, noise = DPSGD(CLIP, noise_multiplier=1.0), GradientNoise(1.0, 1.0)
     defense.check_order([], [noise])
-    with pytest.raises(DefenseError, match="Put 'dpsgd' first"):
+    with pytest.raises(DefenseError, match="put 'dpsgd' before gradient_noise"):
         defense.check_order([noise], [])
 
 
@@ -451,7 +451,7 @@ def test_two_batches_in_one_release_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "message"),
-    [(["a", "b"], "no tensors"), ([torch.ones(3), torch.ones(4)], r"first dimensions \[3, 4\]")],
+    [(["a", "b"], r"one first dimension.*\[\]"), ([torch.ones(3), torch.ones(4)], r"\[3, 4\]")],
 )
 def test_a_batch_whose_samples_cannot_be_counted(batch: Any, message: str) -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
@@ -498,7 +498,7 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
     run.backward(first(3))
     run.defense._team.size = 2
-    with pytest.raises(DefenseError, match="use client='rank', or one process"):
+    with pytest.raises(DefenseError, match="needs client='rank' or one process"):
         run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
 
 
@@ -508,9 +508,7 @@ def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     real = noises.add_noise
     weak: Any = lambda *place: real(*place[:-1], 0.9 * place[-1])  # noqa: E731
     monkeypatch.setattr(noises, "add_noise", weak)
-    with pytest.raises(
-        DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
-    ):
+    with pytest.raises(DefenseError, match=r"noise measured is 0\.(89|90|91)"):
         run.step(first(0))
 
 
@@ -518,7 +516,7 @@ def test_several_loaders_at_once_are_refused() -> None:
     root = Net()
     root._trainer = trainer(train_dataloader={"a": 1, "b": 2})
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
-    with pytest.raises(DefenseError, match="2 training loaders"):
+    with pytest.raises(DefenseError, match="return one DataLoader"):
         run.step(first(3))
 
 
@@ -553,5 +551,5 @@ def test_a_compiled_model_releases_what_a_plain_one_does(loss, monkeypatch) -> N
 def test_a_loss_in_compiled_code_is_refused_and_the_mend_is_said() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     run.loss = torch.compile(run.loss, backend="aot_eager")
-    with pytest.raises(DefenseError, match=r"torch\.compile has compiled it.*not training_step"):
+    with pytest.raises(DefenseError, match="compile the model's blocks instead"):
         run.step(first(4))

@@ -19,18 +19,10 @@ from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, data, first, trainer
 # ---- a batch without a loss ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (None, "returned no loss for a batch of 5"),
-        ({"log": 1.0}, "returned no loss for a batch of 5"),
-        (torch.ones(()), "a loss that needs no gradient"),
-        ({"loss": torch.ones(())}, "a loss that needs no gradient"),
-    ],
-)
-def test_a_batch_without_a_loss_is_not_released_as_noise_alone(output: Any, message: str) -> None:
+@pytest.mark.parametrize("output", [None, {"log": 1.0}, torch.ones(()), {"loss": torch.ones(())}])
+def test_a_batch_without_a_loss_is_not_released_as_noise_alone(output: Any) -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
-    with pytest.raises(DefenseError, match=message):
+    with pytest.raises(DefenseError, match="no loss with a gradient for a batch of 5"):
         run.defense.on_training_step(lambda: output, first(5), run.context)
     assert run.defense.releases == run.defense.accountant.steps == 0
 
@@ -114,7 +106,7 @@ def test_a_loss_that_mixes_samples_is_refused_from_whichever_step(before: Any, m
     for _ in range(3):
         run.step(first(5))
     run.loss = lambda batch: mixing(run.root(batch[0]))
-    with pytest.raises(DefenseError, match="as in contrastive learning"):
+    with pytest.raises(DefenseError, match=r"depends on others. outputs"):
         run.step(first(5))
     assert run.defense.releases == 3
 
@@ -132,7 +124,7 @@ def test_what_changes_without_a_new_form_is_looked_for_now_and_then(monkeypatch)
     for step in range(7):  # checks are made at releases 0, 1, 3, and 7
         partners = torch.eye(5) if step < 4 else torch.eye(5).roll(1, 0)
         run.step(first(5))
-    with pytest.raises(DefenseError, match="as in contrastive learning"):
+    with pytest.raises(DefenseError, match=r"depends on others. outputs"):
         run.step(first(5))
     assert run.defense.releases == 7
 
@@ -194,7 +186,7 @@ def test_rows_packed_in_the_data_are_one_example_each_and_it_is_said() -> None:
 
 def test_packed_rows_are_of_no_single_user() -> None:
     defense = DPSGD(CLIP, noise_multiplier=1.0, unit=Users("who"))
-    with pytest.raises(DefenseError, match="may be of several users"):
+    with pytest.raises(DefenseError, match="of several documents"):
         Run(defense, loader=DataLoader(packed(), batch_size=8))
 
 

@@ -205,13 +205,13 @@ def test_a_ledger_remembers_each_release_with_its_noise(tmp_path: Path) -> None:
 def test_a_budget_that_changes_is_refused() -> None:
     defense = filtered()
     Run(defense).step(first(0))
-    with pytest.raises(DefenseError, match=r"checkpoint's budget is \(epsilon=3.0"):
+    with pytest.raises(DefenseError, match=r"checkpoint's epsilon, delta and order are \[3.0"):
         filtered(target_epsilon=4.0).load_state_dict(through_a_file(defense))
-    with pytest.raises(DefenseError, match="made under accountant='filter'"):
+    with pytest.raises(DefenseError, match="made with another accountant"):
         DPSGD(CLIP, 6.0).load_state_dict(through_a_file(defense))
     plain = DPSGD(CLIP, 6.0, target_delta=DELTA)
     Run(plain).step(first(0))
-    with pytest.raises(DefenseError, match="not made under accountant='filter'"):
+    with pytest.raises(DefenseError, match="made with another accountant"):
         filtered().load_state_dict(through_a_file(plain))
 
 
@@ -222,10 +222,10 @@ def test_an_order_that_changes_is_refused() -> None:
     account.begin(6.0, 0.2)
     other.begin(0.9, 0.2)
     assert account.order != other.order
-    with pytest.raises(DefenseError, match="differs from that of the checkpoint"):
+    with pytest.raises(DefenseError, match="epsilon, delta and order are"):
         other.load_state_dict(account.state_dict())
     several = account.state_dict() | {"orders": torch.tensor([4.0, 8.0])}
-    with pytest.raises(DefenseError, match=r"checkpoint, \[4.0, 8.0\]: begin a new run"):
+    with pytest.raises(DefenseError, match=r"4.0, 8.0\], .* begin a new run"):
         waiting.load_state_dict(several)
     waiting.load_state_dict(account.state_dict())
     waiting.begin(0.9, 0.2)

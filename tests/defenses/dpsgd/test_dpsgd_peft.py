@@ -185,15 +185,15 @@ def test_a_lora_around_frozen_experts_is_exact(experts: str) -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "AdaLoRA": (
         lambda: adapted_by("AdaLoraConfig", init_r=4, target_r=2, total_step=10, **MAPS),
-        r"update_and_allocate.*orthogonal regularization.*LoraConfig\(use_rslora=True\)",
+        r"changes ranks by gradients.*LoraConfig\(use_rslora=True\)",
     ),
     "PVeRA draws its own numbers": (
         lambda: adapted_by("PveraConfig", **RANK),
-        "'base_model.*v_proj.*do not add up.*draws random numbers without nn.Dropout",
+        "'base_model.*v_proj.*do not add up",
     ),
     "a layer that mixes samples": (
         lambda: mixing(),
-        "q_proj.*one sample at a time do not add up.*mixes samples",
+        "q_proj.*per-sample gradients of .* do not add up",
     ),
     "Poly needs its task": (
         lambda: adapted_by("PolyConfig", n_tasks=2, n_skills=2, **RANK),
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: adapted_by(
             "AdaptionPromptConfig", task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1
         ),
-        "belong to a AdaptedAttention.*from one tensor",
+        "AdaptedAttention.* trains .*one tensor",
     ),
 }
 

@@ -74,7 +74,7 @@ def test_weights_written_outside_of_the_optimizers_step_are_refused(
         run.step(first(5))
     if not after_backward:
         write(run.root)
-    with pytest.raises(DefenseError, match=r"written to since the.*\('above.bias'\)"):
+    with pytest.raises(DefenseError, match=r"'above.bias' was written to since"):
         run.step(first(5), between=write if after_backward else None)
     assert run.defense.releases == 3
 
@@ -115,7 +115,7 @@ def test_weights_that_are_not_finite_after_a_release_stop_the_run(value: float, 
     run.step(first(5))
     run.optimizer.param_groups[0]["lr"] = value
     run.step(first(5))
-    with pytest.raises(DefenseError, match=r"not finite.*'below.weight', .*learning rate"):
+    with pytest.raises(DefenseError, match=r"'below.weight' is not finite.*learning rate"):
         run.backward(first(5))
     assert run.defense.releases == 2
 

@@ -145,7 +145,7 @@ def test_a_canary_joins_the_norms_of_all_pieces() -> None:
     joint = torch.cat([single, 12 * canary.samples[:, 0]], dim=1)
     expected = clipped(joint)[:, single.shape[1] :] / 8
     torch.testing.assert_close(result[0][:, 0], expected, rtol=1e-4, atol=1e-8)
-    with pytest.raises(DefenseError, match="canary has 5 samples, and the batch has 12"):
+    with pytest.raises(DefenseError, match="canary has 5 samples, and the batch 12"):
         run.defense.on_canary(CanaryGradient(torch.ones(5, 1, 2)), run.parameters, run.context)
 
 

@@ -29,7 +29,7 @@ from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, EmptyCollate, PoissonBatchSampler
-from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
+from lightning_fedleak.defenses.dpsgd.sampling import check_torch_loader, poisson_loader
 
 SECRET = bytes(range(32))
 
@@ -54,6 +54,7 @@ def poisson(loader: DataLoader, rate: float = 0.1, **changes) -> DataLoader:
     where = {name: value for name, value in changes.items() if name in names}
     rest = {name: value for name, value in changes.items() if name not in names}
     draws = Draws(**{"entropy": SECRET, **where})
+    check_torch_loader(loader)
     return poisson_loader(loader, rate, draws, **rest)
 
 
@@ -203,26 +204,29 @@ WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
         ([1, 2], "DataLoader"),
         (DataLoader(Stream(), batch_size=2), "map-style"),
         (DataLoader(DATA, batch_size=None), "batch_size"),
-        (DataLoader(Shapeless(), batch_size=2, sampler=[0]), "__len__"),
+        (DataLoader(Shapeless(), batch_size=2, sampler=[0]), "map-style"),
         (
             DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, True)),
             "OwnBatches",
         ),
-        (DataLoader(DATA, batch_sampler=[[0], [1]]), "batch sampler list"),
+        (DataLoader(DATA, batch_sampler=[[0], [1]]), "batch_size .* not a list"),
         (OwnLoader(DATA, batch_size=2), "OwnLoader"),
         (DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler([1, 2])), "Subset"),
         (DataLoader(DATA, batch_size=2, sampler=WEIGHTED), "WeightedRandomSampler"),
         (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
         (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=5)), "RandomSampler"),
         (DataLoader(DATA, sampler=DistributedSampler(numbers(9), 2, 0)), "DistributedSampler"),
-        (DataLoader(DATA, sampler=[0, 0, 1]), "sampler list"),
+        (DataLoader(DATA, sampler=[0, 0, 1]), "in place of list"),
         (DataLoader(DATA, sampler=Twice(DATA)), "Twice"),
         (DataLoader(DATA, sampler=TwiceApart(DATA, 2, 0)), "TwiceApart"),
         (DataLoader(DATA, sampler=DistributedSamplerWrapper(WEIGHTED, 2, 0)), "WeightedRandom"),
-        (poisson(DataLoader(DATA, batch_size=2)), "PoissonBatchSampler is not torch's own"),
+        (poisson(DataLoader(DATA, batch_size=2)), "not a PoissonBatchSampler"),
         (DataLoader(Subset(DATA, []), batch_size=2), "no examples"),
         (DataLoader(FailsOnNothing(torch.ones(3)), batch_size=2), "IndexError"),
-        (DataLoader(NeverEmpty(torch.ones(3)), batch_size=2), "gives 1: a Poisson batch"),
+        (
+            DataLoader(NeverEmpty(torch.ones(3)), batch_size=2),
+            "gives 1: let it return",
+        ),
     ],
 )
 def test_loaders_that_are_refused(loader, word: str) -> None:

@@ -88,7 +88,7 @@ def test_a_step_that_writes_to_the_weights_of_the_base_is_refused(folder: Path, 
         return run.root(**batch).loss  # type: ignore[no-any-return]
 
     run.loss = loss  # type: ignore[method-assign]
-    with pytest.raises(DefenseError, match=r"wrote to the parameter '.*up_proj\.base_layer"):
+    with pytest.raises(DefenseError, match=r"must not write to '.*up_proj\.base_layer"):
         run.backward(rows(0, 1))
 
 

@@ -110,7 +110,7 @@ def test_rows_in_another_order_than_the_examples_are_refused_where_users_are_dra
     collate: Any, dataset: Dataset[Any]
 ) -> None:
     """A user's rows are those at their places, so that others' would be clipped as theirs."""
-    with pytest.raises(DefenseError, match=f"collate function .{collate.__name__}.*sorts"):
+    with pytest.raises(DefenseError, match=f"collate function .{collate.__name__}.*changes"):
         by_user(collate, dataset)
 
 

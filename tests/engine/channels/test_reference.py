@@ -136,7 +136,7 @@ def test_a_reference_that_has_seen_rows_is_refused(side: str, tmp_path: Path) ->
     data, held_out = leave_out(language(400, seed=2), 140, seed=1)
     _, module = fit([], data=held_out if side == "held out" else data)
     watching = with_reference(tmp_path, module.model)
-    with pytest.raises(ValueError, match="was trained on some of them"):
+    with pytest.raises(ValueError, match="a model of other rows only"):
         fit([watching], data=data)
 
 

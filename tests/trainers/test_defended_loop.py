@@ -142,7 +142,7 @@ def own_batch(loop: Loop, batch: Any) -> None:
         (accumulates, "To accumulate gradients, use DPSGD.max_physical_batch_size"),
         (clips, "is not the sum of its recorded per-sample gradients"),
         (casts, "autocast to torch.bfloat16.*pass precision='bf16-mixed'"),
-        (twice, "Nothing was released"),
+        (twice, "nothing was released"),
         (writes, "not released once"),
         (repeats, "released once.*one loss"),
         (skips, "released once.*even an empty"),

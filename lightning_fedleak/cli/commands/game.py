@@ -34,7 +34,6 @@ from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.evaluation.games.play import Adversary, Defend
 from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
 _PUBLIC_SHARE = 0.25  # the share of --text that the server gets; the games get the rest; not tuned
@@ -141,11 +140,8 @@ def _make_adversaries(
             adversaries.append(FCMembership(layer, target, **common, **ladder))
             continue
         assert public is not None
-        if name.startswith("trained"):
-            adversaries.append(TrainedMembership(layer, public, target, seed=seed, **common))
-        else:
-            common["batch"] = options.batch
-            adversaries.append(attacks.AttentionMembership(layer, public, seed=seed, **common))
+        common["batch"] = options.batch
+        adversaries.append(attacks.AttentionMembership(layer, public, seed=seed, **common))
     for name in (n for n in names if n in PASSIVE):
         assert public is not None
         adversaries.append(PASSIVE[name](public, tokens=tokens, seed=seed, name=name))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
-INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
+GAME_ATTACKS = ("fc", "fc-full", "attention", "gradient", "subspace")
+INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper")
 SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
 
 

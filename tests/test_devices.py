@@ -43,7 +43,6 @@ from lightning_fedleak.attacks import (
     PrefixInversion,
     PublicText,
     Query,
-    RevealLabels,
     RunFacts,
     SubspaceMembership,
     SubspaceTexts,
@@ -100,7 +99,6 @@ PUBLIC = PublicText(ids_of(24, 12, seed=1))
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
     "aligned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100),
-    "reveal_labels": RevealLabels,
     "bag_of_words": BagOfWords,
     "bias_sign": BiasSign,
     "subspace_words": lambda: SubspaceWords(PUBLIC, capacity_seconds=1e-9),

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import GradientMembership as GradientMembership
     from lightning_fedleak.attacks import PrefixInversion as PrefixInversion
     from lightning_fedleak.attacks import PublicText as PublicText
-    from lightning_fedleak.attacks import RevealLabels as RevealLabels
     from lightning_fedleak.attacks import SubspaceMembership as SubspaceMembership
     from lightning_fedleak.attacks import SubspaceTexts as SubspaceTexts
     from lightning_fedleak.attacks import SubspaceWords as SubspaceWords

@@ -15,7 +15,6 @@ CONSTANTS = {"DISHONEST_SERVER", "EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "HEAD_WE
 NAMES = sorted(set(fedleak.__all__) - {"__version__"} - CONSTANTS)
 MODULES = [
     "attacks.texts.embedding_descent",
-    "labs.token_relaxation",
     "evaluation.auditing.private_training",
     "cli.finetuning.data",
     "cli.finetuning.module",

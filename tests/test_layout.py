@@ -38,16 +38,15 @@ ALLOWED = {
     "trainers": MODEL | {"attacks", "defenses", "report", "engine"},
     "federation": MODEL
     | {"attacks", "defenses", "evaluation", "report.records", "engine", "lightning_packages"},
-    "labs": MODEL | {"attacks", "defenses", "evaluation"},
     "cli.finetuning": MODEL | {"defenses", "lightning_packages"},
-    "cli.studies": MODEL | {"attacks", "evaluation", "labs"},
+    "cli.studies": MODEL | {"attacks", "evaluation"},
     "cli.studies.references": MODEL | {"attacks", "evaluation", "report.records"},
 }
 WITHOUT_LIGHTNING = (
     *SHARED,
     *("model", "attacks", "defenses", "evaluation", "report.records", "report", "engine"),
     "evidence",
-    *("trainers", "labs"),
+    "trainers",
     "cli.studies",
 )
 NESTED = ("model", "evaluation", "report", "cli")

@@ -32,10 +32,11 @@ from transformers import BartForConditionalGeneration as Bart
 
 from benchmarks.attacks.word_recovery import REGRESSION_SHAPES, composed_batches, long_enough, score
 from benchmarks.papers import reference, tables
+from benchmarks.papers.baselines import RevealLabels
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, pm
 from benchmarks.shared import data_folder, read_texts, tokens_of
-from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
+from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat, positive_weight
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, gradient_of
@@ -405,7 +406,7 @@ def reader(name: str, setting: str, hidden: int, steps: int, seconds: float) -> 
     if name == "FlatChat":
         attack = FlatChat(corpora().public, shapes=MT_SHAPES)
     elif name == "RLG":
-        attack = RevealLabels(max_seconds=seconds, allow_full_rank=True)
+        attack = RevealLabels(seconds)
     else:
         attack = AlignedFlatChat(corpora().public)
     attack.prepare(find_anatomy(translator(setting, hidden, steps)))

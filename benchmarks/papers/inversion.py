@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.papers import tables
+from benchmarks.papers.baselines import TokenRelaxation
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, rate_of
@@ -26,6 +27,7 @@ from lightning_fedleak.attacks.texts.base import InversionAttack
 from lightning_fedleak.cli.studies.invert import Noise, make_adversary, rows_of_length, run_cells
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
+RELAXATION_LR = 0.3  # learning rate of the relaxation; not tuned
 LOST = 0.1
 """Share of its noise-free accuracy below which the task counts as lost."""
 
@@ -75,7 +77,10 @@ def prepared(folder: str, name: str, split: int, steps: int) -> InversionAttack:
     tokenizer, anatomy = loaded(folder)
     hello = tokenizer("hello", add_special_tokens=False)["input_ids"][-1]
     settings = {"steps": steps, "hello": hello, "special_ids": tokenizer.all_special_ids}
-    attack = make_adversary(name, split, **settings)
+    attack = (
+        TokenRelaxation(split, steps, RELAXATION_LR, initial="mean") if name == "relaxation"
+        else make_adversary(name, split, **settings)
+    )  # fmt: skip
     attack.prepare(anatomy)
     attack.prepare = lambda anatomy: None
     return attack

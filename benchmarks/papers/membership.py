@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from benchmarks.attacks import membership_games
 from benchmarks.attacks.membership_games import attention, halves, joined, prepared
 from benchmarks.papers import tables
+from benchmarks.papers.baselines import TrainedMembership
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.lemma import retrieval_error
 from benchmarks.papers.reference import ReferenceLDP
@@ -38,7 +39,6 @@ from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.defenses import BatchForm, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.evaluation.metrics.membership import membership_rates
-from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
 PROTOCOLS = {"game": "Fig. 2", "authors": "authors' code", "reference": "reference implementation"}

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
     from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat
     from lightning_fedleak.attacks.words.public_gradients import gradient_of as gradient_of
-    from lightning_fedleak.attacks.words.reveal_labels import RevealLabels as RevealLabels
     from lightning_fedleak.attacks.words.subspace import SubspaceWords as SubspaceWords
     from lightning_fedleak.threats import DISHONEST_SERVER as DISHONEST_SERVER
     from lightning_fedleak.threats import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS

@@ -178,9 +178,10 @@ class Attack(ABC):
     """Whether a low result counts only if a control succeeds, for which :meth:`run` is called again
     on a gradient of known words. If False, :meth:`run` is called once per measurement, and nothing
     shows whether a change of the gradient made the attack fail."""
-    for_uneven_losses: ClassVar[bool] = False
-    """Whether the attack is chosen automatically only in steps whose labels have different weights
-    in the loss, by class, token or text. Attacks that learn from public text recover less there."""
+    for_even_losses: ClassVar[bool] = False
+    """Whether the attack misses labels of little weight beside others of more, by class, token or
+    text. Where labels weigh unevenly and another method may separate them, because they are fewer
+    than the hidden states' dimensions and no noise was added, a low number is then unknown."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
     after :meth:`load_state_dict`."""

@@ -162,7 +162,6 @@ class StepEngine:
             if fit.scheduler.still_waits(look):
                 return
             fit.refresh(look)
-            fit.admit_held(look)
             is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
             with saved_once(not fit.lineup.is_sharded):
                 for channel in fit.channels_in(look):

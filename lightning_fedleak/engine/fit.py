@@ -43,7 +43,7 @@ from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
-from lightning_fedleak.model.taps import StepTap, is_uneven
+from lightning_fedleak.model.taps import StepTap
 
 
 class Fit:
@@ -177,22 +177,6 @@ class Fit:
         for series in scope:
             if series.attack in failed:
                 look.answers[series] = Unknown(failed[series.attack])
-
-    def admit_held(self, look: Look) -> None:
-        """Run the attacks for uneven losses from now on if labels weigh unevenly in this step.
-
-        They exploit labels that have different weights in the loss, and are held back until then.
-
-        Under DP they never run, because the moment of the decision would depend on the data.
-        """
-        waiting = self.lineup.uneven_only
-        if not waiting or look.scope is not None or self.accounting:
-            return
-        calls = [call for call in look.training_step.calls if call.placed is not None]
-        if self.run.on_any_process(bool(calls) and is_uneven(calls)):
-            self.lineup.uneven_only = set()
-            self.follow()
-            self.lineup.refresh(look.step, waiting)
 
     # ---- the end of a run, and failures -----------------------------------------------------
 

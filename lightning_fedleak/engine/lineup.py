@@ -32,8 +32,6 @@ from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
-# Why an attack for losses with uneven weights does not run yet.
-_HELD_REASON = "it is played from the first look at which labels weigh unevenly in the loss"
 SLOW = 2.0
 """An attack that took this multiple of ``look_seconds`` does not run any more. With a larger value
 slow attacks go on; with a smaller one a busy machine ends attacks that are fast enough."""
@@ -60,7 +58,6 @@ class Lineup:
         plans: The plans of the attacks that give results, in the order of the logs.
         prepared: The names of the calibrated attacks.
         rows: With ``attacks="auto"`` the decision about each attack.
-        uneven_only: The names of the attacks that run only once labels weigh unevenly in the loss.
         calibrating_seconds: The duration of all calibrations.
         set_up_seconds: The computation time of each calibration, by the attack's name.
         is_sharded: Whether each process holds a part of every layer.
@@ -88,7 +85,6 @@ class Lineup:
         self._max_seconds = options.look_seconds  # of one attack at one look
         self._refused = dict(refused)
         self._lacking_text: set[str] = set()
-        self.uneven_only = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
         self.plans: list[Plan] = []
         self.prepared: set[str] = set()
@@ -190,8 +186,7 @@ class Lineup:
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._is_auto:  # an attack whose gradients were never shared is not logged
-            logged = self._ever_exposed - self.uneven_only
-            by_name = {n: plan for n, plan in by_name.items() if n in logged}
+            by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
         if plans == self.plans:
             return False
@@ -291,8 +286,7 @@ class Lineup:
         """Return why an attack does not run; None if it does."""
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
-        is_held = attack.name in self.uneven_only & self._ever_exposed
-        return _HELD_REASON if is_held else _NOT_SHARED_REASON
+        return _NOT_SHARED_REASON
 
     def _never_reads(self, name: str) -> str | None:
         """Return why an attack can read no round because of the optimizer; None if it can."""

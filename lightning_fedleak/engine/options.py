@@ -30,7 +30,6 @@ from lightning_fedleak.attacks import (
     FCMembership,
     GradientMembership,
     PublicText,
-    RevealLabels,
     SubspaceMembership,
     SubspaceWords,
     TextSource,
@@ -350,13 +349,6 @@ def parts_of(
     return selection, Options(**common | further)
 
 
-UNEVEN_SECONDS = 2.0
-"""Budget of RevealLabels with ``attacks="auto"``: seconds of linear programs at one look.
-
-About 30 distinct labels of a vocabulary of 50,000. More: larger batches, and rarer looks.
-"""
-
-
 @dataclass(frozen=True)
 class Selection:
     """The attacks that a user asks for.
@@ -401,8 +393,6 @@ def candidates(
         BiasSign(),
         BagOfWords(),
     ]
-    if not rounds:
-        attacks.append(RevealLabels(max_seconds=UNEVEN_SECONDS))
     if Capability.KNOWS_TARGET_TEXT in assumed:
         attacks.append(GradientMembership(text))
         if not rounds:

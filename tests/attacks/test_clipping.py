@@ -23,7 +23,6 @@ from lightning_fedleak.attacks import (
     FlatChat,
     GradientMembership,
     PublicText,
-    RevealLabels,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
@@ -51,7 +50,6 @@ def lora() -> nn.Module:
 WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Attack]]] = {
     "head": (llama, aligned),
     "flattened": (llama, lambda: FlatChat(PublicText(TEXT), shapes=((1, 10), (2, 10), (4, 10)))),
-    "programs": (llama, RevealLabels),
     "bias": (bert, BiasSign),
     "rows": (lambda: gpt2(tie_word_embeddings=False), BagOfWords),
     "whole": (gpt2, lambda: SubspaceWords(capacity_seconds=0)),

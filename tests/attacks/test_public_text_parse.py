@@ -12,13 +12,11 @@ from lightning_fedleak.attacks import (
     PrefixInversion,
     PublicText,
 )
-from lightning_fedleak.labs.trained_membership import TrainedMembership
 
 TAKERS: dict[str, Callable[..., Attack]] = {
     "flatchat": FlatChat,
     "aligned": AlignedFlatChat,
     "attention": lambda *a, **k: AttentionMembership(1, *a, **k),
-    "trained": lambda *a, **k: TrainedMembership(1, *a, **k),
     "prefix": lambda *a, **k: PrefixInversion(1, *a, **k),
 }
 

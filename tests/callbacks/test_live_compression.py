@@ -15,7 +15,6 @@ from lightning_fedleak import DefendedStrategy, GradientCompression, GradientNoi
 from lightning_fedleak.attacks import (
     BagOfWords,
     GradientMembership,
-    RevealLabels,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
@@ -64,7 +63,7 @@ def lossy(method: Method) -> GradientCompression:
 @pytest.mark.parametrize("method", METHODS)
 def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, method: Method) -> None:
     public = [[5 + (7 * i + 3 * j) % 290 for j in range(LENGTH)] for i in range(12)]
-    words = [BagOfWords(), RevealLabels(), SubspaceWords(capacity_seconds=0)]
+    words = [BagOfWords(), SubspaceWords(capacity_seconds=0)]
     members = [SubspaceMembership(public), GradientMembership(public, public_rows=6, controls=4)]
     games = Games(targets=4)
     monitor = watched(tmp_path, [*words, *members], lossy(method), stages=STAGES[:2], games=games)

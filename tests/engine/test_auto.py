@@ -91,7 +91,7 @@ def test_a_whole_model_is_attacked_by_all_that_fit_it(
         "prompt_ratio",
         "preference_margin",
     }  # nobody is left out
-    assert absent == {"bias_sign", "bag_of_words", "reveal_labels"} | of_weights
+    assert absent == {"bias_sign", "bag_of_words"} | of_weights
     assert "bias_sign            not played: reads the gradient of the output head's" in caplog.text
     assert "Shared, tested by no attack: " in caplog.text
 

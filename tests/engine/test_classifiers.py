@@ -19,7 +19,6 @@ from lightning_fedleak.attacks import (
     BagOfWords,
     BiasSign,
     FlatChat,
-    RevealLabels,
     SubspaceWords,
 )
 from lightning_fedleak.engine.channels.words import _WordTruth
@@ -211,7 +210,7 @@ def test_attacks_choose_themselves_on_classifiers(task: str, lora: Any, tmp_path
 
 @pytest.mark.parametrize(
     "attack",
-    [FlatChat(n_types=5), AlignedFlatChat([[5, 6, 7] * 9]), RevealLabels(), BiasSign()],
+    [FlatChat(n_types=5), AlignedFlatChat([[5, 6, 7] * 9]), BiasSign()],
     ids=lambda attack: attack.name,
 )
 def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.papers.baselines import reveal_labels
 from lightning_fedleak.attacks import (
     Attack,
     BagOfWords,
     GradientMembership,
-    RevealLabels,
     SubspaceWords,
     WordGuess,
 )
 from lightning_fedleak.engine.channels.control import Controls, _Newest
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet
+from lightning_fedleak.model.taps import Step
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
@@ -337,36 +339,77 @@ def test_a_control_is_kept_until_a_number_falls_and_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = played_steps(monkeypatch)
-    watch = watched(tmp_path, RevealLabels(), rows=2, steps=5)
+    watch = watched(tmp_path, Partial(1.0, 1.0), rows=2, steps=5)
     assert played == [0]
-    again = watched(tmp_path, RevealLabels(), rows=2, steps=2, state=watch.state_dict())
+    again = watched(tmp_path, Partial(1.0, 1.0), rows=2, steps=2, state=watch.state_dict())
     [control] = again.engine.results.controls.values()
-    assert control.rates["f1"] == again.latest["leakage/reveal_labels/control"] == 1
+    assert control.rates["f1"] == again.latest["leakage/partial/control"] == 1
 
 
 def test_training_is_bit_identical_with_a_control_in_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
-    attacks = [RevealLabels(), GradientMembership("sampled")]
+    attacks = [SubspaceWords(capacity_seconds=0), GradientMembership("sampled")]
     check_undisturbed(tmp_path, attacks, lambda: tiny_gpt2(tied=False), batches=rows_of(3, 8, 4))
 
 
-def test_an_attack_for_uneven_losses_chooses_itself_where_labels_weigh_unevenly(
-    tmp_path: Path,
-) -> None:
+class Even(BagOfWords):
+    """Names every word, but says that it misses words whose labels weigh little."""
+
+    default_name = "even"
+    needs_control = True
+    for_even_losses = True
+
+
+def weighted(model: Any, batch: Any) -> Tensor:
     weights = torch.ones(97)
     weights[:40] = 0.05
+    ids = batch["input_ids"]
+    logits = model(input_ids=ids).logits[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=weights)
 
-    def weighted(model: Any, batch: Any) -> Tensor:
-        ids = batch["input_ids"]
-        logits = model(input_ids=ids).logits[:, :-1]
-        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=weights)
 
-    for name, loss in (("plain", loops.model_loss), ("weighted", weighted)):
-        given = {"assume": HONEST_BUT_CURIOUS, "configure": configure, "rows": 2, "steps": 1}
-        watch = watched(tmp_path / name, "auto", loss=loss, **given)
-        assert ("leakage/reveal_labels/f1" in watch.latest) == (name == "weighted")
+@pytest.mark.parametrize(
+    ("loss", "rows", "noise", "known"),
+    [
+        (weighted, 2, 0.0, False),
+        (loops.model_loss, 2, 0.0, True),
+        (weighted, 4, 0.0, True),  # 28 labels in 16 dimensions: the light ones are hidden
+        (weighted, 2, 1e-3, True),
+    ],
+    ids=["few labels", "even", "many labels", "noise"],
+)
+def test_of_few_labels_of_uneven_weight_a_low_number_is_unknown(
+    loss: Any, rows: int, noise: float, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Step.view
+    monkeypatch.setattr(Step, "view", lambda *of: replace(taken(*of), noise_std=noise))
+    watch = watched(tmp_path, Even(), rows=rows, steps=1, loss=loss)
+    judged = watch.engine.results.judge("leakage/even/f1", 0.4, 0.5)
+    assert math.isnan(judged.value) != known
+    assert ("weigh unevenly" in judged.why) != known
+
+
+def test_light_labels_that_linear_programs_read_are_not_low(tmp_path: Path) -> None:
+    """Of a head whose labels weigh .05 and 1, in a batch that AlignedFlatChat reads in part."""
+    model = still_gpt2(tied=False, d=32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "lm_head.weight")
+    found: list[set[int]] = []
+
+    def read(model: Any) -> None:
+        found.append(set(reveal_labels(model.lm_head.weight.grad).tolist()))
+
+    gate = Threshold("leakage/worst/words", at_most=0.9, action="warn")
+    watch = watched(
+        tmp_path, "auto", [gate], model=model, rows=2, steps=1, loss=weighted, before_step=read,
+        configure=configure, assume=HONEST_BUT_CURIOUS,
+    )  # fmt: skip
+    assert found == [set(rows_of(2, 8, 1)[0]["input_ids"][:, 1:].flatten().tolist())]
+    assert watch.latest["leakage/aligned_flatchat/f1"] < 0.9
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
 
 
 def test_the_table_and_the_report_of_a_run_have_its_controls(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from lightning_fedleak.attacks import (
     FCMembership,
     GradientMembership,
     PrefixInversion,
-    RevealLabels,
     SubspaceMembership,
     SubspaceWords,
 )
@@ -152,7 +151,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], type[Attack], type[Attack]]] =
         whole, AlignedFlatChat, reading(AlignedFlatChat, permuted),
     ),
     "wrong projection": (low_rank, SubspaceWords, reading(SubspaceWords, other_projection)),
-    "wrong labels": (whole, RevealLabels, answering(RevealLabels, next_types)),
+    "wrong labels": (whole, AlignedFlatChat, answering(AlignedFlatChat, next_types)),
     "scores by chance": (
         low_rank, GradientMembership, answering(GradientMembership, by_place),
     ),

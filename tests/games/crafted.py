@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from benchmarks.defenses.crafted import CraftedFC, FrozenLinear, two_identities
 from benchmarks.defenses.planted import inserted
+from benchmarks.papers.baselines import TrainedMembership
 from lightning_fedleak.attacks import AttentionMembership, FCMembership, MembershipAttack
 from lightning_fedleak.attacks.row_space import Whitening
-from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 
@@ -111,9 +111,10 @@ def craft(attack: MembershipAttack, target: Tensor) -> CraftedFC | CraftedAttent
         second = target.new_full((1, 2 * len(target)), -1.0)
         return CraftedFC(first, second, taus[0], attack.read_together)
     if isinstance(attack, TrainedMembership):
-        neuron = attack.neuron(target)
-        first = FrozenLinear(neuron.weight, neuron.bias)
-        return CraftedFC(first, neuron.second, attack.biases(neuron), attack.read_together)
+        network = attack.network(target)
+        weight, bias, second, _ = network.parameters
+        first = FrozenLinear(weight, bias)
+        return CraftedFC(first, second, attack.biases(network), attack.read_together)
     assert isinstance(attack, AttentionMembership)  # Algorithm 1
     v, rows = attack._split_targets(target[None])
     gammas = attack._gammas(v)

@@ -131,6 +131,7 @@ class AlignedFlatChat(base.Attack):
     )
     default_name = "aligned_flatchat"
     config_names = ("calibration_tokens", "refresh_every", "seed")
+    for_even_losses = True  # the readout is fitted on gradients in which all labels weigh the same
     needs_float64 = True  # logit maps, clusters' weights and best_count are computed in float64
     gathers = True  # prepare and refresh gather a sharded model themselves, with `whole_model`
     reads_adaptive_updates = True  # of Adam and the like, by a readout fitted on such updates

@@ -27,7 +27,6 @@ from lightning_fedleak.attacks import InversionAttack
 from lightning_fedleak.cli.finetuning import SourceError, check_option
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
-from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 
@@ -310,7 +309,6 @@ def rows_of_length(
 
 STEPS_A_SWEEP = 50  # gradient steps between two sweeps of verified changes; not tuned
 PAPER_LR = 0.3  # learning rate of the descent with the paper's choices; not tuned
-RELAXATION_LR = 0.3  # learning rate of the relaxation; not tuned
 
 
 def make_adversary(
@@ -329,7 +327,7 @@ def make_adversary(
         name: A name in ``INVERT_ATTACKS``: ``prefix`` is :class:`PrefixInversion`; ``descent``
             :class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with
             the paper's choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it
-            goes on until settled; ``relaxation`` :class:`TokenRelaxation`.
+            goes on until settled.
         layer: The split.
         steps: The largest number of gradient steps of a descent.
         budget_seconds: The wall time for one observation; None for no bound.
@@ -345,8 +343,6 @@ def make_adversary(
     if name == "prefix":
         return attacks.PrefixInversion(layer, public_text, **common)
     common |= {"steps": steps}
-    if name == "relaxation":
-        return TokenRelaxation(layer, lr=RELAXATION_LR, initial="mean", **common)
     if name == "paper":
         common["descent"] = attacks.DescentSettings(weighting="paper")
         start: Literal["mean"] | int = "mean" if hello is None else hello

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
+INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper")
 """The values of ``--attack`` of ``fedleak invert``."""
 
 

@@ -88,6 +88,10 @@ _DOUBT = (
     "those of this step: a batch that is not what was trained on (pass "
     "settings=WatchSettings(batch_adapter=...)), or a gradient that was changed after the backward"
 )
+_UNEVEN = (
+    "labels weigh unevenly in the loss: it misses light ones, and as they are fewer than the "
+    "hidden states' dimensions, linear programs (RLG, Dang et al. 2021) may separate them all"
+)
 _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
 
 
@@ -276,9 +280,24 @@ class Controls:
             self._fail(look, scored, _DOUBT.format(share))
             return
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
-        if unbiased := [plan for plan in plans if plan not in likely]:
-            self._run_attacks(look, unbiased, controls, remainder)
+        uneven = [p for p in plans if p.attack.for_even_losses and p not in likely]
+        if not (len(controls) > 1 and uneven and self._are_separable(look, controls[0])):
+            uneven = []
+        if rest := [plan for plan in plans if plan not in [*likely, *uneven]]:
+            self._run_attacks(look, rest, controls, remainder)
         self._fail(look, likely, _LIKELY_TEXTS)
+        self._fail(look, uneven, _UNEVEN)
+
+    def _are_separable(self, look: Look, control: Step) -> bool:
+        """Return whether each label may show in the head's gradient, however little it weighs.
+
+        With fewer labels than the hidden states have dimensions, and without noise, some vector
+        has a negative product with the row of any one label alone.
+        """
+        shared = look.training_step.view(look.stages[-1])
+        return (
+            not shared.noise_std > 0 and self._count_labels(control) < self._run.anatomy.hidden_size
+        )
 
     def _fail(self, look: Look, plans: Sequence[Plan], why: str) -> None:
         """Store an unknown control for attacks, so that their low numbers do not count."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_fedleak import DPSGD, DefendedStrategy, RiskGate
-from lightning_fedleak.attacks import RevealLabels
+from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.memorization import Combined, Extraction
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -126,7 +126,7 @@ def test_a_run_that_ends_within_an_epoch_is_listed_at_its_end(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("attacks", "data", "words"),
-    [([RevealLabels()], None, "add Combined"), (None, rows(), "add leave_out")],
+    [([BagOfWords()], None, "add Combined"), (None, rows(), "add leave_out")],
 )
 def test_a_list_that_cannot_be_made_is_refused(
     tmp_path: Path, attacks: Any, data: Any, words: str

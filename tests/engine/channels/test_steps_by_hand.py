@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_fedleak.attacks import BagOfWords, RevealLabels, SubspaceTexts, SubspaceWords
+from benchmarks.papers.baselines import reveal_labels
+from lightning_fedleak.attacks import BagOfWords, SubspaceTexts, SubspaceWords, Surfaces, WordGuess
 from lightning_fedleak.engine.channels.control import Controls, _explain
 from lightning_fedleak.engine.outcomes import Found, NothingShared, Unknown, Waiting
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Counts
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Stage, UnusableObservation
 from lightning_fedleak.model.taps import ModelCall, Step
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
@@ -30,7 +32,19 @@ def wide() -> torch.nn.Module:
         return tiny_llama(vocab=96, d=40).train()
 
 
-@pytest.mark.parametrize("attack", [BagOfWords(), RevealLabels()], ids=lambda a: a.name)
+class LabelsOfHead(BagOfWords):
+    """Names the labels, by the baseline RLG."""
+
+    default_name = "labels_of_head"
+
+    def needs(self, anatomy):
+        return Surfaces(gradients=(HEAD_WEIGHT,))
+
+    def run(self, view, query=None):
+        return WordGuess(reveal_labels(view.gradient(HEAD_WEIGHT)))
+
+
+@pytest.mark.parametrize("attack", [BagOfWords(), LabelsOfHead()], ids=lambda a: a.name)
 def test_words_of_a_step_are_counted_against_its_batch(attack) -> None:
     model = untied()
     _, result = look_at(open_channel(attack, model), make_step(model, IDS))

@@ -54,7 +54,7 @@ NEEDS = {
 }
 """Packages without which a script has nothing to train or to compare with."""
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "membership.py": {"games": 2},
+    "membership.py": {"games": 8},
     "sweep.py": {"steps": 2, "names": ["DPSGD 0.5"]},
     "federate.py": {"rounds": 1, "steps": 1},
 }

@@ -54,7 +54,7 @@ NEEDS = {
 }
 """Packages without which a script has nothing to train or to compare with."""
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "membership.py": {"games": 2},
+    "membership.py": {"games": 8},
     "sweep.py": {"steps": 2, "names": ["DPSGD 0.5"]},
     "federate.py": {"rounds": 1, "steps": 1},
 }
@@ -91,7 +91,7 @@ def scripts(names: list[str]) -> list[Path]:
 
 def runs_of(path: Path) -> tuple[str, ...]:
     """``SMOKE`` of a script, which is not imported for it; an example has one run."""
-    if HERE not in path.parents:
+    if path.parent.name == "examples":
         return ("",)
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SMOKE":
@@ -140,10 +140,10 @@ def as_script(path: Path, arguments: list[str], folder: Path, environment: dict[
     os.environ.update(environment)
     sys.path.insert(0, str(HERE.parent))
     sys.argv = [str(path), *arguments]
-    if HERE in path.parents:
-        runpy.run_path(str(path), run_name="__main__")
-    else:
+    if path.parent.name == "examples":
         runpy.run_path(str(path))["main"](**EXAMPLES[path.name])
+    else:
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def ended(process: ForkServerProcess, seconds: float) -> bool:

@@ -101,11 +101,11 @@ def federate(name: str, rounds: int, steps: int, gates=(), epsilon: float | None
             cells.append(f"{value:.2f}{' withheld' * leaving.withheld}")
         mean = {n: sum((u[n] for u in updates), 0 * sent[n]) / CLIENTS for n in sent}
         after = moved(sent, mean)
-        look = observer.look(after, SUM, batches=seen)
-        cells.append(f"mean {look.values.get('leakage_aggregate/worst/membership', math.nan):.2f}")
+        values = observer.look(after, SUM, batches=seen).values if updates else {}
+        cells.append(f"mean {values.get('leakage_aggregate/worst/membership', math.nan):.2f}")
         sent = after
         print(
-            f"  round {round_}, AUC: {', '.join(cells)}; loss {loss_of(model, sent, outside):.3f}"
+            f"  round {round_}, AUC: {', '.join(cells).replace('nan', 'unknown')}; loss {loss_of(model, sent, outside):.3f}"
         )
     observer.end()
 

@@ -27,7 +27,7 @@ from lightning_fedleak.defenses import DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.model.anatomy import find_anatomy
 
-TOKENS, BATCH, LAYER = 16, 4, 3
+TOKENS, BATCH, LAYER = 16, 8, 3
 
 
 def replaced(anatomy, tokenizer, epsilon: float):
@@ -66,10 +66,10 @@ def main(games: int = 40) -> None:
     texts = read_texts(EMBEDDED_MESSAGES)
     public = PublicText(texts[:40], tokenizer)  # what the servers calibrate on
     pool = SentencePool.from_texts(texts[40:], tokenizer, TOKENS)
-    config = GameConfig(games=games, batch=BATCH)
+    config = GameConfig(games=games, batch=BATCH, targets_per_batch=4)  # of one gradient
     print("A server that adds nothing, to a client that trains a LoRA:")
     # B is not zero, as after some steps: while it is, A has no gradient.
-    config_of_lora = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    config_of_lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     lora = find_anatomy(get_peft_model(load_model(None), config_of_lora).eval())
     honest = [attack(public, tokens=TOKENS) for attack in (GradientMembership, SubspaceMembership)]
     show(play(lora, honest, pool, config))

@@ -1,7 +1,7 @@
 """The same fine-tuning under several defences, leakage beside loss: `python examples/sweep.py`.
 
-Each run has the same model, data, order and seed. Four servers attack it: two read the gradient for
-words and for a text's membership, one adds layers for that, and one sees hidden states at a split.
+Each run has the same model, data, order and seed. Three servers attack it: one reads the words off
+the gradient, one adds layers to recognise a text, and one sees the hidden states at a split.
 "Unknown" is not safe. `fedleak report fedleak_runs/sweep/*` writes a page with all runs.
 """
 
@@ -16,7 +16,6 @@ from lightning_fedleak import Games, LeakageMonitor, WatchSettings
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     FCMembership,
-    GradientMembership,
     PrefixInversion,
 )
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
@@ -40,8 +39,7 @@ DEFENCES = {
 }
 COLUMNS = {
     "words, F1": "aligned_flatchat/f1",
-    "membership, AUC": "gradient_membership/auc",
-    "with layers, AUC": "fc_membership/auc",
+    "membership, AUC": "fc_membership/auc",
     "at the split": "prefix_inversion/token_accuracy",
 }
 LINE = "{:<22}{:>6}{:>10}" + "{:>18}" * len(COLUMNS)
@@ -68,7 +66,6 @@ def train(name: str, defenses: list, steps: int) -> tuple[L.Trainer, LeakageMoni
     monitor = LeakageMonitor(
         [
             AlignedFlatChat("sampled", calibration_tokens=2_000),
-            GradientMembership("sampled"),
             FCMembership(LAYER),
             PrefixInversion(LAYER, None, budget_seconds=20),
         ],

@@ -93,7 +93,7 @@ def test_lora_closes_one_surface_and_leaves_another_open(run) -> None:
 
 
 def test_members_are_told_unless_tokens_are_replaced(run) -> None:
-    _, honest, crafted, weak, strong = re.split(r"(?m)^\S.*:$", run("membership.py", games=12))
+    _, honest, crafted, weak, strong = re.split(r"(?m)^\S.*:$", run("membership.py", games=24))
     assert value(honest, "  gradient_membership: AUC") > 0.9
     assert value(honest, "  subspace_membership: AUC") > 0.7
     assert value(crafted, "  fc_membership: AUC") == 1
@@ -101,26 +101,25 @@ def test_members_are_told_unless_tokens_are_replaced(run) -> None:
     assert value(weak, "  fc_membership: AUC") > value(strong, "  fc_membership: AUC")
 
 
-def test_noise_of_dp_sgd_hides_words_and_members_and_no_hidden_states(run) -> None:
+def test_noise_of_dp_sgd_hides_words_and_no_hidden_states(run) -> None:
     lines = run("sweep.py", steps=6, names=["none", "DPSGD 0.5"]).splitlines()
     rows = {line[:20].strip(): line[20:].split() for line in lines}
-    words, membership, layers, split = map(float, rows["none"][2:])
+    words, membership, split = map(float, rows["none"][2:])
     assert words > 0.5
-    assert membership == layers == 1
+    assert membership == 1
     assert split > 0.8
-    noised = list(map(float, rows["DPSGD 0.5"][2:]))
-    assert noised[0] < 0.1
-    assert noised[1] < 0.9
-    assert noised[3] > 0.8
-    assert 0 < float(rows["DPSGD 0.5"][1]) < 20
+    epsilon, words, _, split = map(float, rows["DPSGD 0.5"][1:])
+    assert 1 < epsilon < 10
+    assert words < 0.1
+    assert split > 0.8
     assert rows["none"][1] == "unknown"
 
 
 def test_a_federation_is_gated_or_noised(run) -> None:
     gated, noised = run("federate.py", count=300, rounds=1, steps=4).split("noise:")
-    members = [float(x) for x in re.findall(r"([\d.]+)(?: withheld)?[,;]", gated)]
-    assert len(members) == 5
-    assert max(members[:4]) > 0.8
+    members = [float(x) for x in re.findall(r"([\d.]+)(?: withheld)?, ", gated)]
+    assert len(members) == 4
+    assert max(members) > 0.9
     assert "withheld" in gated
     assert "withheld" not in noised
     assert value(noised[noised.index("  the noise is") :], "  the noise is") > 10

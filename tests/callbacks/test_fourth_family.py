@@ -14,7 +14,6 @@ from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import lines_of
-from tests.helpers.notices import announced
 
 RIGHT = "leakage/text_count/right"
 
@@ -92,13 +91,3 @@ def test_custom_family_resumes_its_counts_from_a_checkpoint(tmp_path: Path) -> N
     early = min((tmp_path / "kept").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
     monitor, gate, counts = run("resumed", ckpt_path=str(early))
     assert (monitor.looks, gate.fired, counts) == (6, None, [0, 6])
-
-
-def test_gate_on_custom_family_stops_the_fit(tmp_path: Path) -> None:
-    gate = RiskGate("leakage/text_count/wrong", at_most=0.9)
-    monitor = LeakageMonitor(TextCount(1e9), every_n_steps=1)
-    with announced("stopped training"):
-        trainer = fit([monitor, gate], tmp_path)
-    assert trainer.global_step == 1
-    assert gate.fired is not None
-    assert gate.fired.value == 1

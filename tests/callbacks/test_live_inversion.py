@@ -76,12 +76,6 @@ def test_what_no_defence_rewrites_is_attacked_once_for_both_stages(tmp_path):
     assert not any("leakage_aggregate/" in n for n in [*monitor.latest, *monitor.metric_names()])
 
 
-def test_a_defence_lowers_what_an_attack_recovers(tmp_path):
-    monitor = defended(tmp_path, exact(1), Shift(1, by=3.0), stages=("local", "shared"))
-    assert monitor.latest["leakage_local/prefix_inversion/token_accuracy"] == 1
-    assert monitor.latest["leakage/prefix_inversion/token_accuracy"] < 0.6
-
-
 class Sizes(L.Callback):
     def __init__(self):
         self.sizes = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
@@ -294,20 +294,6 @@ def test_a_surface_that_is_not_shared_is_no_number_in_the_text() -> None:
     assert "nobody tested: words, membership, texts, memorization." in texts[0]
 
 
-def test_lightnings_own_callbacks_can_watch_what_is_logged(tmp_path: Path) -> None:
-    monitor = LeakageMonitor(Probe(k=40), every_n_steps=1, folder=tmp_path)
-    saver = ModelCheckpoint(tmp_path, monitor=F1, mode="min", every_n_train_steps=1)
-    stopper = EarlyStopping(F1, mode="min", stopping_threshold=0.99)
-    callbacks = [monitor, stopper, saver]
-    trainer = fit(callbacks, tmp_path / "run", max_epochs=3, enable_checkpointing=True)
-    values = {line["step"]: line["metrics"]["f1"]["value"] for line in lines_of(tmp_path)}
-    best_step = min(values, key=values.__getitem__)
-    assert len(set(values.values())) > 1
-    assert float(saver.best_model_score) == pytest.approx(values[best_step])
-    assert f"step={best_step + 1}.ckpt" in saver.best_model_path
-    assert trainer.current_epoch == 1
-
-
 class Crashing(Probe):
     default_name = "crashing"
 
@@ -457,37 +443,3 @@ def test_a_strict_gate_that_never_had_a_result_ends_unknown(tmp_path: Path) -> N
 
 
 # ---- surfaces that change -----------------------------------------------------------------------
-
-
-class Unfreezing(BaseFinetuning):
-    """Trains the head from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.model.lm_head)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.model.lm_head, optimizer)
-
-
-class Unprepared(Probe):
-    default_name = "unprepared"
-
-    def prepare(self, anatomy: Any) -> None:
-        raise ValueError("no public text")
-
-
-@pytest.mark.parametrize("unfreezing_first", [True, False])
-def test_a_head_that_is_unfrozen_later_is_attacked_from_then_on(
-    tmp_path: Path, unfreezing_first: bool
-) -> None:
-    probe = Probe()
-    monitor = LeakageMonitor([probe, Unprepared()], every_n_steps=4, folder=tmp_path)
-    callbacks = [Unfreezing(), monitor] if unfreezing_first else [monitor, Unfreezing()]
-    with pytest.warns(UserWarning, match="gave no result at step 8"):
-        trainer = fit(callbacks, tmp_path, module=module(tied=False), max_epochs=2)
-    assert trainer.global_step == 16
-    assert (steps_of(probe), probe.prepared) == ([8, 12], 1)
-    assert [line["exposed"] for line in lines_of(tmp_path, "probe")] == [False, False, True, True]
-    assert monitor.latest[F1] > 0
-    assert monitor.failures == 2

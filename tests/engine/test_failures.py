@@ -11,13 +11,12 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,17 +24,11 @@ from torch import Tensor, nn
 import lightning_fedleak
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.engine import Games, WatchSettings, contained
+from lightning_fedleak.engine import Games, WatchSettings
 from lightning_fedleak.engine.channels.control import Controls
-from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.results import Results
-from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import Threshold, Watch
-from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
-from tests.helpers.settings import QUIET
 
 PACKAGE = str(Path(lightning_fedleak.__file__).parent)
 BACKWARD = torch.autograd.backward
@@ -363,33 +356,3 @@ def test_a_strict_gate_decides_where_every_look_fails(
             if watch.should_stop:
                 break
     assert (step, gate.fired is not None) == (1, True)
-
-
-def in_lightning(folder: Path, attacks: Sequence[Attack]) -> tuple[nn.Module, Any]:
-    """Fit under noise of a seed, which the weights show; with attacks it is watched."""
-    torch.manual_seed(7)
-    module = CausalLMModule(tiny_gpt2(tied=False))
-    monitor = LeakageMonitor([*attacks] or "auto", every_n_steps=1, folder=folder)
-    strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)])
-    trainer = L.Trainer(
-        max_steps=3, strategy=strategy, callbacks=[monitor] if attacks else [], **QUIET
-    )
-    trainer.fit(module, torch.utils.data.DataLoader([*map(batch_of, range(3))], batch_size=None))
-    return module.model, monitor
-
-
-def test_lightning_trains_on_with_its_defence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, _ = in_lightning(tmp_path / "plain", [])
-
-    @contained
-    def fails(self: StepEngine, *_: object, **__: object) -> None:
-        raise Injected
-
-    for name in ("_attack", "_end_batch", "_take_batch"):
-        with monkeypatch.context() as patch, quiet():
-            patch.setattr(StepEngine, name, fails)
-            model, watch = in_lightning(tmp_path / name, [BagOfWords()])
-        assert same(model.state_dict(), expected.state_dict()), name
-        assert math.isnan(watch.latest[F1]), name

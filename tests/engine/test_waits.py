@@ -16,14 +16,13 @@ from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, SubspaceWords
-from lightning_fedleak.attacks.base import Surfaces, WordGuess
+from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
-from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import assert_same_training, train
 from tests.helpers.models import own_rng
@@ -153,23 +152,6 @@ def test_membership_is_looked_at_while_words_wait(tmp_path: Path) -> None:
     assert first["gradient_membership"] == 1
     assert first["subspace_words"] == first["subspace_membership"] == 4
     assert watch.failures == 0
-
-
-class Loud(Probe):
-    """Names every word of the vocabulary."""
-
-    def run(self, view: Any, query: Any = None) -> WordGuess:
-        gradient = view.gradient(self.role)
-        return WordGuess(torch.arange(VOCABULARY), gradient.new_ones(VOCABULARY))
-
-
-def test_what_one_attack_recovers_is_gated_while_another_waits(tmp_path: Path) -> None:
-    model = adapted()
-    role = next(name for name, _ in model.named_parameters() if "lora_B" in name)
-    gate = Threshold(WORST, at_most=0.05)
-    run(tmp_path, [Counting(), Loud(role=role)], model, zero_steps=4, gates=[gate])
-    assert gate.fired is not None
-    assert (gate.fired.step, gate.fired.metric) == (0, f"{WORST}_at_least")
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -6,14 +6,10 @@ import copy
 import json
 import math
 
-import torch
-
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.federation import (
     ClientDP,
     RoundObserver,
-    difference,
-    moved,
     trained_state,
 )
 from tests.federation.rounds import SGD, batches, model, round_settings, train
@@ -21,46 +17,9 @@ from tests.federation.rounds import SGD, batches, model, round_settings, train
 CLIENTS, ROUNDS = 3, 2
 
 
-def federation(send, combine):
-    """Plain federated averaging: what each client sends goes through ``send``."""
-    net = model()
-    for round_ in range(ROUNDS):
-        sent = trained_state(net)
-        leaving = []
-        for client in range(CLIENTS):
-            data = batches(10 * round_ + client)
-            leaving.append(send(round_, client, sent, train(net, data), data))
-        with torch.no_grad():
-            for name, tensor in combine(round_, sent, leaving).items():
-                net.get_parameter(name).copy_(tensor)
-    return trained_state(net)
-
-
-def mean(round_, sent, leaving):
-    there = [state for state in leaving if state is not None]
-    return {n: torch.stack([s[n] for s in there]).mean(0) for n in sent} if there else sent
-
-
 def watched(folder, **settings):
     arguments, rare = round_settings({"attacks": [BagOfWords()]} | settings)
     return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, settings=rare, **arguments)
-
-
-def test_a_trusted_server_with_next_to_no_noise_gives_the_plain_model(tmp_path):
-    plain = federation(lambda r, c, sent, returned, data: returned, mean)
-    dp = ClientDP(
-        1e3, 1e-9, clients=CLIENTS, target_delta=1e-5, ledger=tmp_path / "ledger", accountant="rdp"
-    )
-
-    def combine(round_, sent, leaving):
-        updates = {c: difference(sent, state) for c, state in enumerate(leaving)}
-        return moved(sent, dp.mean(updates, sent).update)
-
-    private = federation(lambda r, c, sent, returned, data: returned, combine)
-    for name, tensor in plain.items():
-        torch.testing.assert_close(private[name], tensor, rtol=1e-4, atol=1e-5)
-    assert dp.privacy.releases == ROUNDS
-    assert dp.privacy.epsilon == math.inf  # such noise hides nothing, and the account says so
 
 
 def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):

@@ -110,16 +110,6 @@ def test_the_limit_is_that_of_the_gate(tmp_path: Path, metric: str) -> None:
     assert attack.above_chance == pytest.approx(0.05 / 0.3)
 
 
-def test_runs_without_controls_read_as_before(tmp_path: Path) -> None:
-    found = found_in(tmp_path, words(0, 0.05))
-    [attack] = found.runs[0].attacks
-    assert (attack.control, attack.control_note, attack.blind) == (None, "", 0)
-    assert attack.above_chance == 0.05
-    html = page(found)
-    assert "the same attack on known" not in html
-    assert found.verdict.level == "some"
-
-
 def test_compare_shows_no_blind_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

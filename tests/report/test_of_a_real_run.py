@@ -10,7 +10,7 @@ from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.notices import announced
-from tests.report.lines import begin, decision, dpsgd, end, look, result, spent, written
+from tests.report.lines import begin, decision, dpsgd, look, result, spent, written
 
 
 @pytest.fixture(scope="module")
@@ -178,12 +178,3 @@ def test_compare_cuts_no_name_at_80_columns(tmp_path, capsys, monkeypatch):
     assert "".join(line.split("┃")[2].strip() for line in table if "┃" in line) == f"{name}a"
     for part in ("0.91 (0.81–0.98)", "2 at 1e-05, only until the last look"):
         assert part in " ".join(out.replace("│", " ").split())
-
-
-def test_compare_puts_runs_side_by_side(tmp_path, capsys):
-    for name, f1 in (("a", (0.9, 0.85, 0.95)), ("b", (0.3, 0.2, 0.4))):
-        written(tmp_path / name, [result(0, f1=f1, run=name)], [begin(name), end(4, name)])
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    out = capsys.readouterr().out
-    assert "Words: F1 0.90 in a, 0.30 in b." in out
-    assert "none accounted" in out

@@ -191,17 +191,6 @@ def test_autocast_that_was_not_declared_is_refused(tmp_path: Path) -> None:
         assert not works or watch.latest["leakage/bag_of_words/f1"] == 1.0
 
 
-def test_a_loop_goes_on_from_its_state(tmp_path: Path) -> None:
-    model, state = tiny_gpt2(tied=False), None
-    for steps in (3, 8):
-        gate = Threshold(F1, at_most=0.5, patience=4)
-        given = {"batches": batches(steps), "gates": [gate], "state": state}
-        state = watched(tmp_path, [BagOfWords()], model, **given).state_dict()
-    assert gate.fired is not None
-    assert gate.fired.step == 4
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
-
-
 def test_metrics_of_a_loop_are_logged_where_they_change(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer()
     rows = batches(8) * 8  # 64 steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, CanaryGradient, DefenseError, RenyiFilter
-from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe
-from tests.callbacks.runs import fit as fit_watched
 from tests.defenses.accounting.test_accounting import renyi
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
-from tests.helpers.lightning_modules import random_token_loader
-from tests.helpers.notices import announced
-from tests.strategies.dpsgd_runs import CausalLM
 
 EPSILON, DELTA = 3.0, 1e-3
 
@@ -184,24 +176,6 @@ def test_a_resumed_run_stays_hardened_and_forgets_nothing() -> None:
     assert (resumed.notches, resumed.accountant.steps, resumed.releases) == (1, 3, 3)
 
 
-def test_a_ledger_remembers_each_release_with_its_noise(tmp_path: Path) -> None:
-    ledger = tmp_path / "releases"
-    defense = filtered(ledger=ledger)
-    run = Run(defense)
-    run.step(first(0))
-    checkpoint = through_a_file(defense)
-    assert defense.harden() is not None
-    run.step(first(0))
-    again = filtered(ledger=ledger)
-    again.load_state_dict(checkpoint)
-    Run(again)
-    assert again.accountant.share_spent == defense.accountant.share_spent
-    without_checkpoint = filtered(sigma=50.0, ledger=ledger)
-    Run(without_checkpoint)
-    assert without_checkpoint.accountant.history == ((6.0, 0.2, 1), (12.0, 0.2, 1))
-    assert order_of(without_checkpoint) == order_of(defense)
-
-
 def test_a_budget_that_changes_is_refused() -> None:
     defense = filtered()
     Run(defense).step(first(0))
@@ -252,42 +226,3 @@ def test_other_accountants_turn_nothing_up(accountant: Any) -> None:
     defense._budget.noise_multiplier = 2.0
     with pytest.raises(DefenseError, match="use a RenyiFilter"):
         run.step(first(0))
-
-
-# ---- a gate ----------------------------------------------------------------------------------
-
-
-def watched(
-    tmp_path: Path, *defenses: Any, every: int = 1, at_most: float = -1.0, **settings: Any
-) -> tuple[Any, RiskGate, Probe]:
-    probe = Probe()
-    monitor = LeakageMonitor(probe, every_n_steps=every)
-    gate = RiskGate("leakage/probe/f1", at_most=at_most, action="harden")
-    run = fit_watched(
-        [monitor, gate],
-        tmp_path,
-        module=CausalLM(),
-        strategy=DefendedStrategy("auto", list(defenses)),
-        **settings,
-    )
-    return run, gate, probe
-
-
-def test_a_gate_turns_dpsgd_up_and_a_resumed_run_stays_so(tmp_path: Path) -> None:
-    roomy: dict[str, Any] = {"target_epsilon": 8.0, "target_delta": 1e-3}
-    # A Poisson batch of 20 of 160 is never empty: an empty one would put a look off.
-    data = random_token_loader(160, batch_size=20)
-    defense = filtered(20.0, max_hardenings=4, **roomy)
-    with announced("dpsgd: noise multiplier 20 -> 40"):
-        run, gate, probe = watched(tmp_path, defense, every=2, max_steps=4, loader=data)
-    assert gate.notches == defense.notches == 2
-    assert [n for _, _, n in defense.accountant.history] == [1, 2, 1]
-    assert [s for s, _, _ in defense.accountant.history] == [20.0, 40.0, 80.0]
-    before, after = (float(update.std()) for update in probe.at("shared"))
-    assert after == pytest.approx(2 * before, rel=0.25)  # of 1552 numbers each, not seeded
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    resumed = filtered(20.0, max_hardenings=4, **roomy)
-    again: dict[str, Any] = {"max_epochs": 2, "ckpt_path": tmp_path / "a.ckpt", "loader": data}
-    watched(tmp_path, resumed, at_most=1.0, max_steps=6, **again)
-    assert resumed.notches == 2
-    assert [n for _, _, n in resumed.accountant.history] == [1, 2, 3]

@@ -19,7 +19,6 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import (
@@ -44,7 +43,6 @@ from lightning_fedleak.model.taps.tokens import (
     texts_in,
     token_log_probs,
 )
-from lightning_fedleak.trainers import Watch, WatchSettings
 from tests.engine.channels.test_memorization import SETTINGS, fit, lines, monitor, of_kind, tiny
 
 Row = dict[str, list[int]]
@@ -245,17 +243,6 @@ def test_other_forms_of_pairs_have_the_same_numbers(tmp_path: Path, form: str) -
     )
 
 
-def test_pairs_not_seen_yet_are_the_controls_of_the_first_epoch(tmp_path: Path) -> None:
-    watch = monitor(tmp_path, [PreferenceMargin()], Memorization(max_overhead=10, looks=(0.5,)))
-    fit([watch], Preferring(lr=1e-2), pairs(), collate_fn=collate, max_epochs=2)
-    first, *rest = lines(tmp_path, "preference_margin")
-    values = first["metrics"]
-    assert values["members"]["value"] == values["others"]["value"] == 200
-    assert values["auc"]["value"] > 0.55
-    assert rest
-    assert all("no controls after epoch 1" in line["unknown"] for line in rest)
-
-
 def test_pairs_of_which_an_answer_stands_in_another_row_are_left_out(tmp_path: Path) -> None:
     rows = pairs(answer=16)
     for row in range(0, 20, 2):
@@ -311,25 +298,6 @@ def test_auto_asks_pairs_by_their_margin_alone(
     log = (tmp_path / "leakage.jsonl").read_text()
     assert '"combined"' not in log
     assert '"extraction"' not in log
-
-
-def test_a_loop_of_ones_own_asks_pairs(tmp_path: Path) -> None:
-    data, _ = leave_out(pairs(), 140, seed=1)
-    module = Preferring()
-    optimizer = torch.optim.AdamW(module.parameters(), 3e-3)
-    loader = DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate)
-    settings = WatchSettings(memorization=Memorization(max_overhead=10, looks=()))
-    with Watch(
-        module.model, optimizer, [PreferenceMargin()], loader=loader, folder=tmp_path,
-        settings=settings,
-    ) as watch:  # fmt: skip
-        for _ in range(3):
-            for batch in loader:
-                optimizer.zero_grad()
-                with watch.step(batch):
-                    module.training_step(batch).backward()
-                    optimizer.step()
-    assert lines(tmp_path, "preference_margin")[-1]["metrics"]["auc"]["value"] > 0.7
 
 
 def test_the_margin_is_that_of_answers_alone() -> None:

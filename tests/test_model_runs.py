@@ -22,23 +22,14 @@ from tests.helpers.models import (
     tiny_bart,
     tiny_bert_classifier,
     tiny_bert_mlm,
-    tiny_distilbert_mlm,
     tiny_gpt2,
-    tiny_llama,
     tiny_marian,
-    tiny_roberta_mlm,
-    tiny_t5,
 )
+from tests.taps.test_activation_tap import MODELS as TAPPED
 from tests.taps.test_activation_tap import PlainModel
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: tiny_gpt2(layers=3),
-    "llama": lambda: tiny_llama(layers=3),
-    "bert": lambda: tiny_bert_mlm(layers=3),
+MODELS: dict[str, Callable[[], nn.Module]] = TAPPED | {
     "bert classifier": lambda: tiny_bert_classifier(layers=3),
-    "distilbert": lambda: tiny_distilbert_mlm(layers=3),
-    "roberta": lambda: tiny_roberta_mlm(layers=3),
-    "t5": lambda: tiny_t5(layers=3),
     "bart": lambda: tiny_bart(layers=3),
     "marian": lambda: tiny_marian(layers=3),
 }

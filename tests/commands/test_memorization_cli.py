@@ -56,12 +56,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, side in sides.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
         (folder / f"{name}.jsonl").write_text(lines)
-    tokenizer, rows = rows_of(sides["members"])
-    base = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    train(base, rows, 1e-3, 4)
-    base.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_trained(folder / "model", sides["members"])
     return folder
+
+
+def save_trained(folder: Path, texts: list[str], rate: float = 1e-3, epochs: int = 4) -> None:
+    """Save a model that was trained on texts, and its tokenizer."""
+    tokenizer, rows = rows_of(texts)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    train(model, rows, rate, epochs)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def rows_of(texts: list[str]) -> tuple[PreTrainedTokenizerBase, list[torch.Tensor]]:
@@ -382,11 +387,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
 ) -> None:
     words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))
     for name, texts in (("other", words[2 * TEXTS : 3 * TEXTS]), ("held_out", words[1::2][:TEXTS])):
-        model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-        tokenizer, rows = rows_of(texts)
-        train(model, rows, 1e-3, 4)
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
+        save_trained(tmp_path / name, texts)
     output = tmp_path / "result.json"
     reference = str(tmp_path / "other")
     status, text = run(folder, drawn=True, at_most=0.6, out=output, reference=reference)

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL
-from tests.commands.test_memorization_cli import rows_of, train
+from tests.commands.test_memorization_cli import save_trained
 from tests.helpers.commands import run_command
 
 N = 20
@@ -37,11 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     for name, side in sides.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
         (folder / f"{name}.jsonl").write_text(lines)
-    tokenizer, rows = rows_of(sides["members"])
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    train(model, rows, 5e-3, 8)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_trained(folder / "model", sides["members"], 5e-3, 8)
     return folder, numbers
 
 

@@ -134,17 +134,6 @@ def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
         fit([watch(data, tmp_path, budget=0.02)], data=data, max_epochs=1)
 
 
-<<<<<<< HEAD
-def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path: Path) -> None:
-    data, other = planted(), planted(m=60)
-    state = watch(data, tmp_path).engine.state_dict()
-    watch(data, tmp_path).engine.load_state_dict(state)
-    with pytest.raises(ValueError, match="is of other canaries"):
-        watch(other, tmp_path).engine.load_state_dict(state)
-
-
-=======
->>>>>>> fd4cc70e (Tests that a cheaper one repeats are gone: fits around units, loops twice)
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_and_its_checkpoint_shows_no_coin(tmp_path: Path) -> None:
     data = planted()

@@ -44,7 +44,8 @@ class RevealLabels:
         """It learns nothing."""
 
     def run(self, view: Observation) -> WordGuess:
-        return WordGuess(reveal_labels(view.gradient(HEAD_WEIGHT), self.seconds))
+        types = reveal_labels(view.gradient(HEAD_WEIGHT), self.seconds)
+        return WordGuess(types, n_types=float(len(types)))
 
 
 def reveal_labels(gradient: Tensor, seconds: float = 60.0) -> Tensor:
@@ -74,7 +75,8 @@ def reveal_labels(gradient: Tensor, seconds: float = 60.0) -> Tensor:
     scale = np.abs(coefficients).max(axis=1)
     constraints = coefficients / np.where(scale > 0, scale, 1)[:, None]
     candidates = np.flatnonzero(~excluded)
-    return torch.tensor([t for t in candidates if is_separable(constraints, basis, t, deadline)])
+    types = [t for t in candidates if is_separable(constraints, basis, t, deadline)]
+    return torch.tensor(types, dtype=torch.int64)
 
 
 def row_space(gradient: Tensor) -> np.ndarray:

@@ -107,7 +107,7 @@ class PrefixInversion(base.InversionAttack):
     tokens before it and compares their states with those that the client sent
     (:mod:`~lightning_fedleak.attacks.texts.prefix.search`). Without noise the text is exact, except
     for tokens that the model's precision does not distinguish (such as those with equal word
-    embeddings).
+    embeddings): of these the nearest is taken, also in a text that is marked as finished.
 
     Args:
         layer: The split: the client sends the output of this block, counted from 1.

@@ -30,8 +30,6 @@ from lightning_fedleak.attacks.texts.prefix.table import StateTable
 
 # None of the values was tuned.
 AHEAD = 4, 48  # the fewest and most tokens guessed ahead; more waste work after a mistake
-LOW_PRECISION = 1e-4  # the relative rounding above which it may hide which token is right
-REOPENED = 8  # the most positions of one text that are opened again; bounds the time
 
 # Constants of the beam search.
 BEAM = 4  # the most prefixes that are continued; more recover more noised text, and cost time
@@ -53,8 +51,7 @@ class _Pass:
         alternatives: (B, k) more candidates for the first of these positions.
         states: (B, w + k, d) the states of the chain, then of the alternatives.
         target: (B, w, d) the observed states of the positions.
-        distances: (B, w) the distances of the chain's states from the observed ones; 0 if an
-            uncached run of the text, as the client makes it, gives the observed state.
+        distances: (B, w) the distances of the chain's states from the observed ones.
         noise: (B, w) the distances that two computations of the observed states may have.
     """
 
@@ -102,12 +99,10 @@ class PrefixSearch:
         noise = precision * observed.norm(dim=2)
         self.task = task = verification.Task(prefixes, table, observed, top, noise, deadline)
         self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
-        self.decision = verification.Decision(task, precision > LOW_PRECISION, noised)
-        self.exact_runs = self.decision.exact_runs
+        self.decision = verification.Decision(task, noised)
         b = len(task.observed)
         self.rows = torch.arange(b, device=task.observed.device)
-        # For each text: the positions that were opened again, and its first open position.
-        self.opened_again: list[set[int]] = [set() for _ in range(b)]
+        # The first open position of each text.
         self.positions = [verification.OpenPosition() for _ in range(b)]
         self.run_length = float(AHEAD[1])  # the mean number of right guesses in a row
         # (B, N, k) the first candidates at each position, and (B, N) the current guesses.
@@ -123,42 +118,19 @@ class PrefixSearch:
         Args:
             spread: (d,) the spread of the noise, as in :class:`_BeamSearch`.
         """
-        while self._open() and not self.decision.noised and not self.deadline.passed:
+        while bool((self.prefixes.lengths < self.counts).any()):
+            if self.decision.noised or self.deadline.passed:
+                break
             self._advance()
         tokens, lengths = self.prefixes.tokens.clone(), self.prefixes.lengths.clone()
         finished = True
         if self.decision.noised:
             finished = self._beams(tokens, lengths, spread)
         finished &= bool((lengths >= self.counts).all())
-        finished &= not (self.decision.cut or self.exact_runs.cut)
+        finished &= not self.decision.cut
         self._take_best(tokens, lengths)
         candidates = self.prefixes.computed + self.task.computed
         return TextGuess(tokens, finished, candidates)
-
-    def _open(self) -> bool:
-        """Return whether a position is open, after reopening the first wrong one of each text.
-
-        A position is wrong if its state in an uncached run is not the observed one.
-        """
-        if bool((self.prefixes.lengths < self.counts).any()):
-            return True
-        if not (self.exact_runs.low_precision and self.exact_runs.repeatable):
-            return False
-        if self.deadline.passed:
-            self.exact_runs.cut = True
-            return False
-        for i in range(len(self.counts)):
-            self.exact_runs.decide_twins(i)
-        equal = self.exact_runs.equal(self.rows, self.prefixes.tokens)
-        for i in (equal < self.counts).nonzero().squeeze(1).tolist():
-            column = int(equal[i])
-            if column in self.opened_again[i] or len(self.opened_again[i]) >= REOPENED:
-                continue
-            self.opened_again[i].add(column)
-            self.guess[i, column:] = self.prefixes.tokens[i, column:]
-            self.prefixes.lengths[i] = column
-            self.positions[i] = verification.OpenPosition(needs_exact_run=True)
-        return bool((self.prefixes.lengths < self.counts).any())
 
     def _beams(self, tokens: Tensor, lengths: Tensor, spread: Tensor) -> bool:
         """Recover the rest of each text in place by beams; return False if time ran out."""
@@ -185,8 +157,6 @@ class PrefixSearch:
         """Fill in the best tokens so far at positions that are open when time runs out."""
         for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
             position, column = self.positions[i], int(lengths[i])
-            if self.opened_again[i]:
-                continue
             tokens[i, column:] = self.guess[i, column:]
             if position.tokens and column == int(self.prefixes.lengths[i]):
                 tokens[i, column] = position.tokens[position.best]
@@ -213,7 +183,6 @@ class PrefixSearch:
                 other[i] = forward.width + tokens.index(chosen)
             else:
                 position.settled = chosen
-        self._note_twins(forward, correct, other)
         self.prefixes.keep(correct, other)
         self._move_on(forward, correct, other)
 
@@ -267,41 +236,10 @@ class PrefixSearch:
         device = forward.positions.device
         accepted = self.decision.accepted(forward.chain, forward.distances, forward.noise)
         accepted &= forward.inside
-        accepted[:, 0] &= ~torch.tensor([p.needs_exact_run for p in self.positions], device=device)
         settled = torch.tensor([p.settled is not None for p in self.positions], device=device)
         accepted[:, 0] |= settled & forward.inside[:, 0]
-        correct = accepted.int().cumprod(1).sum(1)
-        # An uncached run decides where rounding alone may have refused the next token of a chain.
-        wrong = correct.clamp(max=forward.width - 1)[:, None]
-        near = forward.distances.gather(1, wrong) <= 2.0 * forward.noise.gather(1, wrong)
-        is_near = (correct < forward.width) & (forward.inside.gather(1, wrong) & near).squeeze(1)
-        heads = zip(correct.tolist(), forward.chain[:, 0].tolist(), self.positions, strict=True)
-        new = [k > 0 or token not in position.rerun for k, token, position in heads]
-        rows = (is_near & torch.tensor(new, device=device)).nonzero().squeeze(1)
-        if not len(rows) or not self.exact_runs.may_match(int(rows[0])):
-            return correct
-        equal = self.exact_runs.equal_ahead(rows, forward.chain[rows])
-        for i in rows[correct[rows] == 0].tolist():
-            self.positions[i].rerun.add(int(forward.chain[i, 0]))
-        correct[rows] = torch.maximum(correct[rows], equal)
-        ahead = torch.arange(forward.width, device=device)
-        forward.distances[rows] = forward.distances[rows].masked_fill(ahead < equal[:, None], 0.0)
+        correct: Tensor = accepted.int().cumprod(1).sum(1)
         return correct
-
-    def _note_twins(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Store which right tokens may have twins: tokens with equal states here, but not later."""
-        is_other = other >= 0
-        for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
-            position = self.positions[i]
-            for j in range(max(1, int(correct[i]))):
-                token = int(forward.chain[i, j])
-                if j == 0:
-                    if not bool(is_other[i]):
-                        distance = float(forward.distances[i, 0])
-                        position.add(token, forward.states[i, 0], distance)
-                    token = position.tokens[position.best]
-                if j > 0 or len(position.twins) <= 1:
-                    self.exact_runs.note_twins(i, int(forward.positions[i, j]), token)
 
     def _move_on(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
         """Open each text's next position, and replace guesses that the chain has shown wrong."""

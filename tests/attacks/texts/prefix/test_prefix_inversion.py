@@ -15,7 +15,7 @@ from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.texts.prefix import inversion, search, verification
+from lightning_fedleak.attacks.texts.prefix import inversion, verification
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -113,56 +113,18 @@ def rough_cache(monkeypatch: pytest.MonkeyPatch, seed: int = 4) -> None:
     monkeypatch.setattr(Prefixes, "_run", rough)
 
 
-def test_what_rounding_hides_is_told_by_a_run_as_the_clients(monkeypatch) -> None:
-    """Or doubted, where it does not repeat the client's bit for bit.
-
-    Which prefixes of a text repeat depends on the CPU: with AVX2 those of one order in four do
-    not. Without such runs no order is told.
-    """
-    rough_cache(monkeypatch)
-    declared = 0
-    for seed in range(4):
-        model, sent = crowded_llama()
-        order = torch.randperm(sent.shape[1], generator=torch.Generator().manual_seed(seed))
-        sent = sent[:, order]
-        hidden = hidden_states(find_anatomy(model), 3, sent)
-        guess = prepared(model, 3).reconstruct(hidden, None, None)
-        wrong = guess.tokens != sent
-        assert guess.finished
-        assert set(sent[wrong].tolist()) <= CROWDED
-        declared += not bool(wrong.any())
-    assert declared >= 2
-
-
-def test_tokens_that_nothing_tells_apart_in_low_precision_spoil_no_other(monkeypatch) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_confuses_no_tokens_but_those_that_it_hides(monkeypatch, seed) -> None:
     model, sent = crowded_llama()
-    weight = model.get_input_embeddings().weight.data
-    weight[61:64] = weight[61]
+    order = torch.randperm(sent.shape[1], generator=torch.Generator().manual_seed(seed))
+    sent = sent[:, order]
     hidden = hidden_states(find_anatomy(model), 3, sent)
     rough_cache(monkeypatch)
     guess = prepared(model, 3).reconstruct(hidden, None, None)
     wrong = guess.tokens != sent
-    assert not bool(wrong[sent != 61].any())
-    assert 61 <= int(guess.tokens[sent == 61]) < 64
-
-
-def twins_gpt2() -> torch.nn.Module:
-    """A model in bf16 where rounding hides the difference of tokens 30 and 31 in their own states.
-
-    Their embeddings are long and differ in one dimension, where a bias of the block buries it.
-    Their values differ too, which is less than rounding beside an embedding of theirs, but not
-    beside those of others.
-    """
-    model = models.tiny_gpt2(layers=1)
-    block, words = model.transformer.h[0], model.get_input_embeddings().weight.data
-    words *= 20
-    words[30] = 32 * torch.ones(models.DIM).index_fill(0, torch.arange(1, models.DIM, 2), -1.0)
-    words[31] = words[30]
-    words[30, 0], words[31, 0] = 0.0, 0.5
-    block.mlp.c_proj.bias.data[0] = 300.0
-    block.attn.c_attn.weight.data[0, -models.DIM :] = 8.0
-    block.attn.c_proj.weight.data *= 4
-    return model.to(torch.bfloat16)
+    assert guess.finished
+    assert set(sent[wrong].tolist()) <= CROWDED
+    assert set(guess.tokens[wrong].tolist()) <= CROWDED
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
@@ -176,28 +138,17 @@ def test_the_nearest_of_verified_tokens_is_kept(distances: list[int]) -> None:
     assert position.verified == set(tokens.tolist())
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_later_states_decide_between_tokens_with_equal_states(batch, monkeypatch) -> None:
-    monkeypatch.setitem(inversion.TEXTS_AT_ONCE, "cpu", batch)
-    model = twins_gpt2()
-    sent = torch.tensor([[30, 5, 6, 7, 8, 9], [31, 5, 6, 7, 8, 9]])
-    hidden = hidden_states(find_anatomy(model), 1, sent)
-    assert torch.equal(hidden[0, 0], hidden[1, 0])
-    assert bool((hidden[0, 1:] != hidden[1, 1:]).any(1).all())
-    guess = prepared(model, 1, language_model=False).reconstruct(hidden, None, None)
-    assert torch.equal(guess.tokens, sent)
-    last = prepared(model, 1, language_model=False).reconstruct(hidden[:, :1], None, None)
-    assert set(last.tokens.flatten().tolist()) <= {30, 31}
-
-
+@pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("make", [GPT2, LLAMA])
-def test_a_client_under_autocast_is_read_exactly(make) -> None:
+def test_a_client_in_bf16_is_read_exactly(make, mixed) -> None:
     model = make(layers=3)
+    model = model if mixed else model.to(torch.bfloat16)
     sent = texts(length=20)
     anatomy = find_anatomy(model)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, mixed):
         hidden = hidden_states(anatomy, 2, sent)
-    guess = prepared(model, 2, RunFacts(autocast=torch.bfloat16)).reconstruct(hidden, None, None)
+    facts = RunFacts(autocast=torch.bfloat16 if mixed else None)
+    guess = prepared(model, 2, facts).reconstruct(hidden, None, None)
     assert torch.equal(guess.tokens, sent)
 
 
@@ -296,56 +247,6 @@ def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeyp
     assert assumed
     assert guess.finished
     assert torch.equal(guess.tokens, whole.tokens)
-
-
-def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
-    """Whatever is called finished is what is found without a budget.
-
-    Some of the clocks end the check of a text that is wrong, and has been read to its end. Which
-    ones do depends on the CPU, whose products of bfloat16 round in an order of its own.
-    """
-    model, sent = crowded_llama()
-    hidden = hidden_states(find_anatomy(model), 3, sent)
-    ends = set()
-    for milliseconds in (*range(2, 60, 3), 10_000):
-        with monkeypatch.context() as same:  # and the same rounding in every run
-            careless(same)
-            attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)
-            slow_clock(same)
-            guess = attack.reconstruct(hidden, None, None)
-        right = torch.equal(guess.tokens, sent)
-        assert right or not guess.finished
-        ends.add(guess.finished)
-    assert ends == {True, False}
-
-
-def careless(monkeypatch: pytest.MonkeyPatch, seed: int = 4) -> None:
-    """Tokens are believed too soon, within the rounding of a cache."""
-    believed = verification.Decision.accepted
-
-    def sooner(self, tokens, distances, noise) -> torch.Tensor:
-        return believed(self, tokens, distances, noise) | (distances <= 0.5 * noise)
-
-    monkeypatch.setattr(verification.Decision, "accepted", sooner)
-    rough_cache(monkeypatch, seed)
-
-
-def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeypatch) -> None:
-    """Which rounding misleads depends on the CPU: several are tried."""
-    model, sent = crowded_llama()
-    hidden = hidden_states(find_anatomy(model), 3, sent)
-    attack = prepared(model, 3)
-
-    def is_right(seed: int, times: int) -> bool:
-        with monkeypatch.context() as same:
-            careless(same, seed)
-            same.setattr(search, "REOPENED", times)
-            return torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
-
-    misleading = [seed for seed in range(16) if not is_right(seed, 0)]
-    if not misleading:
-        pytest.skip("uncached runs repeat the client's on this CPU: nothing is believed too soon")
-    assert all(is_right(seed, search.REOPENED) for seed in misleading)
 
 
 def test_tokens_with_equal_embeddings_spoil_no_other() -> None:

@@ -504,9 +504,14 @@ def breaches_of(
 
 
 def breaches_among(
-    attacks: Sequence[str], values: Mapping[str, Mapping[str, float]], metric: str, at_most: float
+    attacks: Sequence[str],
+    values: Mapping[str, Mapping[str, float]],
+    metric: str,
+    at_most: float | None,
 ) -> list[str]:
     """Return a sentence for each of these attacks whose metric may be above a limit, or unknown."""
+    if at_most is None:
+        return []
     reasons = {name: breach_of(values.get(name, {}), metric, at_most) for name in attacks}
     return [f"{name}/{metric} {reason}" for name, reason in reasons.items() if reason is not None]
 

@@ -83,10 +83,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if options.out is not None:
         write_json(console, options.out, content)
     names = (*not_compared, *score_names)
-    breaches = []
-    if (limit := options.at_most) is not None:
-        evidence = values if is_known else {}
-        breaches = memorization.breaches_among(names, evidence, options.metric, limit)
+    evidence = values if is_known else {}
+    breaches = memorization.breaches_among(names, evidence, options.metric, options.at_most)
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     outcome = memorization.FAILED if breaches else "no breach" if is_known else "UNKNOWN"

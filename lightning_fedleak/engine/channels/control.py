@@ -89,8 +89,8 @@ _DOUBT = (
     "settings=WatchSettings(batch_adapter=...)), or a gradient that was changed after the backward"
 )
 _UNEVEN = (
-    "labels weigh unevenly in the loss: it misses light ones, and as they are fewer than the "
-    "hidden states' dimensions, linear programs (RLG, Dang et al. 2021) may separate them all"
+    "labels weigh unevenly in the loss: it misses light ones, and they are so few that linear "
+    "programs (RLG, Dang et al. 2021) may separate them all"
 )
 _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
 
@@ -261,14 +261,10 @@ class Controls:
         return min((number for number in numbers if not math.isnan(number)), default=0.0)
 
     def _play(self, look: Look, plans: Sequence[Plan], scored: Sequence[Plan]) -> None:
-        """Recompute the step, and then run the attacks on its control.
+        """Recompute the step, and then run the attacks of ``plans`` on its control.
 
-        If too much of the gradient is unexplained, the controls of all scored attacks are unknown.
-
-        Args:
-            look: The look.
-            plans: The plans of the attacks whose control is due.
-            scored: The plans of all attacks that are scored against the text of this step.
+        If too much of the gradient is unexplained, the controls of all ``scored`` attacks, which
+        are compared with the text of this step, are unknown.
         """
         step = look.training_step
         controls = self._controls(step)
@@ -280,24 +276,16 @@ class Controls:
             self._fail(look, scored, _DOUBT.format(share))
             return
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
-        uneven = [p for p in plans if p.attack.for_even_losses and p not in likely]
-        if not (len(controls) > 1 and uneven and self._are_separable(look, controls[0])):
-            uneven = []
+        uneven = list[Plan]()
+        if len(controls) > 1:  # labels weigh unevenly
+            # Without noise, fewer labels than dimensions: a vector separates each from all others.
+            few = self._count_labels(controls[0]) < self._run.anatomy.hidden_size
+            if self._anywhere(few and not step.view(look.stages[-1]).noise_std > 0):
+                uneven = [plan for plan in plans if plan.attack.for_even_losses]
         if rest := [plan for plan in plans if plan not in [*likely, *uneven]]:
             self._run_attacks(look, rest, controls, remainder)
         self._fail(look, likely, _LIKELY_TEXTS)
         self._fail(look, uneven, _UNEVEN)
-
-    def _are_separable(self, look: Look, control: Step) -> bool:
-        """Return whether each label may show in the head's gradient, however little it weighs.
-
-        With fewer labels than the hidden states have dimensions, and without noise, some vector
-        has a negative product with the row of any one label alone.
-        """
-        shared = look.training_step.view(look.stages[-1])
-        return (
-            not shared.noise_std > 0 and self._count_labels(control) < self._run.anatomy.hidden_size
-        )
 
     def _fail(self, look: Look, plans: Sequence[Plan], why: str) -> None:
         """Store an unknown control for attacks, so that their low numbers do not count."""

@@ -6,9 +6,11 @@ negative entries of the gradient of the head's bias.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import torch
+from scipy.special import chdtri
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import base
@@ -20,28 +22,45 @@ from lightning_fedleak.model.anatomy import (
     Anatomy,
     unwrap,
 )
-from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.model.snapshots import (
+    Inapplicable,
+    Observation,
+    UpdateSnapshot,
+    whole_tensor,
+)
 from lightning_fedleak.threats import Capability, ThreatModel
 
+_MAX_NAMED_SHARE = 0.9
+"""Share of the vocabulary above which a guess under noise is refused; not tuned."""
 
-def bag_of_words(gradient: Tensor) -> base.WordGuess:
+
+def bag_of_words(gradient: Tensor, noise_std: float = 0.0) -> base.WordGuess:
     """Return the types whose embedding row has a gradient (Gupta et al. 2022, FILM).
 
     Only the rows that a batch looks up receive a gradient, so that the guess is exact. It misses
     padding, and tokens that influence no predicted position (the last token of a causal text).
-    With weight decay or noise in the update every row is non-zero, so that every type is named.
+    With weight decay in the update every row is non-zero, so that every type is named.
+
+    With noise, a row is named if its squared norm is above the quantile of its law without a
+    gradient, a chi-square of d degrees of freedom, that half a row of V exceeds by chance.
 
     Args:
         gradient: (V, d) of the input embedding, strided or sparse.
+        noise_std: the standard deviation of the Gaussian noise on each number; 0 for none.
 
     Returns:
-        The types of non-zero rows, with ``surface="input"``. A score is the largest magnitude in
-        the type's row; types are in descending order of it.
+        The types of rows with a gradient, with ``surface="input"``. A score is the largest
+        magnitude in the type's row, or with noise the squared norm over that quantile, less 1.
+        Types are in descending order of it.
 
     Raises:
-        UnusableObservation: the gradient is non-finite or all zero.
+        UnusableObservation: the gradient is non-finite or all zero, or the size of the noise is not
+            known.
+        Inapplicable: nearly all rows exceed the noise.
     """
     gradient = whole_tensor(gradient)
+    if noise_std != 0.0:
+        return _types_above_noise(gradient, noise_std)
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         scores = gradient.values().new_zeros(gradient.shape[0])
@@ -50,6 +69,23 @@ def bag_of_words(gradient: Tensor) -> base.WordGuess:
         scores = _largest(gradient)
     base.check_readable(scores.max(), "the embedding's gradient")
     return _positive_scores(scores, "input")
+
+
+def _types_above_noise(gradient: Tensor, noise_std: float) -> base.WordGuess:
+    """Return the types whose row exceeds noise of a standard deviation, see bag_of_words."""
+    if not noise_std < math.inf:
+        raise base.UnusableObservation("the size of the noise on the embedding is not known")
+    n_rows, width = gradient.shape
+    scaled = gradient.to_dense().to(torch.promote_types(gradient.dtype, torch.float32)) / noise_std
+    squares = scaled.square().sum(1)
+    base.check_readable(squares.max(), "the embedding's gradient")
+    guess = _positive_scores(squares / float(chdtri(width, 0.5 / n_rows)) - 1.0, "input")
+    if len(guess.types) > _MAX_NAMED_SHARE * n_rows:
+        raise Inapplicable(
+            f"{len(guess.types)} of {n_rows} rows of the embedding's gradient exceed the declared "
+            "noise, as in an update with weight decay: which words were read does not show"
+        )
+    return guess
 
 
 def _positive_scores(scores: Tensor, surface: str) -> base.WordGuess:
@@ -128,10 +164,11 @@ class BagOfWords(base.Attack):
             UnusableObservation: the gradient is non-finite or all zero, or it is an update in which
                 rows of words that were not read change too.
         """
+        noise_std = view.gradients[-1].noise_std
         if self._factors:
             rows = [self._without_decay(view, name).T for name in self._factors]
-            return bag_of_words(torch.cat(rows, dim=1))
-        return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT))
+            return bag_of_words(torch.cat(rows, dim=1), noise_std)
+        return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT), noise_std)
 
     def _without_decay(self, view: Observation, name: str) -> Tensor:
         """Return the shared gradient or update, with zeros in rows that only decay has changed."""
@@ -144,6 +181,8 @@ class BagOfWords(base.Attack):
         steps.check_fresh(update.fresh)  # else rows of words of earlier rounds change too
         if not steps.settings.get("weight_decay"):
             return shared
+        if update.noise_std != 0.0:
+            raise Inapplicable("noise hides which rows weight decay alone has changed")
         if not steps.decays_apart:
             raise base.UnusableObservation("its weight decay changes unread rows: use AdamW")
         before = self._before[name]

@@ -7,10 +7,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak.attacks.base import RunFacts
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.words.direct import BagOfWords, bag_of_words
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Inapplicable,
+    Observation,
+    Stage,
+    UpdateSnapshot,
+)
 from tests.helpers.models import tiny_gpt2
 
 
@@ -36,6 +42,35 @@ def test_names_exactly_the_words_read(sparse: bool, scale: float) -> None:
     assert guess.scores is not None
     assert guess.scores.shape == (60,)
     assert bool((guess.scores[guess.types][:-1] >= guess.scores[guess.types][1:]).all())
+
+
+def test_under_noise_half_a_type_is_named_by_chance_and_rows_above_it_are() -> None:
+    """On 400 draws; words whose rows are 20 standard deviations long are always named."""
+    generator = torch.Generator().manual_seed(1)
+    named, std, used = 0, 3e-4, torch.tensor([3, 17, 250])
+    for _ in range(400):
+        gradient = torch.randn(500, 16, generator=generator)
+        assert len(bag_of_words(gradient, 1.0).types) <= 8
+        named += len(bag_of_words(gradient * std, std).types)
+        directions = torch.nn.functional.normalize(torch.randn(3, 16, generator=generator))
+        gradient[used] += 20 * directions
+        types = bag_of_words(gradient * std, std).types[:3]
+        assert sorted(types.tolist()) == used.tolist()
+    assert 0.5 * 400 - 4 * 200**0.5 <= named <= 0.5 * 400 + 4 * 200**0.5  # a Poisson count
+
+
+def test_noise_of_unknown_size_or_rows_that_all_exceed_it_are_unknown() -> None:
+    gradient = torch.randn(500, 16, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(UnusableObservation, match="size of the noise"):
+        bag_of_words(gradient, float("nan"))
+    with pytest.raises(Inapplicable, match="500 of 500 rows"):
+        bag_of_words(gradient, 1e-3)
+    attack = BagOfWords()
+    settings = {"lr": 1e-3, "weight_decay": 0.1}
+    attack.meet(RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=3))
+    update = UpdateSnapshot(0, Stage.SHARED, {EMBEDDING_WEIGHT: gradient}, noise_std=1e-3)
+    with pytest.raises(Inapplicable, match="weight decay alone"):
+        attack.run(Observation((update,)))
 
 
 @pytest.mark.parametrize(("lora", "tied"), [(False, False), (True, False), (True, True)])

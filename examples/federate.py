@@ -104,9 +104,10 @@ def federate(name: str, rounds: int, steps: int, gates=(), epsilon: float | None
         values = observer.look(after, SUM, batches=seen).values if updates else {}
         cells.append(f"mean {values.get('leakage_aggregate/worst/membership', math.nan):.2f}")
         sent = after
-        print(
-            f"  round {round_}, AUC: {', '.join(cells).replace('nan', 'unknown')}; loss {loss_of(model, sent, outside):.3f}"
+        line = (
+            f"  round {round_}, AUC: {', '.join(cells)}; loss {loss_of(model, sent, outside):.3f}"
         )
+        print(line.replace("nan", "unknown"))
     observer.end()
 
 

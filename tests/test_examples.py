@@ -93,7 +93,7 @@ def test_lora_closes_one_surface_and_leaves_another_open(run) -> None:
 
 
 def test_members_are_told_unless_tokens_are_replaced(run) -> None:
-    _, honest, crafted, weak, strong = re.split(r"(?m)^\S.*:$", run("membership.py", games=24))
+    _, honest, crafted, weak, strong = re.split(r"(?m)^\S.*:$", run("membership.py"))
     assert value(honest, "  gradient_membership: AUC") > 0.9
     assert value(honest, "  subspace_membership: AUC") > 0.7
     assert value(crafted, "  fc_membership: AUC") == 1

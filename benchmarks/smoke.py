@@ -55,8 +55,8 @@ NEEDS = {
 """Packages without which a script has nothing to train or to compare with."""
 EXAMPLES: dict[str, dict[str, Any]] = {
     "membership.py": {"games": 8},
-    "sweep.py": {"steps": 2, "names": ["DPSGD 0.5"]},
-    "federate.py": {"rounds": 1, "steps": 1},
+    "sweep.py": {"max_steps": 2, "names": ["DPSGD 0.5"]},
+    "federate.py": {"rounds": 1, "local_steps": 1},
 }
 """The examples that are run too, with the arguments of their smallest setting."""
 EXIT_STATUS = threading.Lock()

@@ -109,10 +109,10 @@ def federate(name: str, rounds: int, steps: int, gates=(), epsilon: float | None
     observer.end()
 
 
-def main(rounds: int = 3, steps: int = 10) -> None:
+def main(rounds: int = 3, local_steps: int = 10) -> None:
     """Trains one federation with a gate, and one in which each client adds noise."""
-    federate("gate", rounds, steps, [RoundGate(METRIC, at_most=0.9)])
-    federate("noise", rounds, steps, epsilon=8)
+    federate("gate", rounds, local_steps, [RoundGate(METRIC, at_most=0.9)])
+    federate("noise", rounds, local_steps, epsilon=8)
 
 
 if __name__ == "__main__":

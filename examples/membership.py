@@ -60,7 +60,7 @@ def show(results, fitted: bool = False) -> None:
         )
 
 
-def main(games: int = 40) -> None:
+def main(games: int = 24) -> None:
     """Plays the games of both servers, and those of a client that replaces its tokens."""
     tokenizer, anatomy = load_tokenizer(None), find_anatomy(load_model(None).eval())
     texts = read_texts(EMBEDDED_MESSAGES)

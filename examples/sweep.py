@@ -96,11 +96,11 @@ def cell(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.3f}"
 
 
-def main(steps: int = 12, names: Sequence[str] = tuple(DEFENCES)) -> None:
+def main(max_steps: int = 12, names: Sequence[str] = tuple(DEFENCES)) -> None:
     """Trains under each defence, and prints its loss, epsilon and leakage at the last look."""
     print(LINE.format("defence", "loss", "epsilon", *COLUMNS))
     for name in names:
-        trainer, monitor = train(name, DEFENCES[name], steps)
+        trainer, monitor = train(name, DEFENCES[name], max_steps)
         latest = monitor.latest
         epsilon = latest.get("privacy/epsilon", math.nan)
         leaks = (cell(latest.get(f"leakage/{one}", math.nan)) for one in COLUMNS.values())

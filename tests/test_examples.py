@@ -93,7 +93,7 @@ def test_lora_closes_one_surface_and_leaves_another_open(run) -> None:
 
 
 def test_members_are_told_unless_tokens_are_replaced(run) -> None:
-    _, honest, crafted, weak, strong = re.split(r"(?m)^\S.*:$", run("membership.py", games=24))
+    _, honest, crafted, weak, strong = re.split(r"(?m)^\S.*:$", run("membership.py"))
     assert value(honest, "  gradient_membership: AUC") > 0.9
     assert value(honest, "  subspace_membership: AUC") > 0.7
     assert value(crafted, "  fc_membership: AUC") == 1
@@ -102,7 +102,7 @@ def test_members_are_told_unless_tokens_are_replaced(run) -> None:
 
 
 def test_noise_of_dp_sgd_hides_words_and_no_hidden_states(run) -> None:
-    lines = run("sweep.py", steps=6, names=["none", "DPSGD 0.5"]).splitlines()
+    lines = run("sweep.py", max_steps=6, names=["none", "DPSGD 0.5"]).splitlines()
     rows = {line[:20].strip(): line[20:].split() for line in lines}
     words, membership, split = map(float, rows["none"][2:])
     assert words > 0.5
@@ -116,8 +116,8 @@ def test_noise_of_dp_sgd_hides_words_and_no_hidden_states(run) -> None:
 
 
 def test_a_federation_is_gated_or_noised(run) -> None:
-    gated, noised = run("federate.py", count=300, rounds=1, steps=4).split("noise:")
-    members = [float(x) for x in re.findall(r"([\d.]+)(?: withheld)?, ", gated)]
+    gated, noised = run("federate.py", count=300, rounds=1, local_steps=4).split("noise:")
+    members = [float(x) for x in re.findall(r"(\d\.\d\d)(?: withheld)?, ", gated)]
     assert len(members) == 4
     assert max(members) > 0.9
     assert "withheld" in gated

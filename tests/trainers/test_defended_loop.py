@@ -147,7 +147,7 @@ def own_batch(loop: Loop, batch: Any) -> None:
         (repeats, "released once.*one loss"),
         (skips, "released once.*even an empty"),
         (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
-        (own_batch, "has added or removed rows|before the first was released"),
+        (own_batch, "let no hook or callback add|before the first was released"),
     ],
 )
 def test_what_breaks_the_guarantee_is_refused(step: Any, message: str) -> None:

@@ -86,7 +86,10 @@ def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
     """
     steps = LocalSteps.from_facts(facts) if compressed or facts.compression else None
     if steps is not None and not steps.plain:
-        raise Inapplicable("compressed updates are read of plain SGD or with error_feedback=True")
+        raise Inapplicable(
+            "the effect of its optimizer or weight decay on a compressed update is not undone: set "
+            "error_feedback=True, or use SGD without momentum and weight decay"
+        )
 
 
 def copy_weights(anatomy: Anatomy, names: Iterable[str]) -> dict[str, Tensor]:
@@ -132,7 +135,9 @@ class LocalSteps:
             return None
         kind = getattr(torch.optim, facts.optimizer, None)
         if kind is None or not issubclass(kind, Optimizer) or facts.optimizer in _UNSUPPORTED:
-            raise UnusableObservation(f"{facts.optimizer} is not known: omit local_steps")
+            raise UnusableObservation(
+                f"what {facts.optimizer} makes of gradients is not known: omit local_steps"
+            )
         group = dict(facts.optimizer_settings)
         if group.get("maximize"):
             raise UnusableObservation("an optimizer that ascends (maximize=True) is not read")

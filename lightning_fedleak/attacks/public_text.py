@@ -84,7 +84,7 @@ class PublicText:
             if len(s) >= 2 and (target_ids is None or len(target_ids[i]) >= 1)
         ]
         if not rows:
-            raise ValueError("PublicText needs texts of at least 2 tokens, better a hundred")
+            raise ValueError("PublicText needs texts of at least 2 tokens, a hundred if possible")
         self.sentences = [sentences[i] for i in rows]
         self.targets = None if target_ids is None else [target_ids[i] for i in rows]
         self.tokenizer = tokenizer

@@ -156,7 +156,8 @@ class _ActivationDefense(Defense):
             or states.dim() != 3
             or not states.is_floating_point()
         ):
-            raise DefenseError(f"{self.name}: states must be a whole (B, L, d) tensor of floats")
+            place = f"{self.name}: states at layer {self.layer}"
+            raise DefenseError(f"{place} must be a whole (B, L, d) tensor of floats")
         if not recomputed:
             self._passes += 1
         return self.rewrite(states, recomputed=recomputed, training=training)

@@ -46,6 +46,7 @@ class Freeze(Defense):
             and embeddings share one matrix and only one of them is to be frozen, or ``"hardened"``
             is combined with DDP or FSDP2 whose processes are one client. In an optimizer step: the
             part is no longer frozen.
+        AnatomyError: At setup: the head and embeddings of the model are not found.
     """
 
     name = "freeze"
@@ -167,7 +168,7 @@ class Freeze(Defense):
         embeddings = _parameters(_word_embeddings(anatomy))
         tied = anatomy.tied or head.keys() & embeddings.keys()
         refusals = {
-            "the model has no such part with parameters": (
+            "the model has no such part with parameters: freeze another": (
                 (part != "embeddings" and not head) or (part != "head" and not embeddings)
             ),
             "use Freeze('head+embeddings'), because they are one tied matrix, or set "

@@ -244,7 +244,10 @@ class GradientNoise(noise.HardenedNoise):
         if math.isfinite(total):
             return total
         if self.clip is None:
-            raise DefenseError("GradientNoise: the norm is not finite; nothing was released")
+            raise DefenseError(
+                "GradientNoise: the norm is not finite; nothing was released. Lower the learning "
+                "rate, or check the loss."
+            )
         return math.inf
 
     def _base(self, context: DefenseContext) -> bytes:

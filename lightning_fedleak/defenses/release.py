@@ -357,7 +357,7 @@ class UpdateRelease:
             DefenseError: No fit is open.
         """
         if self._context is None:
-            raise DefenseError(f"{self.owner}: training outside of a fit; nothing was released")
+            raise DefenseError(f"{self.owner}: nothing was released: train within a fit")
         return dataclasses.replace(self._context, step=self._context.host.step)
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:

@@ -218,8 +218,8 @@ class Threshold:
         if looks > pooled or (self.strict and looks > self.patience + 1):
             raise ValueError(
                 f"{self._subject}: {requirement.why}, so that it is unknown before look {looks} of "
-                f"a window of {pooled}: watch the AUC, pass games=Games(targets=, window=) with "
-                "more, or strict=False to wait for that look"
+                f"a window of {pooled}: watch the AUC, or pass games=Games(targets=, window=) with "
+                f"more{', or strict=False to wait for that look' * (looks <= pooled)}"
             )
 
     def _check_read(self, engine: Engine) -> None:

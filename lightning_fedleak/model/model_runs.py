@@ -582,5 +582,5 @@ def logits_in(output: Any) -> Tensor:
     if isinstance(logits, (tuple, list)):
         logits = logits[0]
     if not isinstance(logits, Tensor):
-        raise ValueError(f"the model returned {type(output).__name__}, and no `.logits`")
+        raise ValueError(f"the model must return `.logits`, not a {type(output).__name__}")
     return logits

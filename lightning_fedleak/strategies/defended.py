@@ -21,9 +21,9 @@ from lightning_fedleak.strategies.seams import combined, seam_of
 
 _AUTOMATIC_NAMES = ("auto", "single_device")  # resolved by the Trainer's devices
 _SUPPORTED = (
-    "Pass 'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', ...), or an instance "
-    "of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a subclass: "
-    "DefendedStrategy('auto', defenses=[...])."
+    "Pass 'auto', 'single_device', a DDP name that the Trainer's package registers ('ddp', ...), "
+    "or an instance of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a "
+    "subclass: DefendedStrategy('auto', defenses=[...])."
 )
 
 
@@ -210,6 +210,8 @@ class DefendedStrategy(EitherStrategy):
             )
         if len(devices) == 1 and self.num_nodes == 1:
             return twin("strategies.SingleDeviceStrategy", accelerator)(device=devices[0])
+        if self._fedleak_name == "single_device":
+            raise DefenseError("DefendedStrategy('single_device') has several devices: pass 'ddp'")
         interactive = twin("trainer.connectors.accelerator_connector._IS_INTERACTIVE", accelerator)
         forks = interactive and self.num_nodes == 1
         return _by_name("ddp_fork" if forks else "ddp", accelerator)

@@ -119,7 +119,7 @@ def test_settings_of_a_group_make_the_optimizer_again() -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (facts("Sophia"), "Sophia is not known"),
+        (facts("Sophia"), "Sophia makes of gradients is not known"),
         (facts("LBFGS"), "not known"),
         (facts("Optimizer"), "not known"),
         (facts("SGD", lr=0.1, maximize=True), "ascends"),

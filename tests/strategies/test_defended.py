@@ -184,6 +184,8 @@ def test_refusals_when_the_model_is_known() -> None:
     model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(ToyLM(norm=True))
     with pytest.raises(DefenseError, match="sync_batchnorm=False"):
         run_as_rank(DefendedStrategy("ddp", NOISE), model)
+    with pytest.raises(DefenseError, match="several devices: pass 'ddp'"):
+        run_as_rank(DefendedStrategy("single_device", NOISE), ToyLM())
 
 
 class Data(L.LightningDataModule):

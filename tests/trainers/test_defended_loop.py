@@ -147,7 +147,7 @@ def own_batch(loop: Loop, batch: Any) -> None:
         (repeats, "released once.*one loss"),
         (skips, "released once.*even an empty"),
         (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
-        (own_batch, "has added or removed rows|before the first was released"),
+        (own_batch, "let no hook or callback add|before the first was released"),
     ],
 )
 def test_what_breaks_the_guarantee_is_refused(step: Any, message: str) -> None:
@@ -271,7 +271,7 @@ def test_a_watch_reads_what_is_shared(tmp_path: Path) -> None:
     defense = DPSGD(CLIP, target_epsilon=8.0, target_delta=1e-3, accountant="filter")
     loop = Loop(defense, tiny_gpt2(tied=False, dropout=0.0).train(), 1e-3)
     settings = WatchSettings(stages=("local", "shared"))
-    gate = Threshold("leakage/bag_of_words/f1", at_most=0.0, action="harden")
+    gate = Threshold("leakage/bag_of_words/f1", at_most=-1.0, action="harden")
     watch = Watch(
         loop.model, loop.optimizer, [BagOfWords()], [gate], folder=tmp_path, every_n_steps=1,
         settings=settings,

@@ -157,7 +157,7 @@ class BottomModel:
                 if p is None:
                     continue
                 if hasattr(p, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
-                    raise TypeError(f"{type(module).__name__} is sharded, and not copied")
+                    raise TypeError(f"{type(module).__name__} is sharded: give a whole model")
                 if id(p) not in copies:
                     copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()
         self._weights = parameter_places(modules, copies)

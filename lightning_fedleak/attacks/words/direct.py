@@ -184,7 +184,10 @@ class BagOfWords(base.Attack):
         if update.noise_std != 0.0:
             raise Inapplicable("noise hides which rows weight decay alone has changed")
         if not steps.decays_apart:
-            raise base.UnusableObservation("its weight decay changes unread rows: use AdamW")
+            raise base.UnusableObservation(
+                f"weight decay of {steps.optimizer.__name__} changes rows of unread words too: use "
+                "AdamW, or weight_decay=0"
+            )
         before = self._before[name]
         is_factor = name != EMBEDDING_WEIGHT
         change, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)

@@ -510,7 +510,10 @@ class FlatChat(base.Attack):
         if not self.predicts:
             return
         if self.public_text is None:
-            raise ValueError("pass FlatChat(public_text=...) or FlatChat(n_types=...)")
+            raise ValueError(
+                f"attack '{self.name}' has no text from which to predict the number of types: pass "
+                "FlatChat(public_text=...) or FlatChat(n_types=...)"
+            )
         text = self.public_text
         if isinstance(text, str):
             sentences, length = (max(sizes) for sizes in zip(*self.shapes, strict=True))

@@ -436,7 +436,9 @@ class SubspaceWords(base.Attack):
             row_space.refuse_zeros(m for r in self._readable for m in r.maps)
         sizes = (errors[n] < _MAX_ENTRY_ERROR * gradients[n].abs() for n in shared)
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
-            raise base.UnusableObservation("noise or rounding hides all but signs of the step")
+            raise base.UnusableObservation(
+                "noise or rounding hides all but signs of the step: omit local_steps"
+            )
         return replace(update, tensors=gradients), errors
 
     def state_dict(self) -> dict[str, Tensor]:

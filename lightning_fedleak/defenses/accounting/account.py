@@ -347,7 +347,10 @@ class RenyiFilter(_Ledger):
             DefenseError: The releases would exceed the budget. Nothing is counted.
         """
         if not self.allows(noise_multiplier, sample_rate, count):
-            raise DefenseError(f"one more release would exceed epsilon={self.epsilon:g}: stop")
+            raise DefenseError(
+                f"{count} more at {noise_multiplier=} would exceed epsilon={self.epsilon:g}: stop, "
+                "or increase the noise"
+            )
         self.record(noise_multiplier, sample_rate, count)
 
     def counter(self, noise_multiplier: float, sample_rate: float) -> Callable[[], None]:

@@ -232,7 +232,7 @@ class DPSGD(Defense):
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta) of one example; raise an error if the unit is a user."""
         if self.users is not None:
-            raise DefenseError("its unit is a user, but rows were held out")
+            raise DefenseError("its unit is a user: hold out whole users, not rows")
         return self._budget.curve()
 
     def harden(self) -> str | None:

@@ -163,7 +163,10 @@ class UserBatchSampler(PoissonBatchSampler):
             DefenseError: The next drawn batch has another number of rows.
         """
         if not self._counts or sum(self._counts[0]) != samples:
-            raise DefenseError("DPSGD: train on every batch once, in order (in_order=True)")
+            raise DefenseError(
+                f"DPSGD: training_step got {samples} rows, and the next drawn batch has others: "
+                "train on every batch once, in order (in_order=True)"
+            )
         return self._counts.popleft()
 
     def user_rows(self, user: int, step: int) -> list[int]:

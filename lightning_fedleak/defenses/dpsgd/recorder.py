@@ -549,7 +549,10 @@ def count_samples(batch: Any) -> int:
     """
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
-        raise DefenseError(f"DPSGD: batch tensors need one first dimension, not {sorted(sizes)}")
+        raise DefenseError(
+            "DPSGD: the tensors of a batch need one first dimension, that of the samples, and not "
+            f"{sorted(sizes)}"
+        )
     return int(sizes.pop())
 
 

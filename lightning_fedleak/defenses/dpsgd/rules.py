@@ -75,7 +75,7 @@ def _refusal(name: str, module: nn.Module) -> str:
             "`forward` takes one tensor, or freeze them"
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(keys):
-        return f"'{name}' ({cls}): torch.nn.utils.remove_weight_norm, or freeze the layer"
+        return f"'{name}' ({cls}) has weight norm: torch.nn.utils.remove_weight_norm, or freeze it"
     # They write to weights in the forward pass, scale gradients by counts of the batch, or leave
     # out the rows of gradients that are zero.
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):

@@ -145,7 +145,9 @@ def check_combination(
         DefenseError: Names the argument.
     """
     if max_grad_norm != "auto" and not isinstance(max_grad_norm, QuantileClip):
-        check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
+        check_number(
+            "DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto', QuantileClip()"
+        )
     max_rows = max_physical_batch_size
     check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True)
     if not isinstance(unit, Users):

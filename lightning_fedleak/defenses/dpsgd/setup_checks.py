@@ -164,7 +164,10 @@ def check_same_data(loader: DataLoader[Any], team: Team) -> None:
         digest, second_digest = _digest(loader.dataset), _digest(loader.dataset)
     is_random, high, low = team.largest([digest != second_digest, digest, -digest])
     if high != -low and not is_random:
-        raise DefenseError("DPSGD: shuffle and split the data by one seed in all processes")
+        raise DefenseError(
+            "DPSGD: processes hold different examples at one index: shuffle and split the data by "
+            "one seed in all processes"
+        )
 
 
 def _digest(dataset: Any) -> int:

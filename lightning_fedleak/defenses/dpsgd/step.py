@@ -163,7 +163,10 @@ class WatchedStep:
             sampler: Any = self.sampling.loader.batch_sampler
             if sampler.drawn is not None:
                 if samples not in sampler.drawn:
-                    raise DefenseError(f"DPSGD: a hook has added or removed rows ({samples})")
+                    raise DefenseError(
+                        f"DPSGD: the loader drew no batch of {samples}: let no hook or callback "
+                        "add, repeat or remove rows"
+                    )
                 sampler.drawn.remove(samples)
             by_user = isinstance(sampler, UserBatchSampler)
             self._user_sizes = sampler.claim(samples) if by_user else None

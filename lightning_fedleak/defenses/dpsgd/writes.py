@@ -112,7 +112,10 @@ class Buffers:
         for name, parameter, version, content in self._parameters:
             is_changed = content is not None and not torch.equal(fingerprint(parameter), content)
             if is_changed or _version(parameter) != version:
-                raise DefenseError(f"DPSGD: training_step must not write to '{name}'")
+                raise DefenseError(
+                    f"DPSGD: training_step must not write to '{name}' without noise: train it by a "
+                    "gradient, or write in on_train_batch_end if only weights decide"
+                )
         self._buffers, self._parameters = {}, []  # frees the memory of the copies
 
     def check(self, equal: Sequence[bool]) -> None:

@@ -75,7 +75,10 @@ class CanarySet:
             ValueError: The checkpoint has other canaries, or another seed, probability or times.
         """
         if state.get("commitment") != self.commitment:
-            raise ValueError("the checkpoint is of other canaries, settings or coins: use the same")
+            raise ValueError(
+                "the checkpoint is of other canaries or settings: resume with the same arguments "
+                "of with_canaries(), and seed or record file"
+            )
 
 
 class CanaryDataset(Dataset[Any]):

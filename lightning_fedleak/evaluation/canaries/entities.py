@@ -329,7 +329,10 @@ def _values(
     pairs = zip(numbers[_MIN_VALUES:], tokens, strict=True)
     usable = [(number, row) for number, row in pairs if row and len(row[0]) <= fitted.room]
     if len(usable) < n:
-        raise ValueError(f"{len(usable)} values of {name!r} have own tokens: put a space by {{}}")
+        raise ValueError(
+            f"only {len(usable)} values of kinds[{name!r}] have tokens of their own: put a space "
+            "or a mark beside {} in the sentence"
+        )
     # All values of a pattern have one length, so the drawn ones represent the others.
     values = map(kind.value, numbers) if isinstance(kind.values, str) else kind.values
     pieces = filter(None, _tokens_of(kind, values, tokenizer))

@@ -86,7 +86,10 @@ def _encoded(value: Any, name: str) -> bytes:
     if isinstance(value, Sequence):
         parts = [_encoded(part, f"{name}[{i}]") for i, part in enumerate(value)]
         return _tagged(f"sequence {len(parts)}", b"".join(parts))
-    raise ValueError(f"{name} is a {type(value).__name__}, and has no digest")
+    raise ValueError(
+        f"{name} is a {type(value).__name__}: give tensors, arrays, numbers, strings, or mappings "
+        "or sequences of them"
+    )
 
 
 def _tagged(tag: str, content: bytes) -> bytes:

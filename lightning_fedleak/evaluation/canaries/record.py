@@ -86,7 +86,10 @@ class Secret(ABC):
             ValueError: Data, key or settings differ.
         """
         if self != other:
-            raise ValueError(f"{name} belongs to another run: give its settings, or another file")
+            raise ValueError(
+                f"{name} belongs to another run: resume with its data, seed and settings, or begin "
+                "a new run with another record file"
+            )
 
     def __repr__(self) -> str:
         return f"<{self.title}>"
@@ -103,7 +106,10 @@ class Secret(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:
-            raise TypeError(f"{self!r} is secret: save_hyperparameters(ignore=...)")
+            raise TypeError(
+                f"{self!r} is secret, and not pickled: keep the data set out of hyperparameters by "
+                "save_hyperparameters(ignore=...)"
+            )
         values = (getattr(self, field.name) for field in fields(self) if field.init)  # type: ignore[arg-type]
         return type(self), tuple(values)
 

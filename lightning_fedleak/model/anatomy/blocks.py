@@ -55,7 +55,9 @@ def resolve_module(
                 return scope.get_submodule(part)
             except AttributeError:
                 continue
-    raise AnatomyError(f"{argument}='{part}' is no module of {type(root).__name__}")
+    raise AnatomyError(
+        f"{argument}='{part}' is no module of {type(root).__name__}; see named_modules"
+    )
 
 
 def find_layers(
@@ -80,7 +82,9 @@ def weight_shape(module: nn.Module, argument: str) -> tuple[int, int]:
     """
     shape = matrix_shape(module)
     if shape is None:
-        raise AnatomyError(f"{argument}= ({type(module).__name__}) has no weight matrix")
+        raise AnatomyError(
+            f"{argument}= ({type(module).__name__}) has no weight matrix: name a layer with one"
+        )
     return shape
 
 

@@ -226,7 +226,7 @@ def test_attack_results_agree_across_devices(name: str, device_type: Device) -> 
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize("name", ["flatchat", "aligned", "attention", "trained"])
+@pytest.mark.parametrize("name", ["flatchat", "aligned", "attention"])
 def test_a_restored_calibration_moves_to_the_device_of_the_model(
     name: str, device_type: Device
 ) -> None:

@@ -317,6 +317,6 @@ def refuse_tied(are_tied: bool, attack: str, matrix: str) -> None:
     """
     if are_tied:
         raise ValueError(
-            f"remove attack '{attack}': this model ties head and embedding, so that the {matrix}'s "
-            "own gradient is not shared (FlatChat reads the sum)"
+            f"attack '{attack}' reads the {matrix}'s own gradient, and this model ties head and "
+            "embedding, so that their sum is shared: remove it. FlatChat reads the sum."
         )

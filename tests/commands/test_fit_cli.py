@@ -52,7 +52,7 @@ def test_the_error_of_a_callback_is_one_line(
         "      init_args: {metric: leakage/worst/words, at_most: 30}\n"
     )
     error = fails(["--config", str(config)], capsys, tmp_path).splitlines()[-1]
-    assert error.startswith("fedleak: RiskGate watches 'leakage/worst/words', which lies between")
+    assert error.startswith("fedleak: RiskGate watches 'leakage/worst/words', which is 0 by chance")
     assert "subclass" not in error
 
 

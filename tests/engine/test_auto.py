@@ -92,7 +92,10 @@ def test_a_whole_model_is_attacked_by_all_that_fit_it(
         "preference_margin",
     }  # nobody is left out
     assert absent == {"bias_sign", "bag_of_words"} | of_weights
-    assert "bias_sign            not played: reads the gradient of the output head's" in caplog.text
+    assert (
+        "bias_sign            not played: reads the head's bias, and this head has none"
+        in caplog.text
+    )
     assert "Shared, tested by no attack: " in caplog.text
 
 

@@ -217,7 +217,7 @@ def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
     attack: Attack, tmp_path: Path
 ) -> None:
     batch = {"input_ids": texts(2), "labels": torch.tensor([0, 1])}
-    message = "head with a row for each token, and a classifier's has one for each class"
+    message = "head with a row for each token, and this model has no such head"
     with pytest.raises(ValueError, match=message) as refused:
         one_look(
             tmp_path, build_model(lambda: build("Bert", SEQUENCE, num_labels=3)), batch, attack

@@ -131,7 +131,7 @@ def test_under_transformers_trainer_attacks_choose_themselves(tmp_path: Path) ->
     assert latest["leakage/bag_of_words/f1"] == 1
     assert "leakage/subspace_words/f1" in latest
     text = next(tmp_path.rglob("leakage.jsonl")).read_text()
-    assert "head with a row for each token, and BertModel has none" in text
+    assert "head with a row for each token, and this model has no such head" in text
 
 
 def test_a_model_without_words_is_refused_in_a_sentence() -> None:

@@ -223,7 +223,7 @@ def packed(model, batch):
         (no_time, model_loss, "is over before the first token"),
         (other_shape, model_loss, "another shape than the sent ones"),
         (None, twice, "passed 2 times"),
-        (None, packed, "attention_mask of another shape"),
+        (None, packed, "attention_mask is not of shape"),
     ],
 )
 def test_no_answer_is_unknown_and_not_zero(tmp_path, guess, loss, why):

@@ -19,6 +19,7 @@ from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, Su
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.engine import scheduler
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.trainers import Threshold
@@ -201,6 +202,7 @@ def test_auto_calibrates_for_b_and_again_for_a_and_leaves_training_as_it_is(
 
     monkeypatch.setattr(gradients, "_all_reached", tried)
     monkeypatch.setattr(GradientMembership, "_calibrate", counted)
+    monkeypatch.setattr(scheduler, "MAX_CURVE_SHARE", 1e3)  # looks at steps 1, 2, 4, ...
     training = run(tmp_path, "auto", every_n_steps=None)
     assert_same_training(run(None, None), training)
     # A has no gradient at first, as a few texts show: all are run for B, and again once A has one.

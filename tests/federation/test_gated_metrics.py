@@ -117,7 +117,7 @@ def test_a_low_value_whose_control_is_low_too_does_not_let_an_update_leave(tmp_p
             lora,
             lambda: [SubspaceWords(capacity_seconds=0), AlignedFlatChat(texts())],
             {"optimizer": ADAMW},
-            "rounds of AdamW are not read",
+            "rounds of AdamW are no combinations",
         ),
         (
             model,

@@ -118,7 +118,7 @@ class GradientMembership(PassiveMembership):
             ValueError: not a causal model, or one that has neither.
         """
         if anatomy.kind != "causal":
-            raise ValueError(f"remove attack '{self.name}': it knows no {anatomy.kind} labels")
+            raise ValueError(f"attack '{self.name}' knows no {anatomy.kind} labels: remove it")
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
         names = names or [m.name for m in _maps_on_text(anatomy)[:1]]
         if not names:

@@ -148,7 +148,7 @@ class SubspaceTexts(TextAttack):
             return None, inputs[1:]
         first = next((k for k in self._words.inputs(anatomy) if k.positional), None)
         if first is None or first.reader is not inputs[0].reader:
-            raise ValueError(f"remove attack '{self.name}': no positions are added to embeddings")
+            raise ValueError(f"attack '{self.name}' finds no added positions: remove it")
         return first, inputs
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:

@@ -293,7 +293,9 @@ class BiasSign(base.Attack):
             ValueError: the head has none.
         """
         if anatomy.parameter(HEAD_BIAS) is None:
-            raise ValueError(f"remove attack '{self.name}': the head has no bias")
+            raise ValueError(
+                f"attack '{self.name}' reads the head's bias, and this head has none: remove it"
+            )
         return base.Surfaces(gradients=(HEAD_BIAS,))
 
     def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:

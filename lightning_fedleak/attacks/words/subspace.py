@@ -384,7 +384,8 @@ class SubspaceWords(base.Attack):
         steps = LocalSteps.from_facts(facts)
         if steps is not None and not steps.linear and not steps.invertible:
             raise Inapplicable(
-                f"rounds of {steps.optimizer.__name__} are not read: omit local_steps"
+                f"rounds of {steps.optimizer.__name__} are no combinations of inputs: omit "
+                f"local_steps{', or use local_steps=1' * (steps.steps > 1)}"
             )
 
     def _as_gradients(

@@ -158,7 +158,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     if anatomy.kind == "classifier" and HEAD_CAPABILITIES & attack.threat_model.needs:
         raise ValueError(
             f"attack '{attack.name}' reads words off an output head with a row for each token, and "
-            "a classifier's has one for each class. Remove it; BagOfWords reads the embeddings' "
+            "this model has no such head. Remove it; BagOfWords reads the embeddings' "
             "gradient, SubspaceWords that of the first projections."
         )
     # DDP reduces every trainable parameter, not only those that an optimizer owns.

@@ -421,7 +421,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
 
 
 def test_masked_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="it knows no masked labels"):
+    with pytest.raises(ValueError, match="knows no masked labels: remove it"):
         GradientMembership(texts(4, LENGTH)).needs(find_anatomy(bert()))
 
 

@@ -232,7 +232,7 @@ def deberta() -> nn.Module:
 
 @pytest.mark.parametrize("family", [modernbert, deberta])
 def test_encoders_whose_positions_are_not_added_are_refused(family: Any) -> None:
-    with pytest.raises(ValueError, match="no positions are added"):
+    with pytest.raises(ValueError, match="finds no added positions"):
         SubspaceTexts().needs(find_anatomy(ready(family())))
 
 

@@ -35,5 +35,5 @@ def test_names_used_types_only_and_all_that_outweigh_their_probability(
 
 
 def test_a_head_without_bias_is_refused_at_setup() -> None:
-    with pytest.raises(ValueError, match="has no bias"):
+    with pytest.raises(ValueError, match="this head has none"):
         BiasSign().needs(find_anatomy(tiny_gpt2()))

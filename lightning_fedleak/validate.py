@@ -194,7 +194,7 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
                 message = f"{type(self).__name__}: {error}{hint([*named])}"
                 raise TypeError(message.replace("{}", type(self).__name__)) from None
             value = bound.arguments.get("settings")
-            if settings is not None and not isinstance(value, settings | None):
+            if settings is not None and type(value) not in (settings, type(None)):
                 raise TypeError(f"{type(self).__name__}: write settings={settings.__name__}(...)")
             init(self, *arguments, **named)
 

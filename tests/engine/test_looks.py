@@ -312,6 +312,8 @@ def test_settings_that_contradict_each_other_are_refused(
 def test_settings_that_a_face_takes_from_elsewhere_are_refused() -> None:
     with pytest.raises(ValueError, match=r"LeakageMonitor takes no .*\(precision="):
         LeakageMonitor(settings=WatchSettings(precision="bf16-mixed"))
+    with pytest.raises(TypeError, match="write settings=WatchSettings"):
+        LeakageMonitor(settings=RoundSettings())  # whose fields of a round it would not read
     with pytest.raises(ValueError, match=r"RoundObserver takes no .*\(reveal="):
         RoundObserver(tiny_gpt2(), torch.optim.SGD, 1, settings=RoundSettings(reveal=True))
 

@@ -162,7 +162,7 @@ def test_what_is_not_rehearsed_is_unknown_with_the_mend(
 ) -> None:
     ((view, _), *_) = cases(trained.model, language, facts())
     other = attack(public, facts("Sophia"))
-    with pytest.raises(UnusableObservation, match="Sophia is not known"):
+    with pytest.raises(UnusableObservation, match="what Sophia makes of gradients"):
         other.run(view)
     warm = replace(view.gradients[0], fresh=False)  # type: ignore[call-arg]
     with pytest.raises(UnusableObservation, match=r"optimizer\.state\.clear\(\)"):

@@ -290,7 +290,8 @@ class WatchedStep:
             trained = {p for p in parameters if p.requires_grad}
             piece_parameters = None if earlier is None else earlier.parameters
             if piece_parameters is not None and trained != set(piece_parameters):
-                raise DefenseError("DPSGD: freeze or unfreeze between batches; none was released")
+                why = "parameters were frozen or unfrozen within a batch; do so between batches"
+                raise DefenseError(f"DPSGD: {why}. Nothing was released.")
             self._clipped = ClippedSum(
                 parameters,
                 recorder,

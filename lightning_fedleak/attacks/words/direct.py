@@ -182,7 +182,7 @@ class BagOfWords(base.Attack):
         if not steps.settings.get("weight_decay"):
             return shared
         if update.noise_std != 0.0:
-            raise Inapplicable("noise hides which rows weight decay alone has changed")
+            raise Inapplicable("noise hides what weight decay alone changed: use weight_decay=0")
         if not steps.decays_apart:
             raise base.UnusableObservation(
                 f"weight decay of {steps.optimizer.__name__} changes rows of unread words too: use "

@@ -374,10 +374,10 @@ class RenyiFilter(_Ledger):
             if len(orders) == 1 and self.order is None:
                 (self.order,), self._restored = orders, True
             earlier = [float(state["epsilon"]), float(state["delta"]), *orders]
-            own = [self.epsilon, self.delta, *[self.order] * bool(orders)]
-            if earlier != own:
+            limits = [self.epsilon, self.delta, *[self.order] * bool(orders)]
+            if earlier != limits:
                 raise DefenseError(
-                    f"the checkpoint's epsilon, delta and order are {earlier}, not {own}: continue "
+                    f"the checkpoint's epsilon, delta and order are {earlier}, not {limits}: go on "
                     "with them, or begin a new run"
                 )
         super().load_state_dict(state)

@@ -214,6 +214,14 @@ class Attack(ABC):
                 "accelerator='cpu', or remove it"
             )
 
+    def n_distinct(self, anatomy: Anatomy) -> float | None:
+        """Return how many distinct inputs the gradients that it reads can distinguish.
+
+        A batch of more is *low by aggregation* if the attack works on a part of it. None, the
+        default, if they are not counted: a low number without a control is then unknown.
+        """
+        return None
+
     def meet(self, facts: RunFacts) -> None:
         """Store the facts of the run; called before :meth:`prepare` and whenever they change."""
         self._facts = facts

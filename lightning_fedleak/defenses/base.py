@@ -23,6 +23,7 @@ To write a defence, give it a name, a plain sentence about what it guarantees, a
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,15 @@ class CanaryGradient:
         """Return the gradient plus independent ``noise`` (G, K) of standard deviation ``std``."""
         total = noise if self.noise is None else self.noise + noise
         return CanaryGradient(self.samples, total, math.hypot(self.noise_std, std))
+
+
+def copied(defense: Defense) -> Defense:
+    """Return a copy of a defence, whose hooks leave the state of the original as it is."""
+    twin, kinds = copy.copy(defense), Tensor | dict | list | set
+    vars(twin).update(
+        {n: copy.deepcopy(v) for n, v in vars(defense).items() if isinstance(v, kinds)}
+    )
+    return twin
 
 
 class DefenseError(ValueError):
@@ -441,6 +451,13 @@ class Defense(ABC):
         knows it. 0, the default, means that ``on_gradients`` adds no noise.
         """
         return 0.0
+
+    def example_norm(self, context: DefenseContext) -> float:
+        """Return the largest norm of what one example adds to this client's update, before noise.
+
+        It is infinite, the default, if examples are not clipped.
+        """
+        return math.inf
 
     @property
     def privacy(self) -> Privacy | None:

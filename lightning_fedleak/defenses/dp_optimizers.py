@@ -141,13 +141,19 @@ class OptimizerDP(Defense):
             return math.nan
         if not self._reduced and getattr(optimizer, "rank", 0) != 0:
             return 0.0  # the first process adds the noise of all
-        std = float(optimizer.noise_multiplier * optimizer.max_grad_norm)
-        if optimizer.loss_reduction == "mean":
-            std /= optimizer.expected_batch_size * optimizer.accumulated_iterations
-            std /= self._world_size() if self._reduced else 1
+        std = float(optimizer.noise_multiplier) * self.example_norm(context)
         # The caller divides the noise of a client by the root of the number of clients, to get the
         # noise of the clients' mean. A reduced gradient is that mean already.
         return std * math.sqrt(context.clients) if self._reduced else std
+
+    def example_norm(self, context: DefenseContext) -> float:
+        """Return the clip norm, over the divisor of the gradient's mean."""
+        optimizer = self._optimizer
+        if optimizer.loss_reduction != "mean":
+            return float(optimizer.max_grad_norm)
+        divisor = optimizer.expected_batch_size * optimizer.accumulated_iterations
+        divisor *= self._world_size() if self._reduced else 1
+        return float(optimizer.max_grad_norm) / divisor
 
     def watch(
         self, on_local_gradient: Callable[[], None], on_reduced: Callable[[], None]

@@ -109,6 +109,7 @@ class StepEngine:
         fit = self._fit
         if fit.look is not None and stage is Stage.LOCAL:
             fit.look.training_step.noise_std, fit.look.training_step.compression = 0.0, ""
+            fit.look.training_step.acted.clear()
         if fit.run.separates_stages:
             self._capture((stage,), optimizer)
         elif stage is Stage.AGGREGATE and fit.keeps_local:
@@ -123,7 +124,7 @@ class StepEngine:
     ) -> None:
         """Note the noise and compression of a defence that acts next, and tell the channels."""
         fit = self._fit
-        fit.note_defense(defense, context)
+        fit.note_defense(defense, parameters, context)
         for channel in fit.channels:
             channel.before_defense(defense, parameters, context)
         if fit.look is not None and defense.compression:

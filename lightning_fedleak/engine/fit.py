@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine.channels.base import Channel
@@ -287,8 +288,10 @@ class Fit:
 
     # ---- captured gradients -----------------------------------------------------------------
 
-    def note_defense(self, defense: Defense, context: DefenseContext) -> None:
-        """Add the noise of a defence to the standard deviation that the current step states."""
+    def note_defense(
+        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        """Add the noise of a defence to that of the current step, or a copy if it adds none."""
         if self.look is None:
             return
         step = self.look.training_step
@@ -297,6 +300,10 @@ class Fit:
             # This runs again after the reduction; the later value includes the earlier one.
             replaces = isinstance(defense, OptimizerDP)
             step.noise_std = std if replaces else math.hypot(step.noise_std, std)
+            if replaces or defense.per_sample:
+                step.example_norm = defense.example_norm(context)
+            elif std == 0 and not defense.defers:
+                step.acted.append((copied(defense), parameters, context))
         except Exception:
             step.noise_std = math.nan
 

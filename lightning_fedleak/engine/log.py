@@ -515,8 +515,8 @@ class Report:
             if (control := outcome.control) is not None:
                 extra |= {f"{k}_of_control": v for k, v in control.rates.items()}
                 extra |= {f"{k}_of_a_part": v for k, v in control.part.items()}
-                if not math.isnan(control.unexplained):
-                    extra["unexplained"] = control.unexplained
+                facts = {"unexplained": control.unexplained, "bound": control.bound}
+                extra |= {name: fact for name, fact in facts.items() if not math.isnan(fact)}
             extra |= outcome.p_values
             numbers = {k: [rate.value, rate.low, rate.high] for k, rate in outcome.rates.items()}
             numbers |= {k: [value] for k, value in extra.items()}

@@ -79,12 +79,15 @@ class Control:
         why: Why the control could not be read; empty if it was.
         unexplained: The share of the gradient that the step made again does not explain, from 0 to
             1; NaN if it was not made again.
+        bound: The headline that a reader who knows all else can have behind the declared defences,
+            1 if nothing bounds it; NaN if no defence has to be bounded.
     """
 
     rates: Mapping[str, float]
     part: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
     unexplained: float = math.nan
+    bound: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,10 @@ class Results:
             metrics = self._channels[series].metrics_of(series)
             names += [f"{series.log_name}/{m}{end}" for m in metrics for end in ends]
             if gives_control(self._channels[series], series.attack):
-                names += [f"{series.log_name}/{name}" for name in ("control", "control_of_a_part")]
+                names += [
+                    f"{series.log_name}/{name}"
+                    for name in ("control", "control_of_a_part", "bound")
+                ]
             if self._channels[series].tests_looks:
                 names += [f"{series.log_name}/{p}" for p in ("p_of_this_look", "p_over_looks")]
         return names + [f"{WORST}/{family}" for family in self.families]
@@ -148,6 +151,7 @@ class Results:
             known=channel.leak.known,
             failure=control.why,
             unexplained=control.unexplained,
+            bound=control.bound if metric == channel.headline else math.nan,
         )
 
     # ---- looks ------------------------------------------------------------------------------
@@ -412,6 +416,7 @@ def control_values(series: Series, channel: Channel, outcome: Outcome) -> dict[s
     values = {
         f"{series.log_name}/control": outcome.control.rates.get(headline, math.nan),
         f"{series.log_name}/control_of_a_part": outcome.control.part.get(headline, math.nan),
+        f"{series.log_name}/bound": outcome.control.bound,
     }
     return {name: value for name, value in values.items() if not math.isnan(value)}
 

@@ -23,7 +23,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
-from lightning_fedleak.engine.channels.control import Controls, _Newest
+from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.report import findings, read
@@ -198,13 +198,17 @@ class Holding(BagOfWords):
     default_name = "holding"
     needs_control = True
 
-    def __init__(self, capacities: dict[int, int]) -> None:
+    def __init__(self, holds: int, says: float | None) -> None:
         super().__init__()
-        self.capacities = capacities
+        self.holds, self.says = holds, says
+
+    def n_distinct(self, anatomy: Any) -> float | None:
+        return self.says
 
     def run(self, view: Any, query: Any = None) -> WordGuess:
-        guess, most = super().run(view, query), self.capacities[view.gradients[-1].step]
-        return guess if len(guess.types) <= most else WordGuess(guess.types[:0], surface="input")
+        guess = super().run(view, query)
+        fits = len(guess.types) <= self.holds
+        return guess if fits else WordGuess(guess.types[:0], surface="input")
 
 
 def played_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -220,61 +224,21 @@ def played_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return played
 
 
-def asked_labels(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Return the labels of each control and part that attacks run on, by step, in their order."""
-    asked: dict[int, list[int]] = {}
-    real = Controls._rates
-
-    def spy(self: Controls, control: Any, *more: Any) -> Any:
-        asked.setdefault(control.number, []).append(self._count_labels(control))
-        return real(self, control, *more)
-
-    monkeypatch.setattr(Controls, "_rates", spy)
-    monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
-    return asked
-
-
-def test_a_look_begins_with_the_part_that_was_read_last_and_goes_on_where_it_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = asked_labels(monkeypatch)
-    capacities = {0: 10, 1: 10, 2: 5, 3: 5, 4: 0, 5: 0, 6: 0}  # words, by step
-    attack = Holding(capacities)
-    model = still_gpt2(tied=False)
-    watch = watched(tmp_path, attack, model=model, rows=8, length=17, steps=7)  # 128 labels
-    assert asked == {
-        0: [128, 32, 8],
-        1: [128, 8],
-        2: [128, 8, 32, 4],
-        3: [128, 4],
-        4: [128, 4, 32, 8],
-        5: [128],  # it worked on no part, and nothing has moved
-        6: [128],
-    }
-    parts = [
-        line["metrics"].get("f1_of_a_part", {}).get("value") for line in watch.lines("holding")
-    ]
-    assert parts == [1, 1, 1, 1, None, None, None]
-
-
-def test_an_attack_that_worked_on_no_part_is_asked_about_parts_again_after_it_worked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = asked_labels(monkeypatch)
-    attack = Holding({0: 0, 1: 0, 2: 200, 3: 10, 4: 10})  # at step 2 it reads all words
-    watched(tmp_path, attack, model=still_gpt2(tied=False), rows=8, length=17, steps=5)
-    assert asked == {0: [128, 32, 8, 4], 1: [128], 2: [128], 3: [128, 32, 8], 4: [128, 8]}
-
-
 @pytest.mark.parametrize(
-    ("then", "now", "expected"),
-    [(0.0, 0.05, False), (0.0, 0.2, True), (0.0, math.nan, True), (math.nan, math.nan, False)],
+    ("holds", "says", "part"), [(20, 20, 1), (20, 200, None), (20, None, None), (2, 20, None)]
 )
-def test_an_attack_that_worked_on_no_part_tries_parts_again_where_its_control_has_moved(
-    then: float, now: float, expected: bool
+def test_a_part_of_a_control_shows_that_a_batch_has_too_many_words(
+    tmp_path: Path, holds: int, says: float | None, part: float | None
 ) -> None:
-    newest = _Newest(control=now, part=0, control_then=then)
-    assert newest.may_read_a_part() == expected
+    """128 labels; the attack says how many words it can distinguish, and holds that many or not."""
+    attack = Holding(holds, says)
+    gate = Threshold("leakage/holding/f1", at_most=0.5)
+    watch = watched(
+        tmp_path, attack, [gate], model=still_gpt2(tied=False), rows=8, length=17, steps=1
+    )
+    [line] = watch.lines("holding")
+    assert line["metrics"].get("f1_of_a_part", {}).get("value") == part
+    assert (gate.fired is None) == (part == 1)
 
 
 class Refusing(BagOfWords):

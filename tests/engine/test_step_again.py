@@ -61,7 +61,7 @@ def look_at_each(folder: Path, model: Any, **settings: Any) -> list[tuple[float,
             values = watches[0].engine.results.look_values
             number = values.get(F1, math.nan)
             if number <= HIGHEST:
-                assert [event for event in events if math.isnan(event.value)], number
+                assert events, number
             if not math.isnan(number):
                 control = watches[0].latest.get(CONTROL, math.nan)
                 looks.append((number, control, values.get(UNEXPLAINED, math.nan)))

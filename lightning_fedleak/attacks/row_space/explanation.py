@@ -244,6 +244,11 @@ class ReadableInput:
         """Return whether only factors B of low-rank adapters read the input."""
         return all(m.factor == "B" for m in self.maps)
 
+    @property
+    def n_rows(self) -> int:
+        """Return the number of shared rows that read the input."""
+        return sum(m.rows for m in self.maps if self.is_factor_b or m.factor != "B")
+
     def follow(
         self,
         anatomy: Anatomy,
@@ -283,7 +288,7 @@ class ReadableInput:
         """
         positions = _LENGTH if self.dictionary.positions is not None else 0
         atoms = self._project_atoms(positions, self._factors)
-        rows = sum(m.rows for m in self.maps if self.is_factor_b or m.factor != "B")
+        rows = self.n_rows
         tokens, width = self.dictionary.rows.shape
         # Roughly the seconds of the pursuit of a set of the predicted size at 10 GFLOP/s: 8 types
         # are chosen per scoring of the vocabulary, of 4 * width * tokens operations.

@@ -186,6 +186,14 @@ class SubspaceWords(base.Attack):
         sizes = known_input.width, tokens, rows, min(_BATCH_TYPES, tokens / 2)
         return row_space.pursuit_seconds(anatomy.device, *sizes)
 
+    def n_distinct(self, anatomy: Anatomy) -> float | None:
+        """Return the measured or the predicted capacity, the larger one, of the inputs it reads."""
+        predicted = [
+            row_space.predict_capacity(r.dictionary.rows.shape[1], len(r.dictionary.rows), r.n_rows)
+            for r in self._readable
+        ]
+        return max([*predicted, self._capacity or 0.0])
+
     def prepare(self, anatomy: Anatomy) -> None:
         """Compute the input of every token at the maps that are read, and measure the capacity.
 

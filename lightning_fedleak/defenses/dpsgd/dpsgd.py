@@ -464,6 +464,10 @@ class DPSGD(Defense):
         sigma = self._budget.noise_now / divisor * self._noise_share
         return sigma * self._clip.norm / self._fit_step.sampling.expected
 
+    def example_norm(self, context: DefenseContext) -> float:
+        """Return the clip norm over the divisor of the update; infinite if users are clipped."""
+        return math.inf if self.users else self._clip.norm / self._fit_step.sampling.expected
+
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> dict[Tensor, float]:

@@ -126,6 +126,7 @@ class Channel(ABC):
         tests_looks: Whether each look has its own p-value.
         controlled: Whether its attacks also run on the *control* of a look, the same step on known
             words, which shows whether they work at all; see :meth:`control_rates`.
+        bounds_noise: Whether a low headline behind declared defences needs a bound on all readers.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
         entity_kinds: The kinds of these values.
         finder: Finds these values in texts; None before a fit, and if none are named.
@@ -153,6 +154,7 @@ class Channel(ABC):
     at_weights: ClassVar[bool] = False
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
+    bounds_noise: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}  # the channels by `reads`

@@ -8,12 +8,15 @@ and its low number is reported as unknown. The *number* of an attack is its main
 The order in a look (a measurement at one step), after the attacks have guessed:
 
 1. The attacks whose number needs a control are selected.
-2. The step is recomputed with its own tokens. The part of the optimizer's gradient that this does
-   not give (weight decay in the loss, a hook of the user's) is the *remainder*. If it is more than
-   half, the batch may be that of another step: the control is unknown.
+2. The step is recomputed with its own tokens. If that fails, the control is unknown. The part of
+   the optimizer's gradient that this does not give (weight decay in the loss, a hook of the user's,
+   rounding) is the *remainder*. If it is more than half, the batch may be that of another step, and
+   the control is unknown too.
 3. The gradient of the shuffled step is computed, the remainder is added, and the attacks run on it.
-4. An attack that recovers little runs on smaller and smaller parts of the control. If it works on
-   one of them, the batch is too large for the attack.
+4. An attack that recovers little, of more distinct inputs than it can distinguish, runs on a part
+   of the control. If it works there, the batch is too large for it.
+5. Behind declared defences a low number needs a bound on all readers besides
+   (:mod:`~lightning_fedleak.engine.channels.hidden`).
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.engine.channels.base import Channel, gives_control
+from lightning_fedleak.engine.channels.hidden import HiddenWords
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Run, reason
-from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
@@ -51,18 +55,17 @@ FALL = 0.9
 Higher: more looks have a control, which costs a training step. Lower: an attack that has become
 weaker since its last control is noticed later.
 """
-SMALLER = 4
-"""Each part of a control has 1/4 of the labels of the part before; 2 tries twice as many parts."""
+PART = 0.5
+"""Share of the inputs that an attack can distinguish, of which a part of a control has as many.
+
+Larger: an attack that works only on few inputs fails on the part, and is unknown. Smaller: an
+attack that works on a few words passes for one that the batch is too large for.
+"""
 MIN_LABELS = 4
 """Labels of the smallest part. An attack that recovers only one of 4 words has an F1 of .4 there.
 
 Fewer: such an attack passes as one that works on smaller batches. More: attacks that can recover
 only a few word types are unknown.
-"""
-MAX_MOVE = 0.1
-"""Up to this change of its control, an attack that worked on no part is not run on parts again.
-
-Larger: fewer gradients are computed. Smaller: a failing attack runs on all sizes more often.
 """
 MAX_UNEXPLAINED = 0.5
 """Share of a gradient that may be unexplained; above it the batch may be that of another step.
@@ -71,18 +74,8 @@ A batch that was not trained on leaves .99 unexplained, an L2 penalty of common 
 Higher: numbers count although half of the gradient is of other text. Lower: steps with large
 penalties are unknown, although their control contains the penalty and could decide.
 """
-ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-EXACT = 1e-6
-"""Share of a gradient that rounding leaves unexplained: ``ROUNDING`` by the coarsest dtype of a
-step, and ``EXACT`` in float32 and where recorded logits are reused.
-
-With recorded logits, steps without a remainder leave 0 to 5e-7 in any dtype. If the logits are
-computed again, they leave .004 in bfloat16. This share is not added to the control, which would be
-rounded twice. Higher: an L2 penalty of 1e-7, which hides most words of a LoRA from SubspaceWords,
-passes for rounding.
-"""
-
 _ELSEWHERE = "the control could not be made on another process"
+_NOT_AGAIN = "the step could not be made again: {}"
 _DOUBT = (
     "the step made again leaves {:.0%} of the gradient unexplained, so that the words may not be "
     "those of this step: a batch that is not what was trained on (pass "
@@ -102,60 +95,51 @@ class _Newest:
     Attributes:
         control: Its headline metric on its newest whole control; NaN if unknown.
         number: Its number at its newest look; infinite before its first control.
-        part: The labels of the part of a control on which it last worked; 0 if it worked on none,
-            None if it ran on none.
-        control_then: ``control`` when it last ran on parts.
     """
 
     control: float = math.nan
     number: float = math.inf
-    part: int | None = None
-    control_then: float = math.nan
-
-    def may_read_a_part(self) -> bool:
-        """Return whether the attack may now work on a part of a control."""
-        then, now = self.control_then, self.control
-        has_moved = math.isnan(then) != math.isnan(now) or abs(now - then) > MAX_MOVE
-        return self.part != 0 or has_moved
 
 
 def _explain(
-    gradients: Mapping[str, Tensor], again: Mapping[str, Tensor], rounding: float = EXACT
+    gradients: Mapping[str, Tensor], again: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the share of the gradients that recomputing does not explain, and each remainder.
 
-    The remainders are in the scale of the recomputed step; roles without one are absent.
-
-    One factor is fitted for all gradients, because clipping by norm and a loss scale multiply all
-    of them. Rounding accounts for a part of the remainder. That part is taken out as the root of a
-    difference of squares, since independent errors add up by their squares. Entries whose
-    recomputed gradient is exactly 0 have no rounding error: their remainder stays as it is.
+    The remainders are whole: no difference is taken for rounding. They are in the scale of the
+    recomputed step, and roles without one are absent. One factor is fitted for all gradients,
+    because clipping by norm and a loss scale multiply all of them. It is exactly 1 if a gradient
+    came out again bit by bit.
 
     Args:
         gradients: The gradients of a step, by role.
         again: The gradients of the recomputed step, by role; absent ones are 0.
-        rounding: The share that rounding leaves.
     """
-    floats = {role: gradient.float() for role, gradient in gradients.items()}
-    pairs = {r: (x, again[r].float() if r in again else x * 0) for r, x in floats.items()}
-    dot = sum(float((x * y).sum()) for x, y in pairs.values())
-    square_again = sum(float(y.square().sum()) for _, y in pairs.values())
-    if not (dot > 0 and square_again > 0 and math.isfinite(dot / square_again)):
+    dot = square = square_again = unexplained = 0.0
+    factor, remainder = math.nan, dict[str, Tensor]()
+    pairs = {r: (x, again[r] if r in again else torch.zeros_like(x)) for r, x in gradients.items()}
+    for x, y in pairs.values():
+        if torch.equal(x, y) and bool(x.any()):
+            factor = 1.0
+        first, second = _double(x), _double(y)
+        dot += float((first * second).sum())
+        square += float(first.square().sum())
+        square_again += float(second.square().sum())
+    if math.isnan(factor):  # brings the step's gradients nearest to the recomputed ones
+        factor = square_again / dot if dot > 0 else 0.0
+    if not 0 < factor < math.inf:
         return 1.0, {}
-    factor = square_again / dot  # brings the step's gradients nearest to the recomputed ones
-    remainder = {role: torch.sub(x, y, alpha=1 / factor) for role, (x, y) in pairs.items()}
-    squares = (float(residual.norm(dim=-1).square().sum()) for residual in remainder.values())
-    square = sum(float(x.norm(dim=-1).square().sum()) for x in floats.values())
-    share = min(1.0, math.sqrt(sum(squares) / square))
-    above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
     for role, (x, y) in pairs.items():
-        exact = y == 0  # rounding leaves these entries as they are
-        if bool((exact & (x != 0)).any()) or (above and bool(remainder[role].any())):
-            residual = remainder[role].mul_(factor)
-            remainder[role] = torch.where(exact, residual, residual * above)
-        else:
-            del remainder[role]
-    return share * (share > EXACT), remainder
+        residual = torch.sub(_double(x) * factor, _double(y))
+        if bool(residual.any()):
+            unexplained += float(residual.square().sum())
+            remainder[role] = residual.to(x.device, torch.promote_types(x.dtype, torch.float32))
+    return min(1.0, math.sqrt(unexplained / square) / factor), remainder
+
+
+def _double(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on the CPU if its device has no float64."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 class Controls:
@@ -178,13 +162,10 @@ class Controls:
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest = defaultdict[str, _Newest](_Newest)  # by name of the attack
-        self._has_warned = False
-        # Whether the device may compute different gradients for one step. Once it was found to be
-        # deterministic, this is not measured again.
-        self._is_noisy = True
-        # A defence that rewrites batches or hidden states leaves no undefended gradient to explain.
-        self._is_rewritten = any(d.acts_on_batches or d.activation_layers for d in run.defenses)
         self.needs: dict[str, float] = {}
+        self._hidden = HiddenWords(
+            run, lambda s, roles: self._gradient(s, roles, {}).tensors, self._special
+        )
         self._are_joint = run.processes > 1 and (run.client == "world" or run.is_sharded)
         # Under DP the choice of the looks with a control must not depend on the data.
         self._ignores_data = bool(accounting(run.defenses))
@@ -229,9 +210,9 @@ class Controls:
     def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number at this look needs a control at this look.
 
-        It does if it is the first of the run, lower than the one before, or lower than
-        :data:`FALL` times the last control, or if that control is unknown. After the first, an
-        attack without a result needs none. Under DP every look but a retry needs a control.
+        It does if it is the first of the run, lower than the one before, at most the highest limit
+        of a gate or :data:`FALL` times the last control, or if that control is unknown. After the
+        first, an attack without a result needs none. Under DP every look but a retry needs one.
         """
         name, answers = plan.attack.name, self._answers(look, plan)
         if self._ignores_data:
@@ -243,7 +224,8 @@ class Controls:
             return False
         newest, number = self._newest[name], self._number(look, plan)
         last, newest.number = newest.number, number
-        return math.isnan(newest.control) or number < last or number < FALL * newest.control
+        need = max(FALL * newest.control, self._limit(self._channels[name]))
+        return math.isnan(newest.control) or number < last or number <= need
 
     def _answers(self, look: Look, plan: Plan) -> list[object]:
         """Return the answers of an attack at the stages of this look; None where it has none."""
@@ -268,7 +250,14 @@ class Controls:
         """
         step = look.training_step
         controls = self._controls(step)
-        share, remainder = self._remainder(look, plans)
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        share, remainder = 0.0, dict[str, Tensor]()
+        if roles:
+            try:
+                share, remainder = self._remainder(look, roles)
+            except Exception as error:
+                self._fail(look, [p for p in scored if p.roles], _NOT_AGAIN.format(reason(error)))
+                plans = [plan for plan in plans if not plan.roles]
         residuals = [head.residual for call in step.calls for head in call.read_heads]
         share = max([share, *(residual.share for residual in residuals if residual is not None)])
         if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's logits
@@ -321,86 +310,41 @@ class Controls:
             controls.append(with_words)
         return controls
 
-    def _remainder(self, look: Look, plans: Sequence[Plan]) -> tuple[float, dict[str, Tensor]]:
+    def _remainder(self, look: Look, roles: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
         """Return the unexplained share of the gradients, and the remainder of each by role.
 
-        The remainders are in the scale of the recomputed step. The share is 0 if there is no
-        undefended gradient to compare, or if the step cannot be recomputed.
+        Raises:
+            UnusableObservation: The step cannot be recomputed, or its gradient before any defence
+                was not recorded.
         """
         step, view = look.training_step, self._before_defenses(look)
-        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        if self._anywhere(view is None or self._is_rewritten) or view is None or not roles:
-            return 0.0, {}
-        try:
-            again = self._recompute(step, roles)
-        except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                rank_zero_info(
-                    f"{self._run.watcher}: a step is not made again ({reason(error)}), so that "
-                    "controls do not show what happened to its gradient after the backward"
-                )
-            return 0.0, {}
+        if self._anywhere(view is None) or view is None:
+            raise UnusableObservation("its gradient before defences was not recorded")
+        if any(defense.activation_layers for defense in self._run.defenses):
+            raise UnusableObservation("a defence rewrites hidden states at random")
+        if any(defense.acts_on_batches for defense in self._run.defenses):
+            if self._anywhere(not step.written):
+                raise UnusableObservation("the tokens that a defence wrote were not recorded")
+            step = replace(step, calls=step.written)
+        again = self._gradient(step, roles, {}).tensors
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
-        rounding = self._rounding(view, step, roles)
-        share, remainder = _explain(gradients, again, rounding)
-        if self._is_noisy and self._anywhere(share > rounding):
-            noise = _explain(again, self._gradient(step, roles, {}).tensors)[0]
-            self._is_noisy = self._anywhere(noise > 0)
-            share, remainder = _explain(gradients, again, max(rounding, 2 * noise))
-        if any(bool(gradient.any()) for gradient in gradients.values()):
-            so_far = 0.0 if math.isnan(step.unexplained) else step.unexplained
-            step.unexplained = max(share, so_far)
-            return share, remainder
-        return 0.0, {}
+        if not any(bool(gradient.any()) for gradient in gradients.values()):
+            return 0.0, {}
+        share, remainder = _explain(gradients, again)
+        so_far = look.training_step.unexplained
+        look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)
+        return share, remainder
 
     def _before_defenses(self, look: Look) -> GradientSnapshot | None:
         """Return the gradient of a step or round before any defence; None if not observed."""
         step = look.training_step
-        is_round = step.round is not None and not (self._run.defenses or step.compression)
-        if step.undefended is None and (Stage.LOCAL in look.stages or is_round):
+        if step.undefended is None and (Stage.LOCAL in look.stages or step.round is not None):
             with suppress(Exception):  # its attacks say why
-                return step.view(look.stages[0])
+                view = step.view(look.stages[0])  # a round's view sets step.undefended
+                is_defended = view.noise_std or view.compression  # by a client, in a round
+                if step.undefended is None and not (step.round and is_defended):
+                    return view
         return step.undefended
-
-    def _rounding(self, view: GradientSnapshot, step: Step, roles: Sequence[str]) -> float:
-        """Return the share of a gradient that rounding leaves when its step is recomputed.
-
-        On one process with recorded logits, exactly the same numbers are computed again. Sums over
-        processes are rounded differently. So are logits that were not recorded, because the whole
-        model is compiled or the head is not called.
-        """
-        anatomy, heads = self._run.anatomy, [call.read_heads for call in step.calls]
-        of_head = set(map(id, () if anatomy.head is None else anatomy.head.parameters()))
-        reads_head = any(id(anatomy.parameter(role)) in of_head for role in roles)
-        reads_states = any(head.source == "states" for calls in heads for head in calls)
-        if all(heads) and not self._are_joint and not (reads_head and reads_states):
-            return EXACT
-        policies = self._run.policies.values()
-        dtypes = {tensor.dtype for tensor in view.tensors.values()}
-        dtypes |= {call.autocast for call in step.calls if call.autocast is not None}
-        dtypes |= {p.param_dtype for p in policies} | {p.reduce_dtype for p in policies}
-        return max((ROUNDING.get(dtype, EXACT) for dtype in dtypes), default=EXACT)
-
-    def _recompute(self, step: Step, roles: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return the gradients of the recomputed step, by role.
-
-        If the random state of a call was not recorded, the step is computed twice with different
-        random numbers, to find out whether they change the gradients.
-
-        Raises:
-            UnusableObservation: It cannot be recomputed, or not with the same random numbers.
-        """
-        again = self._gradient(step, roles, {}).tensors
-        if all(call.random for call in step.calls):
-            return again
-        devices = [self._run.device] if self._run.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(step.number + 1)
-            other = self._gradient(step, roles, {}).tensors
-        if _explain(again, other)[0] > 0:
-            raise UnusableObservation("the random numbers of its dropout are not known")
-        return again
 
     def _run_attacks(
         self,
@@ -409,29 +353,28 @@ class Controls:
         controls: Sequence[Step],
         remainder: Mapping[str, Tensor],
     ) -> None:
-        """Run attacks on whole controls, and then those that recover little on parts of one."""
-        answers = [self._rates(control, plans, remainder) for control in controls]
-        low = []  # plans of the attacks that recover too little
+        """Run attacks on whole controls, and then those that recover little on a part of one."""
+        answers = [self._rates(look, control, plans, remainder) for control in controls]
         for plan in plans:
-            rates, is_low = [rates[plan.attack.name] for rates in answers], False
-            control = self._lowest_control(look, plan, rates)
+            control = self._lowest_control(
+                look, plan, [rates[plan.attack.name] for rates in answers]
+            )
+            is_low = False
             if control is not None:
                 self._store(look, plan, control)
                 channel = self._channels[plan.attack.name]
                 is_low = not control.rates.get(channel.headline, math.nan) > self._limit(channel)
             if self._anywhere(is_low):
-                low.append(plan)
-            elif control is not None and self._newest[plan.attack.name].part == 0:
-                self._newest[plan.attack.name].part = None
-        if low:
-            self._run_on_parts(look, low, controls[-1], remainder)
+                self._run_on_part(look, plan, controls[-1], remainder)
 
     def _rates(
-        self, control: Step, plans: Sequence[Plan], remainder: Mapping[str, Tensor]
+        self, look: Look, control: Step, plans: Sequence[Plan], remainder: Mapping[str, Tensor]
     ) -> dict[str, Mapping[str, float] | Unknown | Waiting]:
         """Return the rates of attacks on a control, by their names."""
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        control.gradients[Stage.LOCAL] = self._gradient(control, roles, remainder)
+        control.gradients[Stage.LOCAL] = self._released(
+            look.training_step, control, roles, remainder
+        )
         rates: dict[str, Mapping[str, float] | Unknown | Waiting] = {}
         for plan in plans:
             name = plan.attack.name
@@ -479,6 +422,72 @@ class Controls:
         rounding = run.rounding(len(step.calls))
         return replace(view, tensors=tensors, client=run.number, rounding=rounding)
 
+    def _released(
+        self, step: Step, control: Step, roles: Sequence[str], remainder: Mapping[str, Tensor]
+    ) -> GradientSnapshot:
+        """Return the gradient of a control after copies of the defences that add no noise.
+
+        Args:
+            step: The step, which holds the defences as they were before they acted.
+            control: The control.
+            roles: The roles of the gradients.
+            remainder: The remainder of each gradient by role.
+        """
+        if not step.acted or not roles:
+            return self._gradient(control, roles, remainder)
+        anatomy = self._run.anatomy
+        names = (*roles, *anatomy.trainable_names())
+        view = self._gradient(control, tuple(dict.fromkeys(names)), remainder)
+        owners = {id(anatomy.parameter(name)): name for name in reversed(names)}
+        parameters = [p for _, acted, _ in step.acted for p in acted]
+        before = [p.grad for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = view.tensors.get(owners.get(id(p), ""))
+            for defense, acted, context in step.acted:
+                copied(defense).on_gradients(acted, context)
+            released = {role: getattr(anatomy.parameter(role), "grad", None) for role in roles}
+        finally:
+            for p, gradient in zip(parameters, before, strict=True):
+                p.grad = gradient
+        tensors = {role: gradient for role, gradient in released.items() if gradient is not None}
+        return replace(view, tensors=tensors, compression=step.compression)
+
+    def _bound(self, look: Look, plan: Plan) -> float:
+        """Return the headline that any reader can have behind the defences of a run.
+
+        It is 1 if nothing bounds it, and NaN if no defence has to be bounded: because there is
+        none, because the control went through it, or because it replaces tokens and the attack
+        recovers those that it wrote.
+        """
+        step, channel = look.training_step, self._channels[plan.attack.name]
+        if not (channel.bounds_noise and plan.roles):
+            return math.nan
+        if any(defense.activation_layers for defense in self._run.defenses):
+            return 1.0
+        is_written = any(defense.acts_on_batches for defense in self._run.defenses)
+        if is_written and step.written:
+            written = replace(look, training_step=replace(step, calls=step.written))
+            if self._number(written, plan) > self._limit(channel):
+                return math.nan
+        if "bound" not in look.work:
+            try:
+                look.work["bound"] = self._bound_of_noise(look)
+            except UnusableObservation:  # the step cannot be made again
+                look.work["bound"] = 1.0
+        bound = float(look.work["bound"])
+        return 1.0 if is_written and math.isnan(bound) else bound
+
+    def _bound_of_noise(self, look: Look) -> float:
+        """Return the same for the declared noise on gradients alone; NaN without such noise."""
+        step, std = look.training_step, look.training_step.noise_std
+        if step.round is not None:
+            view = step.view(look.stages[-1])
+            std = math.inf if view.compression else view.noise_std  # no control is compressed
+        if std == 0 and math.isnan(step.example_norm):
+            return math.nan
+        return self._hidden.bound(step, std)
+
     def _zeros(self, role: str) -> Tensor:
         """Return a gradient of zeros, for a process whose part of a batch has no label."""
         parameter = self._run.anatomy.parameter(role)
@@ -503,30 +512,32 @@ class Controls:
         scored = [rates for rates in answers if isinstance(rates, Mapping)]
         return Control({name: min(rates[name] for rates in scored) for name in scored[0]})
 
-    def _run_on_parts(
-        self, look: Look, plans: Sequence[Plan], whole: Step, remainder: Mapping[str, Tensor]
+    def _run_on_part(
+        self, look: Look, plan: Plan, whole: Step, remainder: Mapping[str, Tensor]
     ) -> None:
-        """Run attacks that recover little of a whole control on smaller and smaller parts of it.
+        """Run an attack that recovers little of a whole control on a part of it.
 
-        If an attack works on a part, the whole holds more text than it can recover. The part on
-        which one worked last comes first.
+        It does so if the whole has more distinct inputs than the attack can distinguish. Equal
+        tokens are one input, unless dropout changes each of them. If the attack works on a part of
+        :data:`PART` times as many as it can distinguish, the rates there are stored with its
+        control.
         """
-        n_labels = self._count_labels(whole)
-        if n_labels <= MIN_LABELS:
+        name, channel = plan.attack.name, self._channels[plan.attack.name]
+        most = plan.attack.n_distinct(self._run.anatomy)
+        inputs = torch.cat([batch.context_ids() for batch in whole.batches])
+        training = {key for call in whole.calls for key in call.training}
+        dropouts = (m for m in self._run.anatomy.root.modules() if isinstance(m, nn.Dropout))
+        if not any(dropout.p > 0 and id(dropout) in training for dropout in dropouts):
+            inputs = torch.unique(inputs)
+        if not self._anywhere(most is not None and len(inputs) > most):
             return
-        newest = [(plan, self._newest[plan.attack.name]) for plan in plans]
-        low = [plan for plan, then in newest if self._anywhere(then.may_read_a_part())]
-        sizes = [then.part for _, then in newest if then.part and then.part < n_labels]
-        first_size = min(sizes, default=0)  # of all attacks, so that one gradient is computed
-        if sizes:
-            unread = self._ask_part(look, plans, whole.part(first_size), first_size, remainder)
-            low = [plan for plan in low if plan in unread]
-        while low and n_labels > MIN_LABELS:
-            n_labels = max(n_labels // SMALLER, MIN_LABELS)
-            if n_labels != first_size:
-                low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
-        for plan in low:
-            self._remember(plan, 0)
+        share = PART * (most or 0.0) / max(1, len(inputs))
+        part = whole.part(max(MIN_LABELS, int(share * self._count_labels(whole))))
+        rates = self._rates(look, part, [plan], remainder)[name]
+        # A part must exceed the default limit even if a gate has a lower threshold.
+        need = max(self._limit(channel), default_limit(channel.leak.chance))
+        if isinstance(rates, Mapping) and rates.get(channel.headline, math.nan) > need:
+            self._store(look, plan, replace(look.controls[name], part=rates))
 
     def _count_labels(self, whole: Step) -> int:
         """Return the number of labels of a control; over joint processes, their mean number."""
@@ -534,50 +545,10 @@ class Controls:
         counts = torch.stack([(rows[0] != 0).sum() for rows in shapes]).sum()
         return int(self._run.summed(counts) / self._run.processes if self._are_joint else counts)
 
-    def _ask_part(
-        self,
-        look: Look,
-        plans: Sequence[Plan],
-        part: Step,
-        n_labels: int,
-        remainder: Mapping[str, Tensor],
-    ) -> list[Plan]:
-        """Run attacks on a part of a control, and return the plans of those that fail on it.
-
-        The rates on the part are stored with the control of each attack that works on it.
-
-        Args:
-            look: The look.
-            plans: The plans of the attacks.
-            part: The part.
-            n_labels: The number of its labels.
-            remainder: The remainder of each gradient, by role.
-        """
-        answers, unread = self._rates(part, plans, remainder), []
-        for plan in plans:
-            name, channel = plan.attack.name, self._channels[plan.attack.name]
-            # A part must exceed the default limit even if a gate has a lower threshold.
-            need = max(self._limit(channel), default_limit(channel.leak.chance))
-            rates = answers[name]
-            scored = rates if isinstance(rates, Mapping) else {}
-            is_read = scored.get(channel.headline, math.nan) > need
-            if is_read and name in look.controls:
-                self._store(look, plan, replace(look.controls[name], part=scored))
-            if self._anywhere(not is_read):
-                unread.append(plan)
-            else:
-                self._remember(plan, n_labels)
-        return unread
-
-    def _remember(self, plan: Plan, labels: int) -> None:
-        """Remember the labels of the part on which an attack worked; 0 if it worked on none."""
-        newest = self._newest[plan.attack.name]
-        newest.part, newest.control_then = labels, newest.control
-
     def _store(self, look: Look, plan: Plan, control: Control) -> None:
         """Store the control of an attack in the look, and as its newest one."""
-        unexplained = look.training_step.unexplained
-        look.controls[plan.attack.name] = replace(control, unexplained=unexplained)
+        facts = {"unexplained": look.training_step.unexplained, "bound": self._bound(look, plan)}
+        look.controls[plan.attack.name] = replace(control, **facts)
         newest = self._newest[plan.attack.name]
         newest.control = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
         if math.isinf(newest.number):

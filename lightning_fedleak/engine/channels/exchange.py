@@ -202,9 +202,9 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
 def _row(result: Result, channel: Channel, series: Series) -> list[float]:
     """Return a client's result as one row of numbers, of a width that the series determines.
 
-    The row holds the kind of result, ``channel.width`` packed numbers, three facts of the control
-    (whether there is one, whether a part was read, the unexplained share), and for each metric the
-    rates of the control and of the part.
+    The row holds the kind of result, ``channel.width`` packed numbers, four facts of the control
+    (whether there is one, whether a part was read, the unexplained share, the bound), and for each
+    metric the rates of the control and of the part.
     """
     control = None
     if isinstance(result, Found):
@@ -217,8 +217,8 @@ def _row(result: Result, channel: Channel, series: Series) -> list[float]:
         numbers = [NOTHING]
     numbers += [0.0] * (1 + channel.width - len(numbers))
     if control is None:
-        return [*numbers, *[0.0] * (3 + 2 * len(channel.metrics_of(series)))]
-    numbers += [1.0, float(bool(control.part)), control.unexplained]
+        return [*numbers, *[0.0] * (4 + 2 * len(channel.metrics_of(series)))]
+    numbers += [1.0, float(bool(control.part)), control.unexplained, control.bound]
     for rates in (control.rates, control.part):
         numbers += [rates.get(name, math.nan) for name in channel.metrics_of(series)]
     return numbers
@@ -232,7 +232,7 @@ def _control_of(
     A *control* is the same step on known words. Its rates show whether an attack works at all.
     """
     added = [row[1 + channel.width :] for row in rows]
-    rates_of_clients = [row[3:] for row in added if row[0]]
+    rates_of_clients = [row[4:] for row in added if row[0]]
     if not rates_of_clients:
         return None
     has_part = any(row[1] for row in added if row[0])
@@ -242,5 +242,7 @@ def _control_of(
     n = len(metrics)
     rates = dict(zip(metrics, lowest[:n], strict=True))
     part = dict(zip(metrics, lowest[n:], strict=True)) if has_part else {}
-    unexplained = [row[2] for row in added if row[0] and not math.isnan(row[2])]
-    return Control(rates, part, why, max(unexplained, default=math.nan))
+    facts = torch.tensor([row[2:4] for row in added if row[0]], dtype=torch.float64)
+    highest = facts.nan_to_num(-1.0).amax(0).tolist()
+    unexplained, bound = (math.nan if value < 0 else value for value in highest)
+    return Control(rates, part, why, unexplained, bound)

@@ -432,7 +432,7 @@ class MembershipChannel(Channel):
         games = self._control_games(plan, control, targets)
         if not isinstance(games, played.GameResults):
             return games
-        return played.control_rates_of(games, is_part=control.is_part)
+        return played.control_rates_of(games)
 
     @torch.no_grad()
     def _control_games(

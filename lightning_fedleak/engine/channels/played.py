@@ -42,9 +42,6 @@ With a larger value an attack that guesses passes as one that would have found a
 smaller one, batches of a few texts have no control.
 """
 
-MAX_PART_P_VALUE = 0.01
-"""The same on a part of a control; lower, since an attack runs on about three parts."""
-
 
 @dataclass(frozen=True)
 class GameResults:
@@ -212,19 +209,16 @@ def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting
     return GameResults(scores, members, decisions)
 
 
-def control_rates_of(results: GameResults, *, is_part: bool) -> dict[str, float] | Unknown:
+def control_rates_of(results: GameResults) -> dict[str, float] | Unknown:
     """Return the rates of a control's games; unknown if random scores may do as well.
 
-    If the texts are so few that not even perfect scores would be significant, a whole batch still
-    has rates, but a part of a batch has none: the whole batch is tested anyway.
+    If the texts are so few that not even perfect scores would be significant, it still has rates.
 
     Args:
         results: The games of texts that are known to be in the batch or not.
-        is_part: Whether they are the games of a part of the batch.
     """
     p_value, min_p_value = _control_p_values(results)
-    threshold = MAX_PART_P_VALUE if is_part else MAX_CONTROL_P_VALUE
-    if p_value > threshold and (is_part or min_p_value <= threshold):
+    if p_value > MAX_CONTROL_P_VALUE >= min_p_value:
         return Unknown(f"random scores do as well with a probability of {p_value:.2f}")
     return rates_of(results)
 

@@ -342,8 +342,6 @@ class TextsChannel(Channel):
 
     def _control_inversion(self, attack: InversionAttack, control: Step) -> Inverted | Unknown:
         """Return the reconstruction of a control's texts from its hidden states."""
-        if control.is_part:
-            return Unknown("a part of a control has fewer labels, and not fewer tokens")
         answer: Inverted | Unknown = Unknown("the step's batches hold no text")
         crossed: Sequence[Crossed] = ()
         try:

@@ -161,6 +161,7 @@ class WordsChannel(Channel):
     reads_updates: ClassVar[bool] = True
     tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
+    bounds_noise: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:

@@ -13,6 +13,8 @@ from lightning_fedleak.model.taps.control import control_crossing as control_cro
 from lightning_fedleak.model.taps.control import control_gradient as control_gradient
 from lightning_fedleak.model.taps.control import control_states as control_states
 from lightning_fedleak.model.taps.control import is_uneven as is_uneven
+from lightning_fedleak.model.taps.control import one_text as one_text
+from lightning_fedleak.model.taps.control import replace_word as replace_word
 from lightning_fedleak.model.taps.control import shuffle_words as shuffle_words
 from lightning_fedleak.model.taps.gradients import UpdateError as UpdateError
 from lightning_fedleak.model.taps.gradients import before_real_step as before_real_step

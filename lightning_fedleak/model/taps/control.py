@@ -141,6 +141,35 @@ def _shuffle_call(
     return replace(call, batch=batch, shapes=shapes)
 
 
+def replace_word(step: Step, old: int, new: int) -> Step:
+    """Return a copy of a step in which one token is replaced by another, as input and as label.
+
+    The gradient of the logits keeps the shapes of the step's rows, as in a control. With ``new``
+    equal to ``old`` it is the step itself, in this form.
+
+    Raises:
+        UnusableObservation: the labels' gradients of a call are not known.
+    """
+    calls = []
+    for call in step.calls:
+        batch, shapes = call.texts, call.known_rows.rows.shapes
+        ids, labels = batch.input_ids, model_runs.labels_of(batch)
+        if batch.kind != "classifier":
+            labels = labels.masked_fill(labels == old, new)
+        batch = replace(batch, input_ids=ids.masked_fill(ids == old, new), labels=labels)
+        calls.append(replace(call, batch=batch, shapes=shapes))
+    return Step(step.number, calls, round=step.round, n_ended=len(calls))
+
+
+def one_text(step: Step, number: int, text: int) -> Step:
+    """Return a copy of a control with one text of one call, and no other one's labels."""
+    call = step.calls[number]
+    assert call.shapes is not None
+    shapes = call.shapes * (call.known_rows.text == text)
+    call = replace(call, shapes=shapes).with_live_labels().without_dead_texts()
+    return Step(step.number, [call], n_ended=1)
+
+
 def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator) -> Tensor:
     """Return (n,) the flattened index from which each position takes its token.
 
@@ -414,14 +443,17 @@ def _repeat_forward(
         run_to_end = model_runs.stop_at(target, Place("", backbone, "output"))
         states: Tensor = last_states_in(run_to_end(**arguments))
         reads_states = call.shapes is None and source == "states"
-        logits = capped(head(states.detach() if reads_states else states), logit_cap(anatomy))
+        inputs = states.detach() if reads_states else states
+        if not torch.is_autocast_enabled(inputs.device.type):  # a loss of its own casts the states
+            inputs = inputs.to(next(head.parameters()).dtype)
+        logits = capped(head(inputs), logit_cap(anatomy))
         return states if reads_states else None, [logits]
     handle = head.register_forward_hook(lambda _m, _a, output: heads.append(output))
     try:
-        logits = model_runs.logits_in(target(**arguments))
+        output = target(**arguments)
     finally:
         handle.remove()
-    return None, [logits] if source == "model" or not heads else heads
+    return None, [model_runs.logits_in(output)] if source == "model" or not heads else heads
 
 
 def _arguments(call: ModelCall, model: nn.Module) -> dict[str, object]:

@@ -38,6 +38,11 @@ DEVICE_ENTRIES_AT_ONCE = 1 << 24
 # If smaller, the rounding of bfloat16 is not stored for large batches, and counts as a change of
 # the gradient.
 MAX_RESIDUAL_ENTRIES = 1 << 22
+# Number of entries of dL/dlogits in float32 up to which each is stored as it was, in 12 MiB.
+#
+# If larger, more steps are repeated bit by bit, with more memory. If smaller, fewer: rounding is
+# then added to their controls.
+MAX_EXACT_ENTRIES = 1 << 20
 # Largest sum of the other entries with a label's sign, in units of the label's own entry.
 #
 # Above it the label is found by fitting the row's shape (:func:`_fit_others`). If larger, soft
@@ -346,7 +351,10 @@ class _Residual(NamedTuple):
 def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residual:
     """Return the entries of a gradient (n, V) that the shapes of its rows do not reproduce."""
     step, width = _rows_at_once(gradient), gradient.shape[1]
-    tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # rounding of float32 is about 1e-7
+    # Rounding of float32 is about 1e-7. The entries of small gradients are stored exactly, so that
+    # a repeated step has the same bits.
+    is_large = gradient.dtype.itemsize > 2 and gradient.numel() > MAX_EXACT_ENTRIES
+    tolerance = 2e-7 if is_large else 0.0
     indices, values = [], []
     n_entries = 0
     residual_norm, gradient_norm = gradient.new_zeros(2, dtype=torch.float32)  # squared

@@ -299,8 +299,13 @@ class Step:
             step was not repeated.
         noise_std: The standard deviation of the noise that defences have added to each number of
             this client's update so far; NaN if a defence does not declare it.
+        example_norm: The largest norm of what one text adds to this client's update, to which a
+            defence clips it; infinite if that is not known, NaN if no defence clips texts.
         compression: The compression of this client's update so far, see ``GradientSnapshot``.
-        is_part: Whether it is a part of a control, see :meth:`part`.
+        written: The calls on the tokens that a defence wrote in place of the batch's, with their
+            labels; empty if none replaces tokens.
+        acted: Copies of the defences on gradients that add no noise, from before they acted, each
+            with the parameters and the context that it got.
     """
 
     number: int = 0
@@ -315,8 +320,10 @@ class Step:
     undefended: GradientSnapshot | None = None
     unexplained: float = math.nan
     noise_std: float = 0.0
+    example_norm: float = math.nan
     compression: str = ""
-    is_part: bool = False
+    written: list[ModelCall] = field(default_factory=list)
+    acted: list[tuple[Any, Sequence[nn.Parameter], Any]] = field(default_factory=list)
 
     @property
     def batches(self) -> list[TokenBatch]:
@@ -355,7 +362,7 @@ class Step:
             n_labels -= len(rows)
             shapes = torch.zeros_like(call.shapes).index_copy(1, rows, call.shapes[:, rows])
             calls.append(replace(call, shapes=shapes).with_live_labels().without_dead_texts())
-        return replace(self, calls=calls, gradients={}, is_part=True)
+        return replace(self, calls=calls, gradients={})
 
 
 def _without_placeholders(batch: TokenBatch, placeholders: Collection[int]) -> TokenBatch:

@@ -10,7 +10,7 @@ from the batch. Gradients are read from ``p.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -290,7 +290,8 @@ class StepTap:
         temperature: The expected divisor of the logits in a fused loss.
         adapter: A function from the user's batch to a :class:`TokenBatch`; None for known forms.
         autocast: The dtype that the step computes in; None without autocast.
-        why_not: A reason why the step's graph must not be read for ids and labels, or None.
+        why_not: A reason why the step's graph shows other ids and labels than the batch's, because
+            a defence writes them; None if it shows the batch's.
         say: A function that gets messages about the source of the ground truth, each only once.
         reason: A function from an error to a message without words of the private batch.
 
@@ -322,6 +323,7 @@ class StepTap:
         config = getattr(without_peft(anatomy.model), "config", None)
         self._placeholders = placeholder_ids(config)
         self.why_not = why_not or self._graph.why_not
+        self._is_written = why_not is not None and self._graph.why_not is None
         self._packing = _PackingTest(anatomy, forward_context)
         self._random: tuple[Tensor, ...] = ()
         self._message_kinds: set[str] = set()
@@ -357,7 +359,7 @@ class StepTap:
     def begin(self, number: int) -> Step:
         """Return a step whose calls and gradients are recorded from now on."""
         self._gradient_tap.arm()
-        if self.why_not is None:
+        if self.why_not is None or self._is_written:
             self._graph.arm()
         return Step(number, placeholders=self._placeholders)
 
@@ -386,7 +388,7 @@ class StepTap:
         self._graph.labels = None
         try:
             step.batch = tokens = self.read(batch)
-            self._graph.labels = tokens.labels
+            self._graph.labels = None if self._is_written else tokens.labels
             if tokens.documents is not None and self.why_not is not None:
                 self._packing.watch(tokens)
         except Exception as error:
@@ -401,6 +403,12 @@ class StepTap:
         if step.error is not None:
             return
         is_read = len(step.calls) > step.n_ended
+        if self._is_written:
+            with suppress(Exception):  # the step is then not made again
+                kind = self._anatomy.kind
+                step.written += [
+                    self._read_call(call, kind, None) for call in self._graph.take(None)
+                ]
         try:
             calls = [] if self.why_not is not None else self._graph.take(step.batch)
             if calls:

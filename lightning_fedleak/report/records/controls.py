@@ -60,12 +60,14 @@ def judge_value(
     known: str = "words",
     failure: str = "",
     unexplained: float = math.nan,
+    bound: float = math.nan,
 ) -> Judgement:
     """Return a value as it counts at a limit, judged by the control.
 
     A value above the limit is not changed. Neither is any value without a control. A lower value is
     judged as follows:
 
+    - Behind declared defences it is unknown, unless a bound on every reader is at most the limit.
     - If the control is above the limit, the value is scaled up as if the control were 1.
     - Otherwise, if the control on a part of the batch is high, the value is not changed: the whole
       batch holds more than the attack can distinguish.
@@ -81,8 +83,17 @@ def judge_value(
         known: The content of the control for the sentence, a plural such as "words".
         failure: The reason why the control could not be measured.
         unexplained: The share of the step's gradient that does not come from its own backward pass.
+        bound: The value that a reader who knows all else can have behind declared defences; 1 if
+            nothing bounds it, NaN without such defences.
     """
-    if at_most >= 1 or control is None or math.isnan(value) or value > at_most or control >= 1:
+    if at_most >= 1 or control is None or math.isnan(value) or value > at_most:
+        return Judgement(value)
+    if bound > at_most:
+        most = "nothing bounds what a reader who knows all else recovers"
+        if bound < 1:
+            most = f"a reader who knows all else may reach {bound:.2f}"
+        return Judgement(math.nan, f"it reads {value:.2f}, but behind the declared defences {most}")
+    if control >= 1:
         return Judgement(value)
     measured = f"it reads {value:.2f}, and {control:.2f} of known {known} in the same step"
     if math.isnan(control):
@@ -92,6 +103,8 @@ def judge_value(
         share = (value - chance) / (control - chance)
         counted = chance + share * (1 - chance)
         return Judgement(counted, f"{measured}, so that it counts as {counted:.2f}")
+    if bound <= at_most:
+        return Judgement(value, f"{measured}; no reader can have more than {bound:.2f}")
     if part > max(at_most, default_limit(chance)):
         why = (
             f"low by aggregation: {measured}, but {part:.2f} of known {known} of a part of the "

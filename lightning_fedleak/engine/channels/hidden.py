@@ -1,0 +1,163 @@
+"""What declared noise hides: the best F1 of a reader who knows everything but one word.
+
+If an attack recovers little behind a defence, noise may hide the words, or only blind this attack.
+A bound on every reader decides. For some *types* (distinct words) of the batch, D is the change of
+what leaves the client if every occurrence of the type is replaced by another word. Behind Gaussian
+noise of standard deviation sigma, a reader who knows D, and so all else, cannot do better than to
+compare the projection on D with a threshold z (the lemma of Neyman and Pearson). It finds the type
+with probability Phi(|D| / sigma - z), and names one that is not there with probability Phi(-z).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from scipy.special import ndtr
+from torch import Tensor
+
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.engine.run import Run
+from lightning_fedleak.model.taps import Step, one_text, replace_word
+
+N_TYPES = 8
+"""Types that are replaced for one bound; each takes the time of a gradient of the batch.
+
+More: the mean over them is closer to that of all types. Fewer: a bound is cheaper.
+"""
+N_TEXTS = 2
+"""Texts in which a type is replaced under per-sample clipping; its other texts count as these do.
+
+More: the change of a type in many texts is known better, for two gradients of one text each.
+"""
+LOOKS = 10
+"""Controlled looks for which one set of changes is used; a bound then adds a step's time to each.
+
+More: a bound costs less, and the changes are those of older weights. Fewer: the opposite.
+"""
+_THRESHOLDS = np.linspace(-10.0, 40.0, 5001)  # of a standard normal; the steps of .01 are not tuned
+
+Gradient = Callable[[Step, Sequence[str]], Mapping[str, Tensor]]
+"""A function that returns the gradients of a step that is made again, by parameter."""
+
+
+def best_f1(distances: Sequence[float], types: int, vocabulary: int) -> float:
+    """Return the highest F1 of a reader who knows everything but whether a type is there.
+
+    The expected counts at a threshold z, with T the mean of ``Phi(d - z)`` and ``F = Phi(-z)``,
+    give ``2 k T / (k + k T + (V - k) F)``, of which the maximum over z is returned.
+
+    Args:
+        distances: The change of the release for some types, over the noise's standard deviation.
+        types: The number k of types in the batch.
+        vocabulary: The number V of types that may be there.
+    """
+    finite = np.minimum(np.asarray(distances, dtype=np.float64), 60.0)
+    found = types * ndtr(finite[:, None] - _THRESHOLDS).mean(0)
+    wrong = (vocabulary - types) * ndtr(-_THRESHOLDS)
+    return float((2 * found / (types + found + wrong)).max())
+
+
+class HiddenWords:
+    """Bounds what any reader recovers of the words behind the declared noise of a run.
+
+    Args:
+        run: The run.
+        gradient: Makes a step again.
+        special: The ids of tokens that are not replaced.
+    """
+
+    def __init__(self, run: Run, gradient: Gradient, special: frozenset[int]) -> None:
+        self._run = run
+        self._gradient = gradient
+        self._special = special
+        self._changes: list[float] = []  # the norm of D for some types
+        self._looks = 0
+
+    def bound(self, step: Step, noise_std: float) -> float:
+        """Return the highest F1 that any reader of a step's release can have; 1 without a bound.
+
+        There is none for processes that are one client, if two defences rewrite the gradient, if
+        the noise is unknown, and if the batch uses the vocabulary up.
+
+        Args:
+            step: The step before any defence.
+            noise_std: The standard deviation of the noise on each number of the release.
+        """
+        run, vocabulary = self._run, self._run.anatomy.embedding_rows
+        rewriting = [d for d in run.defenses if d.acts_on_gradients and d.compression is None]
+        if len(rewriting) > 1 or (run.client == "world" and run.processes > 1) or run.is_sharded:
+            return 1.0
+        ids = set(torch.cat([batch.context_ids() for batch in step.batches]).tolist())
+        types, others = sorted(ids - self._special), {*range(vocabulary)} - ids - self._special
+        if not (types and others and 0 < noise_std < math.inf and step.example_norm != math.inf):
+            return 1.0
+        if self._looks % LOOKS == 0:
+            draw = random.Random(step.number)
+            olds = draw.sample(types, min(N_TYPES, len(types)))
+            pairs = [(old, draw.choice(sorted(others))) for old in olds]
+            clipped = not math.isnan(step.example_norm)
+            change = self._clipped_change if clipped else self._change
+            self._changes = [change(step, *pair) for pair in pairs]
+        self._looks += 1
+        return best_f1([change / noise_std for change in self._changes], len(types), vocabulary)
+
+    def _change(self, step: Step, old: int, new: int) -> float:
+        """Return the norm of the change of the gradient, after the clipping of GradientNoise."""
+        clips = [d.clip for d in self._run.defenses if isinstance(d, GradientNoise) and d.clip]
+        before, after = (self._all(replace_word(step, old, word)) for word in (old, new))
+        factors = [
+            min([1.0, *(clip / max(_norm(g), clip) for clip in clips)]) for g in (before, after)
+        ]
+        return _distance(before, after, *factors)
+
+    def _clipped_change(self, step: Step, old: int, new: int) -> float:
+        """Return a bound of the change of the mean of clipped gradients, one of each text.
+
+        Let g and g' be a text's gradients with both words, and u and u' their directions. Whatever
+        their scale is, they differ after clipping to a norm C by at most C times the larger of
+        ``|u - u'|`` (both are clipped) and ``|g - g'| / max(|g|, |g'|)`` (the larger one just is).
+        """
+        texts = [
+            (i, text)
+            for i, call in enumerate(step.calls)
+            for text in (call.texts.input_ids == old).any(1).nonzero()[:, 0].tolist()
+        ]
+        changes = []
+        for i, text in texts[:N_TEXTS]:
+            steps = (one_text(replace_word(step, old, word), i, text) for word in (old, new))
+            before, after = map(self._all, steps)
+            sizes = _norm(before), _norm(after)
+            if not min(sizes) > 0:
+                changes.append(2.0)
+                continue
+            scaled = _distance(before, after, 1 / sizes[0], 1 / sizes[1])
+            changes.append(max(scaled, _distance(before, after) / max(sizes)))
+        return step.example_norm * len(texts) * sum(changes) / len(changes)
+
+    def _all(self, step: Step) -> Mapping[str, Tensor]:
+        """Return the gradients of all trained parameters of a step that is made again."""
+        return self._gradient(step, self._run.anatomy.trainable_names())
+
+
+def _norm(gradients: Mapping[str, Tensor]) -> float:
+    """Return the norm of all gradients together."""
+    return math.hypot(*(float(gradient.double().norm()) for gradient in gradients.values()))
+
+
+def _distance(
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    scale: float = 1.0,
+    other: float = 1.0,
+) -> float:
+    """Return the norm of the difference of gradients, each times its scale; absent ones are 0."""
+    pairs = ((first.get(n), second.get(n)) for n in {**first, **second})
+    differences = (
+        (0 if x is None else x.double() * scale) - (0 if y is None else y.double() * other)
+        for x, y in pairs
+    )
+    return math.hypot(*(float(torch.as_tensor(d).norm()) for d in differences))

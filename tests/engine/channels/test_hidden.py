@@ -1,0 +1,187 @@
+"""What declared noise hides: the bound on every reader, and what a gate makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from lightning_fedleak import (
+    DPSGD,
+    ActivationNoise,
+    DefendedStrategy,
+    GradientCompression,
+    GradientNoise,
+    LeakageMonitor,
+    RiskGate,
+    SubspaceWords,
+    TokenLDP,
+)
+from lightning_fedleak.defenses import Defense, mean_of_sample_means
+from lightning_fedleak.engine.channels import hidden
+from lightning_fedleak.engine.channels.hidden import best_f1
+from tests.engine.test_step_again import VOCAB, adapted, trained
+
+
+@pytest.mark.parametrize(("distances", "types"), [((0.5, 3.0), 20), ((4.0,), 100), ((0.0,), 30)])
+def test_no_reader_of_drawn_noise_exceeds_the_bound_and_the_best_one_reaches_it(
+    distances: tuple[float, ...], types: int
+) -> None:
+    vocabulary, generator = 400, np.random.default_rng(1)
+    here = np.resize(distances, types)
+    scores = generator.normal(size=(400, vocabulary))
+    scores[:, :types] += here
+    best = 0.0
+    for z in np.linspace(-4, 8, 61):
+        named = scores > z
+        right = named[:, :types].sum(1)
+        best = max(best, float(np.mean(2 * right / (types + named.sum(1)))))
+    assert best == pytest.approx(best_f1(distances, types, vocabulary), abs=0.01)
+
+
+def test_clipped_gradients_differ_by_no_more_than_is_said() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        g, h = torch.randn(2, 5, generator=generator) * 3 ** torch.randn(2, 1, generator=generator)
+        sizes = g.norm(), h.norm()
+        most = max((g / sizes[0] - h / sizes[1]).norm(), (g - h).norm() / max(sizes))
+        for scale in 10.0 ** torch.linspace(-3, 3, 25):
+            clipped = [scale * x / max(1.0, scale * x.norm()) for x in (g, h)]
+            assert (clipped[0] - clipped[1]).norm() <= most * (1 + 1e-5)
+
+
+def batches(steps: int, texts: int = 2) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, VOCAB, (steps, texts, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids.flatten(0, 1)]
+
+
+class Penalised(L.LightningModule):
+    """Fine-tunes a LoRA with an L2 penalty that is added to the gradient by hand."""
+
+    def __init__(self, penalty: float = 0.0) -> None:
+        super().__init__()
+        self.net, self.penalty = adapted(), penalty
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.net(input_ids=input_ids).logits
+        return logits
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return mean_of_sample_means(self(batch["input_ids"]), batch["labels"], causal=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(trained(self), lr=1e-2)
+
+    def on_after_backward(self) -> None:
+        for p in trained(self):
+            if p.grad is not None:
+                p.grad.add_(p.detach(), alpha=self.penalty)
+
+
+def look(folder: Path, *defenses: Defense, penalty: float = 0.0, steps: int = 2) -> Any:
+    """Return the gate of a run and the table of its last look, by metric."""
+    monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
+    gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")
+    module = Penalised(penalty)
+    trainer = L.Trainer(
+        max_steps=steps, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
+        enable_checkpointing=False, default_root_dir=folder, enable_progress_bar=False,
+        enable_model_summary=False, strategy=DefendedStrategy("auto", [*defenses]),
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(batches(steps), batch_size=2))
+    table = monitor.to_dataframe()
+    last = table[table.step == table.step.max()]
+    return gate, dict(zip(last.metric, last.value, strict=True))
+
+
+@pytest.mark.parametrize(("sigma", "known"), [(1e-3, False), (1.0, True)])
+def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(
+    tmp_path: Path, sigma: float, known: bool
+) -> None:
+    gate, values = look(tmp_path, GradientNoise(None, sigma), steps=1)
+    assert values["f1"] < 0.5
+    assert (values["bound"] <= 0.5) == known
+    assert (gate.fired is None) == known
+    if gate.fired is not None:
+        assert math.isnan(gate.fired.value)
+        assert "behind the declared defences" in gate.fired.why
+
+
+def test_the_change_of_a_word_is_that_of_a_second_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[tuple[float, int, int]] = []
+    real = hidden.HiddenWords._change
+
+    def spy(self: Any, step: Any, old: int, new: int) -> float:
+        changes.append((real(self, step, old, new), old, new))
+        return changes[-1][0]
+
+    monkeypatch.setattr(hidden.HiddenWords, "_change", spy)
+    look(tmp_path, GradientNoise(None, 1e-6), steps=1)
+    assert len(changes) == hidden.N_TYPES
+    model = adapted()
+    ids = torch.stack([batch["input_ids"] for batch in batches(1)])
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def gradient(ids: Tensor) -> Tensor:
+        loss = functional_call(model, weights, (ids,), {"labels": ids}).loss
+        found = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
+        return torch.cat([g.flatten().double() for g in found if g is not None])
+
+    # A row of the repeated step keeps the size of its label's gradient, which differs a little.
+    for change, old, new in changes:
+        expected = (gradient(ids) - gradient(ids.masked_fill(ids == old, new))).norm()
+        assert change == pytest.approx(float(expected), rel=0.05)
+
+
+@pytest.mark.parametrize(("multiplier", "known"), [(0.05, False), (20.0, True)])
+def test_dp_sgd_bounds_its_own_reader(tmp_path: Path, multiplier: float, known: bool) -> None:
+    dp = DPSGD(max_grad_norm=1.0, noise_multiplier=multiplier, target_delta=1e-3)
+    gate, values = look(tmp_path, dp)
+    assert (values["bound"] <= 0.5) == known
+    if values["f1"] <= 0.5:
+        assert (gate.fired is None) == known
+
+
+@pytest.mark.parametrize(("epsilon", "penalty"), itertools.product((1.0, 50.0), (0.0, 1e-2)))
+def test_behind_replaced_tokens_an_attack_has_to_read_what_was_written(
+    tmp_path: Path, epsilon: float, penalty: float
+) -> None:
+    gate, values = look(tmp_path, TokenLDP("grr", epsilon, seed=1), penalty=penalty)
+    if penalty:  # it hides the written words from the attack too
+        assert gate.fired is not None
+        assert math.isnan(gate.fired.value)
+    else:
+        assert (values["f1"] > 0.5) == (gate.fired is not None) == (epsilon > 1)
+
+
+def test_behind_noise_on_states_a_low_number_is_unknown(tmp_path: Path) -> None:
+    gate, _ = look(tmp_path, ActivationNoise(1, 1e-6), penalty=1e-2)
+    assert gate.fired is not None
+    assert "nothing bounds what a reader" in gate.fired.why
+
+
+def test_a_control_goes_through_a_copy_of_a_compression(tmp_path: Path) -> None:
+    compression = GradientCompression("low_rank", rank=2, error_feedback=False)
+    alone = GradientCompression("low_rank", rank=2, error_feedback=False)
+    _, values = look(tmp_path / "watched", compression)
+    module = Penalised()
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+        strategy=DefendedStrategy("auto", [alone]),
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(batches(2), batch_size=2))
+    assert compression.memory.keys() == alone.memory.keys()
+    assert all(torch.equal(alone.memory[name], x) for name, x in compression.memory.items())
+    assert values["f1_of_control"] < 1  # rank 2 is too little for the control too

@@ -482,8 +482,10 @@ class Controls:
         """Return the same for the declared noise on gradients alone; NaN without such noise."""
         step, std = look.training_step, look.training_step.noise_std
         if step.round is not None:
-            view = step.view(look.stages[-1])
-            std = math.inf if view.compression else view.noise_std  # no control is compressed
+            std = math.inf  # if it cannot be read, or if it is compressed, which no control is
+            with suppress(Exception):  # its attacks say why
+                view = step.view(look.stages[-1])
+                std = view.noise_std if not view.compression else std
         if std == 0 and math.isnan(step.example_norm):
             return math.nan
         return self._hidden.bound(step, std)

@@ -48,5 +48,5 @@ def test_every_result_is_a_row_of_equally_many_numbers_on_the_runs_device(monkey
         assert exchange.outcomes({SERIES: result}, {SERIES: True}, 5) == (None, 7)
     device = {"nccl": "meta", "gloo": "cpu"}[backend]
     kinds = {(row.shape, row.dtype, row.device.type) for row, *_ in sent}
-    assert kinds == {((1 + CHANNEL.width + 3 + 2 * 3,), torch.float64, device)}
+    assert kinds == {((1 + CHANNEL.width + 4 + 2 * 3,), torch.float64, device)}
     assert {(rows, dst) for _, rows, dst in sent} == {(None, 0)}

@@ -288,7 +288,6 @@ class RoundObserver:
         learning_rate: float | None = None,
         noise_std: float = 0.0,
         compression: str | None = None,
-        undefended: State | None = None,
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
     ) -> RoundLook:
@@ -307,8 +306,6 @@ class RoundObserver:
                 ``returned``.
             compression: the method by which ``returned`` was compressed, empty for none; None for
                 the method of the ``defenses``.
-            undefended: the state as the client trained it, if ``returned`` is defended. Without it
-                a low number behind declared noise or compression is unknown.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: whether to log the look at once. If not, :meth:`log` logs it later, or
                 :meth:`forget` discards it.
@@ -331,13 +328,6 @@ class RoundObserver:
         def take() -> GradientSnapshot:
             """Return the update, with the tensors that the attacks read by their roles."""
             self._check_new(client, stage, returned)
-            if undefended is not None:
-                look.training_step.undefended = read(undefended, 0.0, "")
-            method = self._declared_compression(client) if compression is None else compression
-            return read(returned, noise_std, method)
-
-        def read(state: State, noise_std: float, method: str) -> GradientSnapshot:
-            """Return the update to a state."""
             if batches and stage is Stage.SHARED:
                 steps = len(batches.rates if isinstance(batches, Recorded) else batches)
                 if steps != self.local_steps:
@@ -348,7 +338,7 @@ class RoundObserver:
                     )
             snapshot = updates.observe(
                 sent,
-                state,
+                returned,
                 self.run.optimizers[0],
                 self.local_steps,
                 trained=self.trained_names(),
@@ -362,7 +352,9 @@ class RoundObserver:
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
-                compression=method,
+                compression=self._declared_compression(client)
+                if compression is None
+                else compression,
                 client=zlib.crc32(str(client).encode()),
             )
 

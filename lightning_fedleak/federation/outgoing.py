@@ -221,7 +221,6 @@ class OutgoingUpdates:
                 batches=batches,
                 noise_std=noise_std,
                 compression=method,
-                undefended=None if state is returned else returned,
                 utility=utility,
                 logged=False,
             )

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, backbone_of, last_states_in, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.model_state import ModuleHook
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.last_states import head_map, read_last_states
 from lightning_fedleak.model.taps.row_labels import (
@@ -96,20 +97,21 @@ class GraphTap:
         if self.why_not is not None:
             return
         anatomy = self._anatomy
+        begins, ends = ModuleHook(self._model_begins), ModuleHook(self._model_ends)
         for module in {id(m): m for m in (anatomy.model, without_peft(anatomy.model))}.values():
-            before = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
-            after = module.register_forward_hook(self._model_ends, always_call=True)
+            before = module.register_forward_pre_hook(begins, with_kwargs=True)
+            after = module.register_forward_hook(ends, always_call=True)
             self._handles += [before, after]
         if (backbone := self._backbone) is not None:
-            before = backbone.register_forward_pre_hook(self._model_begins, with_kwargs=True)
-            after = backbone.register_forward_hook(self._backbone_ends)
-            ends = backbone.register_forward_hook(self._model_ends, always_call=True)
-            self._handles += [before, after, ends]
-        self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
+            before = backbone.register_forward_pre_hook(begins, with_kwargs=True)
+            after = backbone.register_forward_hook(ModuleHook(self._backbone_ends))
+            end = backbone.register_forward_hook(ends, always_call=True)
+            self._handles += [before, after, end]
+        self._handles.append(anatomy.embedding.register_forward_hook(ModuleHook(self._embed)))
         if anatomy.head is not None:
-            self._handles.append(anatomy.head.register_forward_hook(self._head))
+            self._handles.append(anatomy.head.register_forward_hook(ModuleHook(self._head)))
         for block in anatomy.blocks[:1] if anatomy.kind == "causal" else ():
-            self._handles.append(block.register_forward_hook(self._first_block))
+            self._handles.append(block.register_forward_hook(ModuleHook(self._first_block)))
 
     def close(self) -> None:
         """Remove the hooks and discard the calls."""

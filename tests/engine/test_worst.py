@@ -52,6 +52,10 @@ def channel_of(family: str) -> Any:
         ({A: not_shared(METRICS)}, False, {}, (0.0, None)),
         ({LOCAL: read(0.3)}, True, {}, (None, None)),
         ({}, True, {}, (None, None)),
+        # Unless another one recovers all, or is certain that nothing is missing.
+        ({A: read(1.0), B: FAILED}, True, {}, (1.0, None)),
+        ({A: read(0.9, certified=1.0), B: FAILED}, True, {}, (0.9, None)),
+        ({A: read(1.0), B: pending("not yet")}, True, {}, (1.0, None)),
         # One that applies is not run for want of text: unknown, unless another is certain.
         ({A: read(0.3), B: read(0.7)}, True, UNTESTED, (math.nan, 0.7)),
         ({A: read(0.3), B: read(1.0)}, True, UNTESTED, (1.0, None)),

@@ -128,6 +128,8 @@ class Channel(ABC):
             words, which shows whether they work at all; see :meth:`control_rates`.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
         entity_kinds: The kinds of these values.
+        uninformed: The headline of an answer that names everything, whatever the gradient, at the
+            newest look; 0 if that is not known.
         finder: Finds these values in texts; None before a fit, and if none are named.
 
     Raises:
@@ -154,6 +156,7 @@ class Channel(ABC):
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
+    uninformed: float = 0.0
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}  # the channels by `reads`
 

@@ -37,7 +37,7 @@ from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import Stage, UnusableObservation, is_shard
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.private_files import RevealFiles
-from lightning_fedleak.report.records import WORDS
+from lightning_fedleak.report.records import WORDS, default_limit
 
 SOFT_LABELS = (
     "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "
@@ -56,6 +56,11 @@ DIRECTIONS, NEIGHBOURS = 8, 8
 """Embeddings are projected on 8 random directions, sorted by the first, and compared with the next
 8. With fewer directions unlike tokens agree by chance; with fewer neighbours, unlike tokens between
 two twins keep them apart."""
+
+NAMES_ALL = (
+    "under noise it names {} of {} types of the vocabulary, of which the batch uses {}: such an "
+    "answer is right as often whatever the batch holds (p = 1)"
+)
 
 NO_WORD = (
     "no batch has a word with a letter in a value of kind '{}': digits are in every batch and do "
@@ -185,7 +190,9 @@ class WordsChannel(Channel):
             twins = None if matrix is None else _find_twins(matrix.detach())
             if twins is not None:
                 self._twins[surface] = twins
-        counts = [len(twins) - len(torch.unique(twins)) for twins in self._twins.values()]
+        distinct = [len(torch.unique(twins)) for twins in self._twins.values()]
+        self._n_types = min(distinct, default=self._size)
+        counts = [len(t) - n for t, n in zip(self._twins.values(), distinct, strict=True)]
         if counts:
             rank_zero_info(
                 f"{run.watcher}: {max(counts)} tokens have the embedding of another one, which is "
@@ -204,6 +211,9 @@ class WordsChannel(Channel):
             step.error = reason(error)
         truth = self._join_processes(truth)
         self._truth = None if step.error else truth  # None if it is not known
+        if truth is not None:
+            used = max(len(truth.output_types), len(truth.input_types))
+            self.uninformed = 2 * used / (used + self._n_types)
         return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> _WordTruth:
@@ -273,13 +283,25 @@ class WordsChannel(Channel):
         return {name: rate.value for name, rate in precision_recall_f1(counts).items()}
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Count a guess against the words of the look's batches."""
+        """Count a guess against the words of the look's batches.
+
+        Raises:
+            UnusableObservation: Under noise the F1 is high, and no batch of as many words gives a
+                lower one.
+        """
         assert isinstance(answer, WordGuess)
         assert self._truth is not None
-        types = self._truth.types(answer.surface, kind := kind_of(series))
+        types = self._truth.types(answer.surface)
         counts = self._counts(answer, types)
-        if kind is None:
+        right, named, used = int(counts.tp), int(counts.tp + counts.fp), int(counts.tp + counts.fn)
+        is_certain = right <= named + used - self._n_types  # whichever types these are
+        is_noisy = look.training_step.view(series.stage).noise_std != 0.0
+        if is_noisy and is_certain and 2 * right > default_limit(0.0) * (named + used):
+            raise UnusableObservation(NAMES_ALL.format(named, self._n_types, used))
+        if (kind := kind_of(series)) is None:
             look.notes[series] = partial(_reveal, answer, types)
+        else:
+            counts = self._counts(answer, self._truth.types(answer.surface, kind))
         return [float(count) for count in astuple(counts)]
 
     # ---- over clients -----------------------------------------------------------------------
@@ -295,11 +317,10 @@ class WordsChannel(Channel):
         if (kind := kind_of(series)) is not None:
             return Outcome({"recall": rates["recall"]}, n) if n else pending(NO_WORD.format(kind))
         values, p_values = [], []
-        n_types = min((len(torch.unique(t)) for t in self._twins.values()), default=self._size)
         for counts in clients:
             values.append({name: rate.value for name, rate in precision_recall_f1(counts).items()})
             right, wrong, missed = int(counts.tp), int(counts.fp), int(counts.fn)
-            p_values.append(naming_p_value(right, right + wrong, right + missed, n_types))
+            p_values.append(naming_p_value(right, right + wrong, right + missed, self._n_types))
         return Outcome(
             rates,
             n,

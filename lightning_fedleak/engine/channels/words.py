@@ -181,6 +181,8 @@ class WordsChannel(Channel):
         self._size = max(run.anatomy.vocab_size, run.anatomy.embedding_rows)
         # Whether tokens of a classifier see only the tokens before them.
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
+        padding = getattr(leaf(run.anatomy.embedding), "padding_idx", None)
+        self._padding = -1 if padding is None else padding
         self._twins: dict[str, Tensor] = {}  # by surface, see _find_twins
         self._layers: dict[str, nn.Module] = {"input": run.anatomy.embedding}  # by surface
         if run.anatomy.head is not None and run.anatomy.kind != "classifier":
@@ -270,7 +272,11 @@ class WordsChannel(Channel):
         """Count a guess against the true types, with one type for all tokens of equal embedding.
 
         If the layer is trained, its gradient distinguishes such tokens, and each counts by itself.
+        The id of padding is no word that a model reads: its row of the embedding has no gradient.
         """
+        if answer.surface == "input":
+            types = types[types != self._padding]
+            answer = replace(answer, types=answer.types[answer.types != self._padding])
         twins = self._twins.get(answer.surface)
         if twins is not None and not _is_trained(self._layers[answer.surface]):
             twins = torch.cat([twins, torch.arange(len(twins), self._size)])

@@ -9,14 +9,17 @@ of each package changes global loggers and warnings. The changes by the second o
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Union
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Union, cast
 
+import torch
 from lightning_utilities.core import rank_zero
 
 if TYPE_CHECKING:
@@ -125,6 +128,53 @@ def _package_of_class(cls: type) -> str | None:
     """Return the package of Lightning in which a class is defined; None if it is in neither."""
     names = (p for p in PACKAGES if f"{cls.__module__}.".startswith(f"{p}."))
     return next(names, None)
+
+
+# ---- fits in other processes ----------------------------------------------------------------
+
+RESULTS = "lightning_fedleak"
+"""The key of this package's results among those that a launcher returns to the main process."""
+
+
+def _return_results(launcher: Any) -> None:
+    """Let a launcher return what monitors, gates and defences know to the main process.
+
+    A fit with ``ddp_spawn``, ``ddp_fork`` or ``ddp_notebook`` runs in other processes. Lightning
+    returns its weights and logged metrics, and calls no method of a callback in the main process.
+
+    Args:
+        launcher: Lightning's class of launchers of such fits.
+    """
+    collect, update = launcher.get_extra_results, launcher.update_main_process_results
+
+    def owners(trainer: Any) -> dict[str, Any]:
+        parts = (trainer.strategy, *trainer.callbacks)
+        return {getattr(p, "state_key", ""): p for p in parts if hasattr(p, "fit_results")}
+
+    @wraps(collect)
+    def get_extra_results(self: Any, trainer: Any) -> dict[str, Any]:
+        extra, buffer = collect(self, trainer), io.BytesIO()
+        if trainer.state.fn == "fit":
+            results = {key: part.fit_results() for key, part in owners(trainer).items()}
+            torch.save(results, buffer)
+            extra[RESULTS] = buffer.getvalue()
+        return cast(dict[str, Any], extra)
+
+    @wraps(update)
+    def update_main_process_results(self: Any, trainer: Any, extra: dict[str, Any]) -> None:
+        update(self, trainer, extra)
+        if RESULTS in extra:
+            results = torch.load(io.BytesIO(extra[RESULTS]), weights_only=True)
+            for key, part in owners(trainer).items():
+                if key in results:
+                    part.load_fit_results(results[key])
+
+    launcher.get_extra_results = get_extra_results
+    launcher.update_main_process_results = update_main_process_results
+
+
+for _launcher in both("strategies.launchers._MultiProcessingLauncher"):
+    _return_results(_launcher)
 
 
 # ---- base classes that are accepted by both packages -----------------------------------------

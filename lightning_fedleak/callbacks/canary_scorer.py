@@ -150,6 +150,8 @@ class CanaryScorer(EitherCallback):
             "counted_step": self._counted_step,
         }
 
+    fit_results = state_dict  # for the main process of a fit in other processes
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the scores of the run that is resumed.
 
@@ -161,3 +163,5 @@ class CanaryScorer(EitherCallback):
         losses = state_dict.get("losses_before")
         self._losses_before = None if losses is None else losses.cpu().double()
         self._counted_step = state_dict.get("counted_step", 0)
+
+    load_fit_results = load_state_dict

@@ -6,9 +6,10 @@ gate of any loop (``Threshold``) to the hooks of a Lightning Trainer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -149,6 +150,18 @@ class RiskGate(core.Threshold, EitherCallback):
                 f"RiskGate(action='{self.action}') could not stop this run, because of the "
                 "Trainer's min_epochs or min_steps. Drop them, or use action='raise'."
             )
+
+    def fit_results(self) -> dict[str, Any]:
+        """Return what the gate did, for the main process of a fit in other processes."""
+        fired = None if self.fired is None else {**vars(self.fired), "checkpoint": None}
+        path = None if self.fired is None else self.fired.checkpoint
+        return {"fired": fired, "checkpoint": path and str(path), "notches": self.notches}
+
+    def load_fit_results(self, results: dict[str, Any]) -> None:
+        """Load what :meth:`fit_results` returned."""
+        path, self.notches = results["checkpoint"], results["notches"]
+        event = results["fired"] and core.GateEvent(**results["fired"])
+        self.fired = event and replace(event, checkpoint=path and Path(path))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log ``leakage/choose`` for ModelCheckpoint to monitor, if the gate is on trained weights.

@@ -276,12 +276,9 @@ class Results:
             ]
             if family not in families_read:
                 continue
-            # Whether no attack that did not run could have recovered more.
-            complete = family not in self.untested or any(
-                o.extra.get("certified") == 1.0 for _, o in members if o.exposed
-            )
-            values |= _worst(family, headline, members, shared, complete, of_look=False)
-            values_of_look |= _worst(family, headline, members, shared, complete, of_look=True)
+            tested = family not in self.untested
+            values |= _worst(family, headline, members, shared, tested, of_look=False)
+            values_of_look |= _worst(family, headline, members, shared, tested, of_look=True)
         self.failures += sum(o.unknown is not None and o.applies for o in counted.values())
         shares = [o.control.unexplained for o in outcomes.values() if o.control is not None]
         if finite_shares := [share for share in shares if not math.isnan(share)]:
@@ -426,7 +423,7 @@ def _worst(
     headline: str,
     members: Sequence[tuple[str, Outcome]],
     shared: bool,
-    complete: bool,
+    tested: bool,
     *,
     of_look: bool,
 ) -> dict[str, float]:
@@ -434,9 +431,10 @@ def _worst(
 
     - No attack of the family has run: empty.
     - The gradients that its attacks read are not shared: 0, or unknown if others are (``shared``).
+    - One recovers all, or proves that nothing is missing (a certificate): the highest headline.
     - A result is pending: the lower bound alone.
-    - A result is unknown, or an attack that did not run might recover more (not ``complete``) than
-      a highest headline below 1: unknown, with the lower bound.
+    - A result is unknown, or an attack that applies did not run (not ``tested``): unknown, with the
+      lower bound.
     - Otherwise: the highest headline.
     """
     exposed = [(root, outcome) for root, outcome in members if outcome.exposed]
@@ -453,8 +451,10 @@ def _worst(
         values = outcome.values_now(root) if of_look else outcome.values(root)
         if not math.isnan(value := values.get(f"{root}/{headline}", math.nan)):
             headlines.append(value)
-    missing = any(o.unknown is not None and o.applies for _, o in exposed) or not headlines
-    if not missing and not is_pending and (complete or max(headlines) >= 1.0):
+    missing = any(o.unknown is not None and o.applies for _, o in exposed) or not tested
+    certified = any(o.extra.get("certified") == 1.0 for _, o in exposed)
+    is_highest = certified or max(headlines, default=0.0) >= 1.0
+    if headlines and (is_highest or not (missing or is_pending)):
         return {name: max(headlines)}
     lower_bound = {f"{name}_at_least": max(headlines)} if headlines else {}
     return lower_bound if is_pending else {name: math.nan} | lower_bound

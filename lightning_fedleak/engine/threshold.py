@@ -26,6 +26,7 @@ from lightning_fedleak.engine.gates import (
     defenses_to_harden,
     is_worst,
     judge_worst,
+    rate_of,
     why_unread,
 )
 from lightning_fedleak.engine.lifecycle import Engine
@@ -127,7 +128,7 @@ class Threshold:
         self._defenses: tuple[Defense, ...] = ()
         self._watched: tuple[str, ...] = (self.metric,)  # all headlines, if a worst is watched
         # Whether it has stopped the run, and has had a known value.
-        self._stopped = self._has_result = False
+        self._stopped = self._has_result = self._has_warned = False
         # The upper end of the interval and the step of each validation, see `choice`.
         self._choices: list[tuple[float, int]] = []
 
@@ -269,6 +270,7 @@ class Threshold:
             return
         # The first process decides for all: only it has the worst client's value, and durations
         # differ between processes.
+        self._warn_of_uninformed(engine)
         event = self._read_look(engine) if engine.run.rank == 0 else None
         event = engine.run.broadcast(None if event is None or not self._judge(event) else event)
         step = engine.results.last_step
@@ -277,6 +279,19 @@ class Threshold:
             self._fire(engine, actions, event)
         if self.action == "harden":
             actions.log({f"gate/{self.name}_notches": float(self.notches)}, step)
+
+    def _warn_of_uninformed(self, engine: Engine) -> None:
+        """Warn once if an answer that names everything, whatever the gradient, is a breach."""
+        channel = engine.results.channel_of(self.metric)
+        if channel is None or self._has_warned or rate_of(self.metric) != channel.headline:
+            return
+        if self.at_most < channel.uninformed:
+            self._has_warned = True
+            announce(
+                f"{self._subject}: naming everything, whatever the gradient, has "
+                f"{channel.uninformed:.2f} on this batch, so that at_most={self.at_most:g} cannot "
+                f"decide. The lowest limit that can: {math.ceil(100 * channel.uninformed) / 100:g}"
+            )
 
     def _conclude(self, engine: Engine, actions: GateActions) -> None:
         """Fire if a strict gate had no result in the whole run, whatever its patience.

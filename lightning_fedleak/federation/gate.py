@@ -100,6 +100,7 @@ class RoundGate(Threshold):
 
     def read(self, look: RoundLook) -> GateEvent:
         """Return the event of a look: the value that the gate judges, or why it is unknown."""
+        self._warn_of_uninformed(look.engine)
         value, source, reason = self._value(look)
         source = source if is_worst(self.metric) else ""
         event = GateEvent(self.metric, look.round_, value, math.nan, math.nan, self.at_most)

@@ -18,6 +18,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -287,6 +288,7 @@ class RoundObserver:
         batches: Sequence[Any] | None = None,
         learning_rate: float | None = None,
         noise_std: float = 0.0,
+        undefended: State | None = None,
         compression: str | None = None,
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
@@ -304,6 +306,8 @@ class RoundObserver:
                 recorded, or the optimizer's.
             noise_std: the standard deviation of the noise that is known to be on each entry of
                 ``returned``.
+            undefended: the state before the client's defences, with which the round that is made
+                again is compared; it is not attacked. None: it is ``returned``.
             compression: the method by which ``returned`` was compressed, empty for none; None for
                 the method of the ``defenses``.
             utility: further values of this round, logged as ``utility/<name>``.
@@ -326,7 +330,7 @@ class RoundObserver:
             learning_rate = batches.learning_rate
 
         def take() -> GradientSnapshot:
-            """Return the update, with the tensors that the attacks read by their roles."""
+            """Return the update that leaves."""
             self._check_new(client, stage, returned)
             if batches and stage is Stage.SHARED:
                 steps = len(batches.rates if isinstance(batches, Recorded) else batches)
@@ -336,9 +340,13 @@ class RoundObserver:
                         f"local_steps={self.local_steps} (trained_on(batch, step=False) "
                         "accumulates)"
                     )
+            return observe(returned, noise_std)
+
+        def observe(state: State, noise_std: float) -> GradientSnapshot:
+            """Return an update, with the tensors that the attacks read by their roles."""
             snapshot = updates.observe(
                 sent,
-                returned,
+                state,
                 self.run.optimizers[0],
                 self.local_steps,
                 trained=self.trained_names(),
@@ -361,7 +369,8 @@ class RoundObserver:
         try:
             before = _state_of(engine)
             self._refresh(look, engine)
-            outcomes = engine.read_update(look, batches, take)
+            before_defenses = None if undefended is None else partial(observe, undefended, 0.0)
+            outcomes = engine.read_update(look, batches, take, before_defenses)
             round_look = read_look(
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )

@@ -220,6 +220,7 @@ class OutgoingUpdates:
                 self.client,
                 batches=batches,
                 noise_std=noise_std,
+                undefended=None if self.dp is None else returned,
                 compression=method,
                 utility=utility,
                 logged=False,
@@ -337,10 +338,9 @@ class OutgoingUpdates:
     def _leaves_unread(self, gate: RoundGate, look: RoundLook) -> bool:
         """Return whether an update may leave undecided, because nothing can be recovered from it.
 
-        Only one round's update of a client may leave for this reason.
+        Only one update of a client may leave for this reason: a server may repeat a round.
         """
-        is_first = self.unread.get(gate.name, look.round_) == look.round_
-        return is_first and gate.why_not_yet(look) is not None
+        return gate.name not in self.unread and gate.why_not_yet(look) is not None
 
     def _write(self, look: RoundLook, events: Sequence[engine.GateEvent], action: str) -> None:
         """Log a look and the decisions of the gates, and announce the strongest decision.

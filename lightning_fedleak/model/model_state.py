@@ -403,6 +403,31 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return modules
 
 
+class ModuleHook:
+    """A hook of this package on a user's module, which does nothing in a copy of the module.
+
+    A user may copy or pickle the model within a step (averaged weights, a checkpoint). The copy
+    must neither hold what the hook has recorded, such as token ids, nor record its own forwards.
+
+    Args:
+        func: The function that torch calls in the module itself.
+    """
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the function returns; torch passes all arguments by position."""
+        return self.func(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a call that gives a function that ignores its arguments and returns None.
+
+        It is one of the standard library, so that a pickle is loaded without this package.
+        """
+        return getattr, (nullcontext(), "__exit__")
+
+
 def hook_home(hook: Any) -> str:
     """Return the name of the Python module that defines a hook's function."""
     while hasattr(hook, "func"):

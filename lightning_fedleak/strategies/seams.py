@@ -10,7 +10,6 @@ to the Trainer.
 from __future__ import annotations
 
 import functools
-import io
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,10 +32,8 @@ from lightning_fedleak.model.taps import check_optimizer
 if TYPE_CHECKING:
     import lightning.pytorch as L
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 else:  # at run time `combined` adds the class of one of the two packages as a second base
     DDPStrategy = ModelParallelStrategy = Strategy = ABC  # same memory layout as the real classes
-    _MultiProcessingLauncher = object
 
 
 _COUNTERS = (None, "step", "epoch")
@@ -300,31 +297,6 @@ def _rebuild(name: str, *bases: type) -> Any:
     return cls.__new__(cls)
 
 
-class _StateReturningLauncher(_MultiProcessingLauncher):
-    """A launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` that returns defence states.
-
-    Lightning's launcher returns the trained weights to the main process, but not the releases that
-    the defences counted. Without them the count would begin again at zero in the next fit.
-    """
-
-    def get_extra_results(self, trainer: L.Trainer) -> dict[str, object]:
-        """Return Lightning's results of the first process, with the states of the defences."""
-        extra = super().get_extra_results(trainer)
-        if trainer.state.fn == _FITTING:
-            buffer = io.BytesIO()
-            torch.save(trainer.strategy._fedleak.state_dict(), buffer)  # type: ignore[attr-defined]
-            extra[CHECKPOINT_KEY] = buffer.getvalue()
-        return extra
-
-    def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
-        """Load the states of the defences in the main process."""
-        super().update_main_process_results(trainer, extra)
-        if CHECKPOINT_KEY in extra:
-            states = torch.load(io.BytesIO(extra[CHECKPOINT_KEY]), weights_only=True)
-            for defense in trainer.strategy._fedleak.defenses:  # type: ignore[attr-defined]
-                defense.load_state_dict(states[defense.name])
-
-
 class _Seam(Strategy):
     """Calls the defences in any supported strategy; see the module's docstring.
 
@@ -422,6 +394,15 @@ class _Seam(Strategy):
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
         return checkpoint
 
+    def fit_results(self) -> Mapping[str, Any]:
+        """Return the states of the defences, for the main process of a fit in other processes."""
+        return self._fedleak.state_dict()
+
+    def load_fit_results(self, states: Mapping[str, Any]) -> None:
+        """Load the states; without their releases the next fit would count from zero."""
+        for defense in self._fedleak.defenses:
+            defense.load_state_dict(states[defense.name])
+
     def teardown(self) -> None:
         """Undo what the defences changed."""
         self._fedleak.end()
@@ -456,14 +437,6 @@ class _DDPSeam(_Seam, DDPStrategy):
                 "used when each rank is a client and defences act on gradients: undefended ones "
                 "could be sent. Pass a plain DDPStrategy without it, or use client='world'."
             )
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        launcher = twin("strategies.launchers._MultiProcessingLauncher", self)
-        name = _StateReturningLauncher.__name__
-        returning: Any = combined(name, _StateReturningLauncher, launcher)
-        if self._fedleak.defenses and type(self._launcher) is launcher:
-            self._launcher = returning(self, start_method=self._start_method)
 
     def _check_model(self, model: nn.Module) -> None:
         if not self._fedleak.reduces:

@@ -8,10 +8,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fedleak import BagOfWords
 from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
-from tests.callbacks.runs import Probe, fit, logged_losses
+from tests.callbacks.runs import Probe, fit, logged_losses, monitor_with
 from tests.engine.test_worst import look as decide
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_gpt2
 from tests.helpers.notices import announced
+from tests.helpers.processes import free_port
 
 F1 = "leakage/probe/f1"
 
@@ -201,3 +205,24 @@ def test_a_gate_takes_the_name_of_a_metric_not_the_monitor():
     monitor = LeakageMonitor(Probe())
     with pytest.raises(TypeError, match="name of a metric first, not a LeakageMonitor"):
         RiskGate(monitor, 0.5)
+
+
+@pytest.mark.slow
+def test_the_main_process_knows_what_a_fit_in_other_processes_found(tmp_path, monkeypatch):
+    if torch.cuda.is_initialized():
+        pytest.skip("Lightning does not fork a process that has used a GPU")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monitor = monitor_with([BagOfWords()], every_n_steps=1)
+    gate = RiskGate("leakage/bag_of_words/f1", at_most=0.5)
+    module = CausalLMModule(tiny_gpt2(tied=False))
+    trainer = fit([monitor, gate], tmp_path, module=module, strategy="ddp_fork", devices=2)
+    assert gate.fired is not None
+    assert gate.fired.value == monitor.latest[gate.metric] == 1.0
+    assert gate.fired.checkpoint is not None
+    assert gate.fired.checkpoint.exists()
+    assert gate.fired.step == monitor.last_step == 0
+    assert monitor.looks == 1
+    logged = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("leakage/")}
+    assert logged == pytest.approx({n: monitor.latest[n] for n in logged})
+    rows = monitor.to_dataframe()
+    assert rows[rows.metric == "f1"].value.tolist() == [1.0]

@@ -165,6 +165,18 @@ def test_labels_that_are_no_class_do_not_matter(labels: str, tmp_path: Path) -> 
     assert (UNEXPLAINED in monitor.engine.results.look_values) == (labels != "places")
 
 
+@pytest.mark.parametrize("attack", [BagOfWords(), subspace()], ids=lambda a: a.name)
+def test_padding_that_answers_are_chosen_from_is_no_word(attack: Attack, tmp_path: Path) -> None:
+    """A softmax over the places of a text reaches its padding too."""
+    model, ids = build_model(lambda: build("Bert", "QuestionAnswering")), texts(2)
+    ids[0, 6:] = model.config.pad_token_id
+    places = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 5])}
+    batch = {"input_ids": ids, "attention_mask": (ids != model.config.pad_token_id).long()}
+    monitor = one_look(tmp_path, model, batch | places, attack)
+    values = {n: monitor.latest[f"leakage/{attack.name}/{n}"] for n in ("precision", "recall")}
+    assert values == {"precision": 1.0, "recall": 1.0}
+
+
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
 def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     family: Any, tmp_path: Path

@@ -18,6 +18,7 @@ from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.report.records import Judgement
 from lightning_fedleak.trainers import Threshold
+from tests.helpers.notices import announced
 
 WORDS = "leakage/worst/words"
 METRICS = ("precision", "recall", "f1")
@@ -52,6 +53,10 @@ def channel_of(family: str) -> Any:
         ({A: not_shared(METRICS)}, False, {}, (0.0, None)),
         ({LOCAL: read(0.3)}, True, {}, (None, None)),
         ({}, True, {}, (None, None)),
+        # Unless another one recovers all, or is certain that nothing is missing.
+        ({A: read(1.0), B: FAILED}, True, {}, (1.0, None)),
+        ({A: read(0.9, certified=1.0), B: FAILED}, True, {}, (0.9, None)),
+        ({A: read(1.0), B: pending("not yet")}, True, {}, (1.0, None)),
         # One that applies is not run for want of text: unknown, unless another is certain.
         ({A: read(0.3), B: read(0.7)}, True, UNTESTED, (math.nan, 0.7)),
         ({A: read(0.3), B: read(1.0)}, True, UNTESTED, (1.0, None)),
@@ -92,7 +97,11 @@ def values(a: float, b: float, worst: float | None = None, **more: float) -> dic
 
 
 def look(
-    gate: RiskGate, logged: dict[str, float], why: str = "", latest: dict[str, float] | None = None
+    gate: RiskGate,
+    logged: dict[str, float],
+    why: str = "",
+    latest: dict[str, float] | None = None,
+    channel: Any = None,
 ) -> None:
     """Let a gate decide on the values of a look."""
     engine: Any = SimpleNamespace(
@@ -101,7 +110,7 @@ def look(
             look_values=logged,
             last_step=0,
             untested={"words": why},
-            channel_of=lambda name: None,
+            channel_of=lambda name: channel,
             judge=lambda name, value, at_most: Judgement(value),
         ),
         fit=SimpleNamespace(lineup=SimpleNamespace(plans=[])),
@@ -128,6 +137,19 @@ def test_a_gate_names_the_argument_that_is_missing() -> None:
     assert events
     assert all(math.isnan(event.value) for event in events)
     assert "pass public_text=" in str(events[0])
+
+
+def test_a_gate_says_once_which_limit_can_decide() -> None:
+    channel = SimpleNamespace(headline="f1", uninformed=0.9764)
+    with announced("cannot decide") as caught:
+        for at_most in (0.5, 0.98):
+            gate = RiskGate(WORDS, at_most=at_most, strict=False, action="warn")
+            for _ in range(2):
+                look(gate, values(0.3, 0.4), channel=channel)
+    (text,) = [text for text in caught if "decide" in text]
+    assert "naming everything, whatever the gradient, has 0.98" in text
+    assert "at_most=0.5" in text
+    assert text.endswith("The lowest limit that can: 0.98")
 
 
 @pytest.mark.parametrize("strict", [True, False])

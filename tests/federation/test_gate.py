@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_fedleak import BagOfWords, SubspaceWords
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.callbacks import LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
@@ -199,6 +200,18 @@ def test_patience_lets_unknown_pass_so_often(tmp_path):
     assert result == [False, False, True, True]
 
 
+def test_a_server_that_repeats_a_round_gets_one_update_that_shows_nothing_yet(tmp_path):
+    net = lora()
+    watched = observer(tmp_path, net, [SubspaceWords()], steps=1)
+    out = OutgoingUpdates(watched, [RoundGate(WORST, at_most=0.5)])
+    sent, withheld = trained_state(net), []
+    with announced("until B"):
+        for seed in range(3):
+            data = batches(seed, n=1)
+            withheld.append(out.leaves(0, sent, train(net, data), data).withheld)
+    assert withheld == [False, True, True]
+
+
 def test_a_gate_on_a_surface_that_is_not_shared_is_refused(tmp_path):
     net = lora()
     watched = observer(
@@ -290,6 +303,21 @@ def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):
     shift = (sent["lm_head.weight"] - returned["lm_head.weight"]) / 0.05
     assert float((leaving - shift).std()) == pytest.approx(noise, rel=0.1)
     assert out.dp.accountant.steps == 1
+
+
+def test_an_update_leaves_whose_own_noise_hides_the_words(tmp_path):
+    """The round that is made again is compared with the update before the noise."""
+    gate = RoundGate(WORST, at_most=0.6)
+    out = client(tmp_path, gate, attack=BagOfWords(), dp=dp(noise=20.0))
+    [(_, _, result)] = rounds(out)
+    assert not result.withheld
+    assert result.look.values["leakage/bag_of_words/f1"] < 0.3
+    assert result.look.values["leakage/bag_of_words/control"] == 1.0
+    assert result.look.values["leakage/step/unexplained"] < 1e-4
+    out = client(tmp_path / "less", gate, attack=BagOfWords(), dp=dp(noise=1e-3))
+    with announced("withheld"):
+        [(_, _, result)] = rounds(out)
+    assert result.events[0].value > 0.9
 
 
 def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path):

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.taps import ModelCall
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
 from lightning_fedleak.model.taps.row_labels import find_residual, read_rows, rows_of_step
@@ -533,3 +533,69 @@ def test_what_labels_and_shapes_leave_of_rows_is_kept(dtype: torch.dtype) -> Non
     assert residual.share == pytest.approx(left, rel=1e-3)
     wrong = rows._replace(labels=(labels + 1) % 40)
     assert find_residual(gradient, logits.detach(), wrong).share > 0.5
+
+
+def two_losses(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    logits = model(input_ids=ids).logits[:, :-1]
+    return [functional.cross_entropy(logits[i], ids[i, 1:]) for i in range(2)]
+
+
+def backward_twice(model: nn.Module, ids: Tensor) -> None:
+    for loss in two_losses(model, ids):
+        loss.backward(retain_graph=True)
+
+
+def backward_of_a_penalty(model: nn.Module, ids: Tensor) -> None:
+    loss = sum(two_losses(model, ids))
+    (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
+def gradient_of_other_texts(model: nn.Module, ids: Tensor) -> None:
+    sum(two_losses(model, ids)).backward()
+    torch.autograd.grad(sum(two_losses(model, ids - 1)), [*model.parameters()])
+
+
+def gradient_of_states(model: nn.Module, ids: Tensor) -> None:
+    sum(two_losses(model, ids)).backward()
+    output = model(input_ids=ids - 1, labels=ids - 1, output_hidden_states=True)
+    torch.autograd.grad(output.loss, output.hidden_states[1])
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (backward_twice, "two backward passes reach the same logits"),
+        (backward_of_a_penalty, "two backward passes reach the same logits"),
+        (gradient_of_other_texts, "autograd.grad beside its backward"),
+        (gradient_of_states, "autograd.grad beside its backward"),
+    ],
+)
+def test_labels_are_unknown_if_several_passes_read_them(
+    step: Callable[[nn.Module, Tensor], None], reason: str
+) -> None:
+    model = llama()
+    tap = GraphTap(find_anatomy(model))
+    tap.arm()
+    step(model, IDS[:2])
+    with pytest.raises(BatchError, match=reason):
+        tap.take()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_gradients_of_autograd_grad_alone_are_read(reentrant: bool | None) -> None:
+    """And several calls with one backward each, however the model is checkpointed."""
+    model = llama().train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    tap = GraphTap(find_anatomy(model))
+    tap.arm()
+    for texts in IDS.split(2):
+        loss = sum(two_losses(model, texts))
+        if reentrant is None:
+            torch.autograd.grad(loss, [*model.parameters()])
+        else:
+            loss.backward()
+    labels = [read_call(call, "causal").texts.labels for call in tap.take()]
+    assert torch.equal(torch.cat(labels)[:, 1:], IDS[:, 1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import torch
 from scipy.special import chdtri
@@ -102,10 +103,13 @@ class BagOfWords(base.Attack):
     """The word types whose rows in the input embedding's gradient are not zero.
 
     For a LoRA on the embedding it reads the columns of A's gradient, from the first step on and
-    even if the head is tied to the embedding. In a round of local steps, also of Adam and AdamW, it
-    names the words of all steps: the rows that changed by more than decoupled weight decay, which
-    shrinks a row but does not rotate it. The result is *unknown* if the optimizer keeps momentum or
-    Adam's averages from earlier rounds. See :func:`bag_of_words`.
+    even if the head is tied to the embedding. If PEFT trains the rows of listed tokens alone, it
+    names those of them that were read, and shows nothing of other words.
+
+    In a round of local steps, also of Adam and AdamW, it names the words of all steps: the rows
+    that changed by more than decoupled weight decay, which shrinks a row but does not rotate it.
+    The result is *unknown* if the optimizer keeps momentum or Adam's averages from earlier rounds.
+    See :func:`bag_of_words`.
 
     Args:
         name: The name in the logs.
@@ -137,24 +141,31 @@ class BagOfWords(base.Attack):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         self._factors: tuple[str, ...] = ()  # names of the factors A that are read, if any
+        self._listed: dict[str, Tensor] = {}  # names of rows of listed tokens, with their ids
         self._before: dict[str, Tensor] = {}  # the weights that the current round began with
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Store the weights that a round begins with, if decoupled decay changes them."""
         if decays_apart(self._facts):
-            self._before = copy_weights(anatomy, self._factors or (EMBEDDING_WEIGHT,))
+            names = self._factors or (*self._listed,) or (EMBEDDING_WEIGHT,)
+            self._before = copy_weights(anatomy, names)
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
-        """Return the input embedding, or the A of a LoRA on it if that is trained.
+        """Return the input embedding; the A of a LoRA on it, or its listed rows, if those train.
 
         Raises:
             ValueError: head and embedding are one matrix.
         """
         self._factors = _trained_factors(anatomy)
+        self._listed = {} if self._factors else _listed_tokens(anatomy)
+        # A control has few listed tokens too, which proves nothing: their rows are exact by design.
+        self.needs_control = not self._listed
         if self._factors:
             return base.Surfaces(gradients=self._factors)
         are_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
         base.refuse_tied(are_tied, self.name, "embedding")
+        if self._listed:
+            return base.Surfaces(gradients=(*self._listed,))
         return base.Surfaces(gradients=(EMBEDDING_WEIGHT,))
 
     def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
@@ -168,6 +179,12 @@ class BagOfWords(base.Attack):
         if self._factors:
             rows = [self._without_decay(view, name).T for name in self._factors]
             return bag_of_words(torch.cat(rows, dim=1), noise_std)
+        if self._listed:
+            shared = torch.cat([whole_tensor(self._without_decay(view, n)) for n in self._listed])
+            ids = torch.cat([*self._listed.values()]).to(shared.device)
+            is_read = bool(shared.any())  # else the batch has no listed token
+            rows = bag_of_words(shared, noise_std).types if is_read else ids.new_empty(0)
+            return base.WordGuess(ids[rows], surface="input")
         return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT), noise_std)
 
     def _without_decay(self, view: Observation, name: str) -> Tensor:
@@ -189,7 +206,7 @@ class BagOfWords(base.Attack):
                 "AdamW, or weight_decay=0"
             )
         before = self._before[name]
-        is_factor = name != EMBEDDING_WEIGHT
+        is_factor = name in self._factors
         change, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
         if is_factor:  # (r, V), with a column for each token
             change, weights = change.T, weights.T
@@ -224,6 +241,19 @@ def _trained_factors(anatomy: Anatomy) -> tuple[str, ...]:
     trained = [(n, id(p)) for n, p in parameters if id(p) in ids and p.requires_grad]
     uses = Counter(key for _, key in trained)
     return tuple(n for n, key in trained if uses[key] == 1)
+
+
+def _listed_tokens(anatomy: Anatomy) -> dict[str, Tensor]:
+    """Return the ids of the tokens whose rows PEFT trains alone, by the name of their parameter."""
+    embedding: Any = unwrap(anatomy.embedding)
+    layer = embedding._modules.get("token_adapter", embedding)
+    rows = layer._modules.get("trainable_tokens_delta")
+    if not isinstance(rows, nn.ParameterDict) or anatomy.trainable(EMBEDDING_WEIGHT):
+        return {}
+    adapters = {id(rows[name]): name for name in layer.active_adapters if name in rows}
+    parameters = [(n, p) for n, p in anatomy.root.named_parameters() if id(p) in adapters]
+    ids = {n: layer.token_indices[adapters[id(p)]] for n, p in parameters if p.requires_grad}
+    return {name: torch.as_tensor(tokens) for name, tokens in ids.items()}
 
 
 def _largest(rows: Tensor) -> Tensor:

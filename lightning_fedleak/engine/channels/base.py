@@ -129,6 +129,8 @@ class Channel(ABC):
         bounds_noise: Whether a low headline behind declared defences needs a bound on all readers.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
         entity_kinds: The kinds of these values.
+        uninformed: The headline of an answer that names everything, whatever the gradient, at the
+            newest look; 0 if that is not known.
         finder: Finds these values in texts; None before a fit, and if none are named.
 
     Raises:
@@ -156,6 +158,7 @@ class Channel(ABC):
     controlled: ClassVar[bool] = False
     bounds_noise: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
+    uninformed: float = 0.0
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}  # the channels by `reads`
 

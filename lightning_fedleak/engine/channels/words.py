@@ -37,7 +37,7 @@ from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import Stage, UnusableObservation, is_shard
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.private_files import RevealFiles
-from lightning_fedleak.report.records import WORDS
+from lightning_fedleak.report.records import WORDS, default_limit
 
 SOFT_LABELS = (
     "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "
@@ -56,6 +56,11 @@ DIRECTIONS, NEIGHBOURS = 8, 8
 """Embeddings are projected on 8 random directions, sorted by the first, and compared with the next
 8. With fewer directions unlike tokens agree by chance; with fewer neighbours, unlike tokens between
 two twins keep them apart."""
+
+NAMES_ALL = (
+    "under noise it names {} of {} types of the vocabulary, of which the batch uses {}: such an "
+    "answer is right as often whatever the batch holds (p = 1)"
+)
 
 NO_WORD = (
     "no batch has a word with a letter in a value of kind '{}': digits are in every batch and do "
@@ -177,6 +182,8 @@ class WordsChannel(Channel):
         self._size = max(run.anatomy.vocab_size, run.anatomy.embedding_rows)
         # Whether tokens of a classifier see only the tokens before them.
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
+        padding = getattr(leaf(run.anatomy.embedding), "padding_idx", None)
+        self._padding = -1 if padding is None else padding
         self._twins: dict[str, Tensor] = {}  # by surface, see _find_twins
         self._layers: dict[str, nn.Module] = {"input": run.anatomy.embedding}  # by surface
         if run.anatomy.head is not None and run.anatomy.kind != "classifier":
@@ -186,7 +193,9 @@ class WordsChannel(Channel):
             twins = None if matrix is None else _find_twins(matrix.detach())
             if twins is not None:
                 self._twins[surface] = twins
-        counts = [len(twins) - len(torch.unique(twins)) for twins in self._twins.values()]
+        distinct = [len(torch.unique(twins)) for twins in self._twins.values()]
+        self._n_types = min(distinct, default=self._size)
+        counts = [len(t) - n for t, n in zip(self._twins.values(), distinct, strict=True)]
         if counts:
             rank_zero_info(
                 f"{run.watcher}: {max(counts)} tokens have the embedding of another one, which is "
@@ -205,6 +214,9 @@ class WordsChannel(Channel):
             step.error = reason(error)
         truth = self._join_processes(truth)
         self._truth = None if step.error else truth  # None if it is not known
+        if truth is not None:
+            used = max(len(truth.output_types), len(truth.input_types))
+            self.uninformed = 2 * used / (used + self._n_types)
         return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> _WordTruth:
@@ -261,7 +273,11 @@ class WordsChannel(Channel):
         """Count a guess against the true types, with one type for all tokens of equal embedding.
 
         If the layer is trained, its gradient distinguishes such tokens, and each counts by itself.
+        The id of padding is no word that a model reads: its row of the embedding has no gradient.
         """
+        if answer.surface == "input":
+            types = types[types != self._padding]
+            answer = replace(answer, types=answer.types[answer.types != self._padding])
         twins = self._twins.get(answer.surface)
         if twins is not None and not _is_trained(self._layers[answer.surface]):
             twins = torch.cat([twins, torch.arange(len(twins), self._size)])
@@ -274,13 +290,25 @@ class WordsChannel(Channel):
         return {name: rate.value for name, rate in precision_recall_f1(counts).items()}
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Count a guess against the words of the look's batches."""
+        """Count a guess against the words of the look's batches.
+
+        Raises:
+            UnusableObservation: Under noise the F1 is high, and no batch of as many words gives a
+                lower one.
+        """
         assert isinstance(answer, WordGuess)
         assert self._truth is not None
-        types = self._truth.types(answer.surface, kind := kind_of(series))
+        types = self._truth.types(answer.surface)
         counts = self._counts(answer, types)
-        if kind is None:
+        right, named, used = int(counts.tp), int(counts.tp + counts.fp), int(counts.tp + counts.fn)
+        is_certain = right <= named + used - self._n_types  # whichever types these are
+        is_noisy = look.training_step.view(series.stage).noise_std != 0.0
+        if is_noisy and is_certain and 2 * right > default_limit(0.0) * (named + used):
+            raise UnusableObservation(NAMES_ALL.format(named, self._n_types, used))
+        if (kind := kind_of(series)) is None:
             look.notes[series] = partial(_reveal, answer, types)
+        else:
+            counts = self._counts(answer, self._truth.types(answer.surface, kind))
         return [float(count) for count in astuple(counts)]
 
     # ---- over clients -----------------------------------------------------------------------
@@ -296,11 +324,10 @@ class WordsChannel(Channel):
         if (kind := kind_of(series)) is not None:
             return Outcome({"recall": rates["recall"]}, n) if n else pending(NO_WORD.format(kind))
         values, p_values = [], []
-        n_types = min((len(torch.unique(t)) for t in self._twins.values()), default=self._size)
         for counts in clients:
             values.append({name: rate.value for name, rate in precision_recall_f1(counts).items()})
             right, wrong, missed = int(counts.tp), int(counts.fp), int(counts.fn)
-            p_values.append(naming_p_value(right, right + wrong, right + missed, n_types))
+            p_values.append(naming_p_value(right, right + wrong, right + missed, self._n_types))
         return Outcome(
             rates,
             n,

@@ -24,7 +24,7 @@ from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing.private_training import Gradients, PrivateTrainingCheck
 from lightning_fedleak.evaluation.auditing.training_checks import PrivacyClaim
-from lightning_fedleak.model.model_state import preserve_model
+from lightning_fedleak.model.model_state import ModuleHook, preserve_model
 
 FIRST = 1  # number of the first batch with a look: batch 0 shows which module makes the logits
 ReadGradients = Callable[[Optimizer], None]  # records the gradients of an optimizer
@@ -98,8 +98,9 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         with ExitStack() as stack:
             if self._logits_module is not None:
                 # Before the hooks of DPSGD, so that these get the scaled gradients.
-                hook = self._logits_module.register_forward_hook(self._scale_rows, prepend=True)
-                stack.callback(hook.remove)
+                hook = ModuleHook(self._scale_rows)
+                handle = self._logits_module.register_forward_hook(hook, prepend=True)
+                stack.callback(handle.remove)
             stack.enter_context(self._host.without_logs())
             stack.enter_context(preserve_model(self._model))
             super()._run_probes(batch)
@@ -139,8 +140,9 @@ class OwnTrainingCheck(PrivateTrainingCheck):
                 if logits is not None or not has_attribute:
                     self._logits_module = maker
 
+        hook = ModuleHook(record_output)
         for module in self._model.modules():
-            self._discovery_hooks.callback(module.register_forward_hook(record_output).remove)
+            self._discovery_hooks.callback(module.register_forward_hook(hook).remove)
         self._discovery_hooks.callback(tensors.clear)
 
     def _rehearse(self, copies: Any) -> None:

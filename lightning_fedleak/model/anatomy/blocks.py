@@ -25,6 +25,7 @@ from lightning_fedleak.model.anatomy.wrappers import (
     walk,
     without_peft,
 )
+from lightning_fedleak.model.model_state import ModuleHook
 from lightning_fedleak.validate import check_integer
 
 Named = tuple[str, nn.Module]  # a module with its path
@@ -276,9 +277,10 @@ class Place:
                     raise
                 return failed(error)
 
+        entry = ModuleHook(hook)
         if self.side == "input":
-            return self.module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
-        return self.module.register_forward_hook(hook, prepend=first)
+            return self.module.register_forward_pre_hook(entry, prepend=first, with_kwargs=True)
+        return self.module.register_forward_hook(entry, prepend=first)
 
 
 def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:

@@ -22,6 +22,7 @@ from lightning_fedleak.model.anatomy import (
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compiled import reset_compiled
+from lightning_fedleak.model.model_state import ModuleHook
 from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.graph import arguments_of
@@ -56,7 +57,7 @@ class ModelCalls:
             if self._armed and torch.is_grad_enabled():
                 self._store(model, args, kwargs)
 
-        self._handle = anatomy.model.register_forward_pre_hook(record, with_kwargs=True)
+        self._handle = anatomy.model.register_forward_pre_hook(ModuleHook(record), with_kwargs=True)
         reset_compiled(anatomy.root)
 
     @raised_when_read

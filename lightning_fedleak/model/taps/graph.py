@@ -23,12 +23,14 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, backbone_of, last_states_in, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.model_state import ModuleHook
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.last_states import head_map, read_last_states
 from lightning_fedleak.model.taps.row_labels import (
@@ -47,6 +49,11 @@ from lightning_fedleak.model.taps.step import ModelCall, PlacedRows
 # next tokens. In texts that repeat words, some labels also match at wrong positions; with a lower
 # value such matches would decide.
 MIN_MATCHES = 0.5
+
+_SEVERAL_PASSES = (
+    "{}, so that it is not known which labels the optimizer's gradient is of: call backward() on "
+    "the sum of the losses, and make other gradients outside of the step"
+)
 
 
 def arguments_of(
@@ -96,20 +103,21 @@ class GraphTap:
         if self.why_not is not None:
             return
         anatomy = self._anatomy
+        begins, ends = ModuleHook(self._model_begins), ModuleHook(self._model_ends)
         for module in {id(m): m for m in (anatomy.model, without_peft(anatomy.model))}.values():
-            before = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
-            after = module.register_forward_hook(self._model_ends, always_call=True)
+            before = module.register_forward_pre_hook(begins, with_kwargs=True)
+            after = module.register_forward_hook(ends, always_call=True)
             self._handles += [before, after]
         if (backbone := self._backbone) is not None:
-            before = backbone.register_forward_pre_hook(self._model_begins, with_kwargs=True)
-            after = backbone.register_forward_hook(self._backbone_ends)
-            ends = backbone.register_forward_hook(self._model_ends, always_call=True)
-            self._handles += [before, after, ends]
-        self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
+            before = backbone.register_forward_pre_hook(begins, with_kwargs=True)
+            after = backbone.register_forward_hook(ModuleHook(self._backbone_ends))
+            end = backbone.register_forward_hook(ends, always_call=True)
+            self._handles += [before, after, end]
+        self._handles.append(anatomy.embedding.register_forward_hook(ModuleHook(self._embed)))
         if anatomy.head is not None:
-            self._handles.append(anatomy.head.register_forward_hook(self._head))
+            self._handles.append(anatomy.head.register_forward_hook(ModuleHook(self._head)))
         for block in anatomy.blocks[:1] if anatomy.kind == "causal" else ():
-            self._handles.append(block.register_forward_hook(self._first_block))
+            self._handles.append(block.register_forward_hook(ModuleHook(self._first_block)))
 
     def close(self) -> None:
         """Remove the hooks and discard the calls."""
@@ -139,6 +147,8 @@ class GraphTap:
                 # the encoder are the ids of this call.
                 call.ids, call.reached = before.ids, before.reached
         calls = [call for call in self._calls if call.read_heads]
+        if len({call.accumulates for call in calls}) > 1:
+            raise BatchError(_SEVERAL_PASSES.format("a step has autograd.grad beside its backward"))
         self._calls = [call for call in self._calls if not call.read_heads]
         return calls
 
@@ -255,9 +265,13 @@ class GraphTap:
         The backward reaches the model's scaled or capped logits before the head's output. Labels
         that were read from them are not replaced.
         """
+        backward = torch._C._current_graph_task_id()
+        if head.rows is not None and head.backward != backward:
+            raise BatchError(_SEVERAL_PASSES.format("two backward passes reach the same logits"))
         if head.rows is not None and head.source != source:
             return
-        head.source = source
+        head.source, head.backward = source, backward
+        call.accumulates = accumulates([*self._anatomy.root.parameters()])
         rows = gradient.flatten(0, -2), logits.flatten(0, -2)
         head.rows = read_rows(*rows, self._suggest(call, head.shape, gradient.device))
         if self._anatomy.kind == "classifier":
@@ -288,6 +302,7 @@ class GraphTap:
             call.states = None
         elif call.gradient is None:
             call.gradient = gradient.detach().clone()
+            call.accumulates = accumulates([*self._anatomy.root.parameters()])
         else:  # a further backward
             call.gradient += gradient
 
@@ -311,6 +326,21 @@ class GraphTap:
     def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
         """Record the positions where this gradient, or an earlier one, is not 0."""
         call.reached = (gradient != 0).any(-1) | (False if call.reached is None else call.reached)
+
+
+def accumulates(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether the backward pass that runs now adds to the gradient of a parameter.
+
+    ``autograd.grad`` does not.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # it is an input of autograd.grad
+                return False
+    return False
 
 
 # ---- token batches -----------------------------------------------------------------------------

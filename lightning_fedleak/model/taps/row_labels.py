@@ -406,6 +406,7 @@ class HeadCall:
         residual: The entries of the gradient that these shapes do not reproduce.
         gradient: The gradient itself, for a classifier: its loss may be any function of its few
             logits.
+        backward: The id of the backward pass that gave the rows.
     """
 
     shape: torch.Size
@@ -415,6 +416,7 @@ class HeadCall:
     rows: RowLabels | None = None
     residual: _Residual | None = None
     gradient: Tensor | None = None
+    backward: int = -1
 
     def gradient_of(self, logits: Tensor) -> Tensor:
         """Return the gradient that these logits had in the step."""

@@ -75,6 +75,8 @@ class ModelCall:
             model's first block, got a gradient.
         states: (B, L, d) the last hidden states; None if the head was called, or without a graph.
         gradient: (B, L, d) the gradient of ``states``; None before the backward.
+        accumulates: Whether its backward pass adds to the gradient of a parameter, unlike that of
+            ``autograd.grad``; None before the backward.
         is_trained: Whether a state that it returned got a gradient, in a model without a head.
         random: The states of torch's generators of the CPU and the model's device at the beginning
             of the call.
@@ -95,6 +97,7 @@ class ModelCall:
     reached: Tensor | None = None
     states: Tensor | None = None
     gradient: Tensor | None = None
+    accumulates: bool | None = None
     is_trained: bool = False
     random: tuple[Tensor, ...] = ()
     batch: TokenBatch | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
@@ -117,6 +119,32 @@ def test_rounds_of_adamw_name_the_words_of_all_their_steps(
         guess = attack.run(Observation((update,)))
         assert sorted(guess.types.tolist()) == words[..., :-1].flatten().tolist()
         words = words + 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainableTokensConfig(token_indices=[7, 20, 9, 31], target_modules=["wte"]),
+        LoraConfig(r=4, target_modules=["c_attn"], trainable_token_indices={"wte": [7, 20, 9, 31]}),
+    ],
+    ids=["tokens alone", "beside a LoRA"],
+)
+def test_the_rows_of_listed_tokens_show_which_of_them_were_read(config: Any) -> None:
+    model = get_peft_model(tiny_gpt2(tied=False, dropout=0.0), config)
+    anatomy, attack = find_anatomy(model), BagOfWords()
+    (role,) = attack.needs(anatomy).gradients
+    attack.prepare(anatomy)
+    for ids, read in (([7, 9, 3, 3, 31], [7, 9]), ([4, 5, 6], [])):  # the last id is no input
+        model.zero_grad()
+        text = torch.tensor([ids])
+        model(input_ids=text, labels=text).loss.backward()
+        gradient = anatomy.parameter(role).grad
+        snapshot = GradientSnapshot(0, Stage.SHARED, {role: gradient})
+        guess = attack.run(Observation((snapshot,)))
+        assert (sorted(guess.types.tolist()), guess.surface) == (read, "input")
+    assert not attack.needs_control
+    attack.needs(find_anatomy(tiny_gpt2(tied=False)))
+    assert attack.needs_control
 
 
 def test_a_tied_matrix_is_refused_at_setup() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from lightning_fedleak.evaluation.metrics import Counts
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Stage, UnusableObservation
 from lightning_fedleak.model.taps import ModelCall, Step
-from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.models import VOCAB, own_rng, tiny_gpt2, tiny_llama
 from tests.helpers.steps import look_at, make_step, open_channel
 
 IDS = torch.tensor([[5, 9, 17, 23, 31, 44], [7, 9, 61, 70, 31, 12]])
@@ -60,6 +61,37 @@ def test_other_texts_than_those_of_the_gradient_score_low() -> None:
     channel = open_channel(BagOfWords(), model)
     _, result = look_at(channel, replace(step, gradients=other.gradients))
     assert Counts(*result.numbers).tp <= 1
+
+
+class NamesMost(BagOfWords):
+    """Names all types but some that the batch uses, whatever the gradient."""
+
+    def __init__(self, n_left_out: int) -> None:
+        super().__init__("names_most")
+        self.n_left_out = n_left_out
+
+    def run(self, view, query=None):
+        types = torch.cat([torch.tensor([0]), torch.arange(self.n_left_out + 1, VOCAB)])
+        return WordGuess(types, surface="input")
+
+
+@pytest.mark.parametrize(
+    ("n_left_out", "noise_std", "is_known"),
+    [(0, 0.0, True), (0, 0.1, False), (2, 0.1, False), (2, math.nan, False), (70, 0.1, True)],
+)
+def test_under_noise_naming_the_vocabulary_is_no_result(n_left_out, noise_std, is_known) -> None:
+    model, attack = untied(), NamesMost(n_left_out)
+    ids = torch.arange(1, VOCAB).view(8, -1)  # uses up most of the vocabulary
+    step, channel = make_step(model, ids), open_channel(attack, model)
+    gradients = replace(step.view(Stage.SHARED), noise_std=noise_std)
+    _, result = look_at(channel, replace(step, gradients={Stage.SHARED: gradients}))
+    assert isinstance(result, Found) == is_known
+    if not is_known:
+        assert f"it names {VOCAB - n_left_out} of {VOCAB} types" in result.why
+    everything, used = set(range(VOCAB)), set(ids[:, 1:].flatten().tolist())
+    assert len(used) == len(set(ids[:, :-1].flatten().tolist()))
+    expected = 2 * len(everything & used) / (len(everything) + len(used))
+    assert channel.uninformed == pytest.approx(expected)
 
 
 def test_whole_texts_of_a_step() -> None:

@@ -220,7 +220,7 @@ class OutgoingUpdates:
                 self.client,
                 batches=batches,
                 noise_std=noise_std,
-                undefended=None if self.dp is None else returned,
+                undefended=None if state is returned else returned,
                 compression=method,
                 utility=utility,
                 logged=False,

@@ -340,10 +340,8 @@ class Controls:
         step = look.training_step
         if step.undefended is None and (Stage.LOCAL in look.stages or step.round is not None):
             with suppress(Exception):  # its attacks say why
-                view = step.view(look.stages[0])  # a round's view sets step.undefended
-                is_defended = view.noise_std or view.compression  # by a client, in a round
-                if step.undefended is None and not (step.round and is_defended):
-                    return view
+                view = step.view(look.stages[0])
+                return None if step.round and (view.noise_std or view.compression) else view
         return step.undefended
 
     def _run_attacks(

@@ -1,17 +1,19 @@
 """Whether a reader of its own refutes a low number that a gate lets pass, in random trainings.
 
-    python -m benchmarks.attacks.drawn_trainings                    # a hundred, about 10 minutes
+    python -m benchmarks.attacks.drawn_trainings                    # a hundred, about 8 minutes
     python -m benchmarks.attacks.drawn_trainings --only 17 --runs 1  # the draw of a refutation
     python -m benchmarks.attacks.drawn_trainings --large            # how often a gate decides
 
 A training draws its loss (also of a fused head, of preferences, with a term of the weights alone),
 what it trains, dropout, noise on embeddings, precision, batch, the step that is looked at, and what
 its own code does to gradients before the optimizer steps, or to the batch before the model reads
-it. The true words are those that the model was called on. Where a gate at .5 on
-``leakage/worst/words`` lets a look pass, readers that are no attacks of the package read what the
-optimizer gets: rows of the head's gradient, rows of the embedding's, and the span of a LoRA's. One
-that reads more than .15 above the logged number refutes it. What counts as known *by aggregation*
-is a number apart: the batch holds more than the attack can distinguish there.
+it. Some are compiled, have a dropout whose randomness is their own, an L2 penalty of 1e-10 to 1,
+or a declared GradientNoise of 1e-10 to 10. The true words are those that the model was called on.
+Where a gate at .5 on ``leakage/worst/words`` lets a look pass, readers that are no attacks of the
+package read what the optimizer gets: rows of the head's gradient, rows of the embedding's, and the
+spans of a LoRA's A and B. One that reads more than .15 above the logged number refutes it. What
+counts as known *by aggregation* is a number apart: the batch holds more than the attack can
+distinguish there.
 
 With ``--large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more, and
 nothing hides them: no dropout, no noise, no rounding. There a gate should decide.
@@ -20,6 +22,7 @@ nothing hides them: no dropout, no noise, no rounding. There a gate should decid
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import sys
@@ -27,19 +30,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from scipy.stats import chi2
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from benchmarks.shared import llama, parser_of, quieten
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
-from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch, WatchSettings
 
 SMOKE = ("--runs 1", "--large --runs 1")
 
@@ -80,9 +87,33 @@ class Training:
     touch: str = "nothing"
     by_hook: bool = False
     batch: str = "the same"
+    compiled: bool = False
+    own_dropout: float = 0.0
+    penalty: float = 0.0
+    sigma: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Training:
+        training, draw = cls.plain(seed), random.Random(-seed)
+        if draw.random() < 0.5:
+            return training
+        kind = draw.choice(["compiled", "own dropout", "penalty", "declared noise", "LoRA dropout"])
+        penalty = 10 ** draw.uniform(-10, 0) if kind in ("penalty", "own dropout") else 0.0
+        part = "LoRA q/v" if kind == "LoRA dropout" else training.part
+        return replace(
+            training,
+            part=part,
+            dropout=draw.choice([0.1, 0.2]) if kind == "LoRA dropout" else training.dropout,
+            compiled=kind == "compiled",
+            own_dropout=draw.choice([0.0, 0.1, 0.5]) if kind == "own dropout" else 0.0,
+            penalty=penalty,
+            sigma=10 ** draw.uniform(-10, 1) if kind == "declared noise" else 0.0,
+            touch="nothing" if kind == "declared noise" else training.touch,
+            batch="the same",
+        )
+
+    @classmethod
+    def plain(cls, seed: int) -> Training:
         draw = random.Random(seed)
         rows, length = draw.choice([(1, 6), (1, 12), (2, 8), (4, 8), (4, 16), (8, 24)])
         return cls(
@@ -99,7 +130,7 @@ class Training:
         """Return a training of large batches whose gradients nothing hides."""
         shape = random.Random(seed).choice([(8, 24), (8, 32), (16, 32)])
         plain = {"dropout": 0.0, "noise": 0.0, "precision": "32-true", "batch": "the same"}
-        open_ = replace(cls.drawn(seed), touch="nothing", **plain)
+        open_ = replace(cls.plain(seed), touch="nothing", **plain)
         part = "LoRA q/v" if open_.part == "LoRA o+down" else open_.part
         return replace(open_, part=part, rows=shape[0], length=shape[1])
 
@@ -118,6 +149,19 @@ class Training:
                 return output + torch.empty_like(output).uniform_(-size, size) * module.training
 
             model.get_input_embeddings().register_forward_hook(noisy)
+        if self.own_dropout:
+            calls = itertools.count()
+
+            def drop(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+                """Dropout by a counter of its own, as kernels with a Philox offset have it."""
+                generator = torch.Generator().manual_seed(next(calls))
+                kept = torch.rand(output.shape, generator=generator) > self.own_dropout
+                return output * kept / (1 - self.own_dropout)
+
+            norms = [
+                m for n, m in model.named_modules() if n.endswith("1.post_attention_layernorm")
+            ]
+            norms[0].register_forward_hook(drop)
         dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float32
         return model.to(dtype).train()
 
@@ -142,26 +186,26 @@ def losses_of(logits: Tensor, ids: Tensor) -> Tensor:
     return losses.view(len(ids), -1)
 
 
-def by_class(model: nn.Module, ids: Tensor, counted: Tensor, **settings: Any) -> Tensor:
+def by_class(model: nn.Module, ids: Tensor, *, counted: Tensor, **settings: Any) -> Tensor:
     logits = model(input_ids=ids).logits[:, :-1].float()
     return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), **settings)
 
 
-def given_labels(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+def given_labels(model: nn.Module, ids: Tensor, *, counted: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=ids, labels=ids.masked_fill(counted == 0, -100)).loss
     return loss
 
 
-def focal(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+def focal(model: nn.Module, ids: Tensor, *, counted: Tensor) -> Tensor:
     losses = each(model, ids)
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
-def masked(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+def masked(model: nn.Module, ids: Tensor, *, counted: Tensor) -> Tensor:
     return (each(model, ids) * counted[:, 1:]).sum() / counted[:, 1:].sum()
 
 
-def weighted_tokens(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+def weighted_tokens(model: nn.Module, ids: Tensor, *, counted: Tensor) -> Tensor:
     weights = torch.where(torch.arange(1, ids.shape[1]) % 3 == 0, 1.0, 0.1)
     return (each(model, ids) * weights).mean()
 
@@ -169,7 +213,7 @@ def weighted_tokens(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
 CLASS_WEIGHTS = torch.where(torch.arange(VOCABULARY) < FREQUENT, 0.1, 1.0)
 
 
-def fused(model: nn.Module, ids: Tensor, counted: Tensor, sign: bool = False) -> Tensor:
+def fused(model: nn.Module, ids: Tensor, *, counted: Tensor, sign: bool = False) -> Tensor:
     """Return a loss that multiplies by the head's matrix, as fused ones do; of pairs, if signed."""
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     states = core.model(input_ids=ids).last_hidden_state[:, :-1]
@@ -181,9 +225,9 @@ def fused(model: nn.Module, ids: Tensor, counted: Tensor, sign: bool = False) ->
     return -functional.logsigmoid(0.1 * (texts[half:].sum() - texts[:half].sum()))
 
 
-def decayed(model: nn.Module, ids: Tensor, counted: Tensor, form: str) -> Tensor:
+def decayed(model: nn.Module, ids: Tensor, *, counted: Tensor, form: str) -> Tensor:
     """Return a loss with an L2 term of the weights, in a form that its graph may hide."""
-    loss = given_labels(model, ids, counted)
+    loss = given_labels(model, ids, counted=counted)
     term = 5e-3 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
     if form == "stacked":
         return torch.stack([loss, term]) @ torch.ones(2)
@@ -193,15 +237,15 @@ def decayed(model: nn.Module, ids: Tensor, counted: Tensor, form: str) -> Tensor
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "plain": given_labels,
     "answers only": given_labels,
-    "class weights": lambda *step: by_class(*step, weight=CLASS_WEIGHTS),
+    "class weights": partial(by_class, weight=CLASS_WEIGHTS),
     "token weights": weighted_tokens,
-    "label smoothing": lambda *step: by_class(*step, label_smoothing=0.1),
+    "label smoothing": partial(by_class, label_smoothing=0.1),
     "focal": focal,
     "loss mask": masked,
     "fused": fused,
-    "preferences": lambda *step: fused(*step, sign=True),
-    "stacked decay": lambda *step: decayed(*step, "stacked"),
-    "scaled decay": lambda *step: decayed(*step, "scaled"),
+    "preferences": partial(fused, sign=True),
+    "stacked decay": partial(decayed, form="stacked"),
+    "scaled decay": partial(decayed, form="scaled"),
 }
 
 
@@ -249,12 +293,14 @@ def true_words(ids: Tensor, counted: Tensor) -> dict[str, set[int]]:
     return {"output": {*ids[:, 1:][labels].tolist()}, "input": {*ids[:, :-1][later].tolist()}}
 
 
-def rows_of_embedding(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
-    """Return the types whose row of an embedding of its own has a gradient."""
+def rows_of_embedding(model: Any, gradients: Mapping[str, Tensor], sigma: float) -> set[int]:
+    """Return the types whose row of an embedding of its own exceeds noise by chance in half a V."""
     name = next((n for n in gradients if n.endswith("embed_tokens.weight")), "")
     if not name or model.get_input_embeddings().weight is model.get_output_embeddings().weight:
         return set()
-    return {*gradients[name].any(1).nonzero()[:, 0].tolist()}
+    quantile = float(chi2.ppf(1 - 0.5 / VOCABULARY, WIDTH))
+    is_named = gradients[name].double().square().sum(1) > sigma**2 * quantile
+    return {*is_named.nonzero()[:, 0].tolist()}
 
 
 def rows_of_head(gradients: Mapping[str, Tensor]) -> set[int]:
@@ -285,12 +331,31 @@ def span_of_lora(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
         return set()
     core = model.get_base_model().model
     inputs = core.layers[0].input_layernorm(core.embed_tokens.weight.detach()).detach().double()
-    _, sizes, directions = torch.linalg.svd(torch.cat(parts), full_matrices=False)
+    return in_span(inputs, torch.cat(parts))
+
+
+def in_span(inputs: Tensor, rows: Tensor) -> set[int]:
+    """Return the types whose input lies in the span of rows, up to their largest gap."""
+    _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
     gaps = (sizes[:-1] / sizes[1:].clamp_min(1e-12)).log()
     basis = directions[: int(gaps[:-1].argmax()) + 1 if len(gaps) > 1 else 1]
     rest = (inputs - inputs @ basis.T @ basis).norm(dim=1) / inputs.norm(dim=1)
     rest = rest.nan_to_num(1.0).clamp_min(1e-12).log()
     return {*(deviations(rest) < -4).nonzero()[:, 0].tolist()}
+
+
+def span_of_b(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
+    """Return the types whose input of the first block, through A, lies in the span of B's rows."""
+    named: set[int] = set()
+    weights = dict(model.named_parameters())
+    for name, gradient in gradients.items():
+        if "layers.0." in name and "lora_B" in name and bool(gradient.any()):
+            a = weights[name.replace("lora_B", "lora_A")].detach().double()
+            core = model.get_base_model().model
+            inputs = core.layers[0].input_layernorm(core.embed_tokens.weight).detach()
+            if a.shape[1] == WIDTH:
+                named |= in_span(inputs.double() @ a.T, gradient.double())
+    return named
 
 
 def read_alone(training: Training, seen: Seen) -> dict[str, float]:
@@ -299,7 +364,11 @@ def read_alone(training: Training, seen: Seen) -> dict[str, float]:
     model.load_state_dict(seen.weights)
     named = {
         "rows of the head": ("output", rows_of_head(seen.gradients)),
-        "rows of the embedding": ("input", rows_of_embedding(model, seen.gradients)),
+        "rows of the embedding": (
+            "input",
+            rows_of_embedding(model, seen.gradients, training.sigma),
+        ),
+        "span of LoRA's B": ("input", span_of_b(model, seen.gradients)),
         "span of the LoRA": ("input", span_of_lora(model, seen.gradients)),
     }
     return {
@@ -358,7 +427,12 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     """Train, look, and ask readers of its own where the gate lets a look pass."""
     verdict, model = Verdict(), training.model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
-    touch = TOUCHES.get(training.touch, lambda _, g: g)
+    own = TOUCHES.get(training.touch, lambda _, g: g)
+
+    def touch(p: nn.Parameter, g: Tensor) -> Tensor:
+        return own(p, g) + training.penalty * p.detach() if training.penalty else own(p, g)
+
+    called: Any = torch.compile(model, backend="aot_eager") if training.compiled else model
     if training.by_hook:
         for p in optimizer.param_groups[0]["params"]:
             p.register_hook(lambda g, p=p: touch(p, g))
@@ -369,9 +443,18 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     )
     looks = {"folder": folder, "every_n_steps": max(1, training.step)}
     truths: dict[int, Seen] = {}
-    with Watch(model, optimizer, "auto", [gate], settings=settings, **looks) as watch:
-        for step in range(max(training.step, 2) + 1):
-            ids, looks = training.ids(step), watch.engine.results.looks
+    steps = range(max(training.step, 2) + 1)
+    loader: Any = DataLoader([training.ids(step) for step in steps], batch_size=None)
+    noise = [GradientNoise(None, training.sigma)] if training.sigma else []
+    defended: Any = nullcontext()
+    if noise:
+        precision = "bf16-mixed" if training.precision == "bf16-mixed" else None
+        args = (called, optimizer, loader, noise)
+        defended = DefendedLoop(*args, epochs=1, precision=precision)
+    watching = Watch(called, optimizer, "auto", [gate], settings=settings, **looks)
+    with defended as loop, watching as watch:
+        for step, ids in enumerate(loader if loop is None else loop):
+            looks = watch.engine.results.looks
             counted = torch.ones_like(ids)
             if training.loss in ("answers only", "loss mask"):
                 counted[:, : training.length // 2] = 0
@@ -388,17 +471,18 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
                     ids = training.ids(step + 500)
                 counted = counted[:, : ids.shape[1]]
                 with torch.autocast("cpu", torch.bfloat16, training.precision == "bf16-mixed"):
-                    loss = LOSSES[training.loss](model, ids, counted)
+                    compute = partial(LOSSES[training.loss], called, counted=counted)
+                    loss = compute(ids) if loop is None else loop.loss(compute, ids)
                 loss.backward()
                 for p in optimizer.param_groups[0]["params"] if not training.by_hook else ():
                     if p.grad is not None:
                         p.grad.copy_(touch(p, p.grad))
+                weights = {n: t.clone() for n, t in model.state_dict().items()}
+                optimizer.step()  # which a declared defence acts in
                 gradients = {
                     n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
                 }
-                weights = {n: t.clone() for n, t in model.state_dict().items()}
                 truths[step] = Seen(true_words(ids, counted), gradients, weights)
-                optimizer.step()
                 optimizer.zero_grad()
             if watch.engine.results.looks > looks:
                 seen = truths[watch.engine.results.last_step]

@@ -263,13 +263,15 @@ def _judge_line(
         return None
     if line.value(records.WEAK) and value <= limit:
         return value, records.Judgement(math.nan, records.WEAK_REFERENCE)
-    control, part = (line.value(f"{headline}_of_{end}") for end in ("control", "a_part"))
+    names = f"{headline}_of_control", f"{headline}_of_a_part", "bound"
+    control, part, bound = map(line.value, names)
     if control is None and f"{headline}_of_control" in line.metrics:
         control = math.nan  # it could not be read
     judgement = records.judge_value(
         value,
         control,
         part=math.nan if part is None else part,
+        bound=math.nan if bound is None else bound,
         at_most=limit,
         chance=family.chance_of(headline),
         known=family.known,

@@ -53,6 +53,20 @@ def test_a_low_number_of_a_high_control_reads_as_before_with_the_control_beside_
     assert 'control 1.00"><i class="iv"' in html
 
 
+@pytest.mark.parametrize(
+    ("bound", "verdict"), [(0.3, "little"), (0.7, "unknown"), (1.0, "unknown")]
+)
+def test_behind_a_declared_defence_a_bound_on_every_reader_decides(
+    tmp_path: Path, bound: float, verdict: str
+) -> None:
+    line = result(
+        0, "flatchat", f1=0.05, recall=0.05, precision=0.05, f1_of_control=1.0, bound=bound
+    )
+    reading = found_in(tmp_path, line).overviews[0].readings[0]
+    assert reading.verdict == verdict
+    assert ("behind the declared defences" in reading.note) == (verdict == "unknown")
+
+
 def test_what_could_be_read_here_scales_a_number(tmp_path: Path) -> None:
     """0.45 of 0.6 is 0.75, which is high; the gate at 0.5 counts the same."""
     found = found_in(tmp_path, words(0, 0.45, control=0.6))

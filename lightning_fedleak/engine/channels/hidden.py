@@ -4,8 +4,9 @@ If an attack recovers little behind a defence, noise may hide the words, or only
 A bound on every reader decides. For some *types* (distinct words) of the batch, D is the change of
 what leaves the client if every occurrence of the type is replaced by another word. Behind Gaussian
 noise of standard deviation sigma, a reader who knows D, and so all else, cannot do better than to
-compare the projection on D with a threshold z (the lemma of Neyman and Pearson). It finds the type
-with probability Phi(|D| / sigma - z), and names one that is not there with probability Phi(-z).
+compare the likelihoods with and without the type (the lemma of Neyman and Pearson). At the distance
+``d = |D| / sigma`` and a threshold t of their log ratio, it finds the type with a probability of
+``Phi(d / 2 - t / d)``, and names one that is not there with ``Phi(-d / 2 - t / d)``.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ N_TEXTS = 2
 
 More: the change of a type in many texts is known better, for two gradients of one text each.
 """
+NO_TOKEN = -1
+"""An id that no token has: replacing it leaves a step as it is."""
 LOOKS = 10
 """Controlled looks for which one set of changes is used; a bound then adds a step's time to each.
 
 More: a bound costs less, and the changes are those of older weights. Fewer: the opposite.
 """
-_THRESHOLDS = np.linspace(-10.0, 40.0, 5001)  # of a standard normal; the steps of .01 are not tuned
+_THRESHOLDS = np.linspace(-30.0, 30.0, 1201)  # of a log ratio; the steps of .05 are not tuned
 
 Gradient = Callable[[Step, Sequence[str]], Mapping[str, Tensor]]
 """A function that returns the gradients of a step that is made again, by parameter."""
@@ -47,17 +50,18 @@ Gradient = Callable[[Step, Sequence[str]], Mapping[str, Tensor]]
 def best_f1(distances: Sequence[float], types: int, vocabulary: int) -> float:
     """Return the highest F1 of a reader who knows everything but whether a type is there.
 
-    The expected counts at a threshold z, with T the mean of ``Phi(d - z)`` and ``F = Phi(-z)``,
-    give ``2 k T / (k + k T + (V - k) F)``, of which the maximum over z is returned.
+    A rule of the highest F1 compares each likelihood ratio with one threshold. With T and F the
+    means over the types of the probabilities above, ``2 k T / (k + k T + (V - k) F)`` is the F1 of
+    the expected counts, of which the maximum over thresholds is returned.
 
     Args:
         distances: The change of the release for some types, over the noise's standard deviation.
         types: The number k of types in the batch.
         vocabulary: The number V of types that may be there.
     """
-    finite = np.minimum(np.asarray(distances, dtype=np.float64), 60.0)
-    found = types * ndtr(finite[:, None] - _THRESHOLDS).mean(0)
-    wrong = (vocabulary - types) * ndtr(-_THRESHOLDS)
+    distance = np.clip(np.asarray(distances, dtype=np.float64), 1e-6, 60.0)[:, None]
+    found = types * ndtr(distance / 2 - _THRESHOLDS / distance).mean(0)
+    wrong = (vocabulary - types) * ndtr(-distance / 2 - _THRESHOLDS / distance).mean(0)
     return float((2 * found / (types + found + wrong)).max())
 
 
@@ -99,16 +103,18 @@ class HiddenWords:
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
             pairs = [(old, draw.choice(sorted(others))) for old in olds]
-            clipped = not math.isnan(step.example_norm)
-            change = self._clipped_change if clipped else self._change
-            self._changes = [change(step, *pair) for pair in pairs]
+            if math.isnan(step.example_norm):
+                before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
+                afters = (self._all(replace_word(step, *pair)) for pair in pairs)
+                self._changes = [self._change(before, after) for after in afters]
+            else:
+                self._changes = [self._clipped_change(step, *pair) for pair in pairs]
         self._looks += 1
         return best_f1([change / noise_std for change in self._changes], len(types), vocabulary)
 
-    def _change(self, step: Step, old: int, new: int) -> float:
-        """Return the norm of the change of the gradient, after the clipping of GradientNoise."""
+    def _change(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+        """Return the norm of the change of a gradient, after the clipping of GradientNoise."""
         clips = [d.clip for d in self._run.defenses if isinstance(d, GradientNoise) and d.clip]
-        before, after = (self._all(replace_word(step, old, word)) for word in (old, new))
         factors = [
             min([1.0, *(clip / max(_norm(g), clip) for clip in clips)]) for g in (before, after)
         ]

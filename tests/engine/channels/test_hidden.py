@@ -36,15 +36,18 @@ def test_no_reader_of_drawn_noise_exceeds_the_bound_and_the_best_one_reaches_it(
     distances: tuple[float, ...], types: int
 ) -> None:
     vocabulary, generator = 400, np.random.default_rng(1)
-    here = np.resize(distances, types)
-    scores = generator.normal(size=(400, vocabulary))
-    scores[:, :types] += here
-    best = 0.0
-    for z in np.linspace(-4, 8, 61):
-        named = scores > z
+    distance = np.resize(distances, vocabulary)
+    projections = generator.normal(size=(400, vocabulary))
+    projections[:, :types] += distance[:types]
+    ratios = distance * projections - distance**2 / 2  # log of the likelihoods with and without
+
+    def f1(named: Any) -> float:
         right = named[:, :types].sum(1)
-        best = max(best, float(np.mean(2 * right / (types + named.sum(1)))))
+        return float(np.mean(2 * right / (types + named.sum(1))))
+
+    best = max(f1(ratios > t) for t in np.linspace(-8, 8, 65))
     assert best == pytest.approx(best_f1(distances, types, vocabulary), abs=0.01)
+    assert max(f1(projections > z) for z in np.linspace(-4, 8, 61)) <= best + 0.01
 
 
 def test_clipped_gradients_differ_by_no_more_than_is_said() -> None:
@@ -119,16 +122,22 @@ def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(
 def test_the_change_of_a_word_is_that_of_a_second_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: list[tuple[float, int, int]] = []
-    real = hidden.HiddenWords._change
+    pairs: list[tuple[int, int]] = []
+    changes: list[float] = []
+    replaced, real = hidden.replace_word, hidden.HiddenWords._change
 
-    def spy(self: Any, step: Any, old: int, new: int) -> float:
-        changes.append((real(self, step, old, new), old, new))
-        return changes[-1][0]
+    def spy_words(step: Any, old: int, new: int) -> Any:
+        pairs.append((old, new))
+        return replaced(step, old, new)
 
-    monkeypatch.setattr(hidden.HiddenWords, "_change", spy)
+    def spy_change(self: Any, *gradients: Any) -> float:
+        changes.append(real(self, *gradients))
+        return changes[-1]
+
+    monkeypatch.setattr(hidden, "replace_word", spy_words)
+    monkeypatch.setattr(hidden.HiddenWords, "_change", spy_change)
     look(tmp_path, GradientNoise(None, 1e-6), steps=1)
-    assert len(changes) == hidden.N_TYPES
+    assert len(changes) == len(pairs) - 1 == hidden.N_TYPES
     model = adapted()
     ids = torch.stack([batch["input_ids"] for batch in batches(1)])
     weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -139,7 +148,7 @@ def test_the_change_of_a_word_is_that_of_a_second_backward(
         return torch.cat([g.flatten().double() for g in found if g is not None])
 
     # A row of the repeated step keeps the size of its label's gradient, which differs a little.
-    for change, old, new in changes:
+    for change, (old, new) in zip(changes, pairs[1:], strict=True):
         expected = (gradient(ids) - gradient(ids.masked_fill(ids == old, new))).norm()
         assert change == pytest.approx(float(expected), rel=0.05)
 

@@ -96,13 +96,14 @@ class HiddenWords:
         if len(rewriting) > 1 or (run.client == "world" and run.processes > 1) or run.is_sharded:
             return 1.0
         ids = set(torch.cat([batch.context_ids() for batch in step.batches]).tolist())
-        types, others = sorted(ids - self._special), {*range(vocabulary)} - ids - self._special
+        types = sorted(ids - self._special)
+        others = sorted({*range(vocabulary)} - ids - self._special)
         if not (types and others and 0 < noise_std < math.inf and step.example_norm != math.inf):
             return 1.0
         if self._looks % LOOKS == 0:
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
-            pairs = [(old, draw.choice(sorted(others))) for old in olds]
+            pairs = [(old, draw.choice(others)) for old in olds]
             if math.isnan(step.example_norm):
                 before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
                 afters = (self._all(replace_word(step, *pair)) for pair in pairs)

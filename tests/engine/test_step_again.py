@@ -304,22 +304,3 @@ def test_a_step_comes_out_again_bit_by_bit(
     looks = look_at_each(tmp_path / "touched", model, before_step=touch, **settings)
     assert looks[0][1] < 0.9
     assert looks[0][2] > 1e-4
-
-
-def test_a_head_in_float16_beside_a_backbone_under_autocast_is_made_again(tmp_path: Path) -> None:
-    """As a loss of its own computes it, outside of autocast, on states that it casts."""
-    model = adapted()
-    for name, parameter in model.named_parameters():
-        if "lora" not in name:
-            parameter.data = parameter.data.half()
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        core, ids = model.get_base_model(), batch["input_ids"]
-        with torch.autocast("cpu", torch.bfloat16):
-            states = core.model(input_ids=ids).last_hidden_state[:, :-1]
-        with torch.autocast("cpu", enabled=False):
-            logits = functional.linear(states.float(), core.lm_head.weight.float())
-            return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-    looks = look_at_each(tmp_path, model, loss=loss, precision="bf16-mixed")
-    assert looks[0] == (1.0, 1.0, 0.0)

@@ -15,10 +15,11 @@ from torch.nn import functional
 pytest.importorskip("trl")
 
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from sklearn.metrics import roc_auc_score
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from lightning_fedleak import BagOfWords, FCMembership, FlatChat
+from lightning_fedleak import BagOfWords, FCMembership, FlatChat, SubspaceWords
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceMembership
 from lightning_fedleak.attacks.memorization import LossRatio, PreferenceMargin
 from lightning_fedleak.engine import Games, Memorization
@@ -221,6 +222,18 @@ def test_sft_reads_the_rows_that_the_trainer_made(tmp_path: Path, rows: str) -> 
         assert logged["bag_of_words", number]["metrics"]["f1"]["value"] == 1.0
     if rows in ("completion only", "assistant only"):
         assert all(bool((labels == -100).any()) for _, labels in texts)
+
+
+def test_a_base_in_float16_under_bfloat16_is_made_again(tmp_path: Path) -> None:
+    """TRL computes its loss outside of the autocast that Accelerate wraps around the forward."""
+    model = get_peft_model(model_of(), LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.half()
+    trainer = sft(tmp_path, "padded", model, bf16=True, per_device_train_batch_size=1)
+    callback = watched(trainer, [SubspaceWords(capacity_seconds=0)])
+    trainer.train()
+    assert callback.latest["leakage/step/unexplained"] < 1e-6
 
 
 def test_training_is_not_disturbed(tmp_path: Path) -> None:

@@ -216,12 +216,12 @@ class Observation:
         """Return the newest gradient of ``role``.
 
         Raises:
-            KeyError: no snapshot has that role; the message lists the roles that exist.
+            UnusableObservation: no snapshot has that role.
         """
         for snapshot in reversed(self.gradients):
             if role in snapshot.tensors:
                 return snapshot.tensors[role]
-        raise KeyError(f"no gradient of '{role}' in this observation")
+        raise UnusableObservation(f"no gradient of '{role}' in this step: was it {REPLACED}?")
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -312,6 +312,9 @@ def check_finite(values: Tensor, name: str, error: type[Exception] | None = None
     """
     if not bool(values.isfinite().all()):
         raise (error or UnusableObservation)(f"not finite (NaN or infinity): {name}")
+
+
+REPLACED = "replaced in the run (pruning, parametrize)"
 
 
 class UnusableObservation(RuntimeError):

@@ -103,11 +103,6 @@ def table(
     if unread:
         n = len(unread)
         lines.append(f"  Shared, tested by no attack: {n} parameters. Their names: run.jsonl.")
-        computes = sum(".parametrizations." in n or n.endswith("_orig") for n in unread)
-        if computes:
-            lines.append(
-                f"  From {computes} of these, weights are computed (pruning, parametrize)."
-            )
     return "\n".join(lines)
 
 

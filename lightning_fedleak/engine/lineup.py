@@ -29,7 +29,6 @@ from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, without_peft
 from lightning_fedleak.model.model_state import WeightsWritten, saved_once
-from lightning_fedleak.model.snapshots import REPLACED, UnusableObservation
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
@@ -184,12 +183,7 @@ class Lineup:
 
         Layers may be frozen and unfrozen during a run.
         """
-        try:
-            by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
-        except ValueError as error:
-            if not self.plans:
-                raise
-            raise UnusableObservation(f"parameters were {REPLACED}: {error}") from error
+        by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._is_auto:  # an attack whose gradients were never shared is not logged
             by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}

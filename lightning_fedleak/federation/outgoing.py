@@ -208,6 +208,7 @@ class OutgoingUpdates:
             """Attack the update with new noise, and with a copy of the compression."""
             state, noise_std, method = returned, 0.0, ""
             if self.dp is not None:
+                observer.undefended = returned
                 state = moved(sent, self.dp.rehearsed(update, tensors))
                 noise_std = self.dp.own_noise_std
             if self.compression is not None and not self.compression.defers:
@@ -220,7 +221,6 @@ class OutgoingUpdates:
                 self.client,
                 batches=batches,
                 noise_std=noise_std,
-                undefended=None if self.dp is None else returned,
                 compression=method,
                 utility=utility,
                 logged=False,

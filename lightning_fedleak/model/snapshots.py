@@ -221,7 +221,7 @@ class Observation:
         for snapshot in reversed(self.gradients):
             if role in snapshot.tensors:
                 return snapshot.tensors[role]
-        raise UnusableObservation(f"no gradient of '{role}' in this step: was it {REPLACED}?")
+        raise UnusableObservation(f"no gradient of '{role}': was it pruned or parametrized?")
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -312,9 +312,6 @@ def check_finite(values: Tensor, name: str, error: type[Exception] | None = None
     """
     if not bool(values.isfinite().all()):
         raise (error or UnusableObservation)(f"not finite (NaN or infinity): {name}")
-
-
-REPLACED = "replaced in the run (pruning, parametrize)"
 
 
 class UnusableObservation(RuntimeError):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack, Capability, RunFacts, require
@@ -23,7 +22,6 @@ from lightning_fedleak.model.anatomy import (
     HEAD_BIAS,
     HEAD_WEIGHT,
     Anatomy,
-    leaf,
 )
 from lightning_fedleak.model.model_runs import why_not_run
 
@@ -119,15 +117,11 @@ def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
     capabilities.update(c for role, c in surfaces if run.anatomy.parameter(role) is not None)
     if Capability.KNOWS_MODEL in capabilities:
         capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
-    anatomy = run.anatomy
-    for role, layer in ((HEAD_WEIGHT, anatomy.head), (EMBEDDING_WEIGHT, anatomy.embedding)):
-        weight = None if layer is None else getattr(leaf(layer), "weight", None)
-        is_computed = isinstance(weight, Tensor) and anatomy.parameter(role) is None
-        if is_computed and SURFACE_CAPABILITIES[role] in attack.threat_model.needs:
-            raise ValueError(
-                f"attack '{attack.name}' reads {role}, which is no parameter here but computed "
-                "from others (pruning, parametrize): remove it"
-            )
+    for role, layer in ((HEAD_WEIGHT, run.anatomy.head), (EMBEDDING_WEIGHT, run.anatomy.embedding)):
+        is_absent = SURFACE_CAPABILITIES[role] in attack.threat_model.needs - capabilities
+        if layer is not None and is_absent:
+            why = "no parameter here (pruned, or parametrized)"
+            raise ValueError(f"attack '{attack.name}' reads {role}, which is {why}: remove it")
     require(attack.name, attack.threat_model, capabilities)
 
 

@@ -140,11 +140,14 @@ def test_a_gate_names_the_argument_that_is_missing() -> None:
 
 def test_a_gate_says_once_which_limit_can_decide() -> None:
     channel = SimpleNamespace(headline="f1", uninformed=0.9764)
+    low, high = (RiskGate(WORDS, m, strict=False, action="warn") for m in (0.5, 0.98))
+
+    def looks() -> None:
+        for gate in (low, high, low, high):
+            look(gate, values(0.3, 0.4), channel=channel)
+
     with pytest.warns(UserWarning, match="cannot decide") as caught:
-        for at_most in (0.5, 0.98):
-            gate = RiskGate(WORDS, at_most=at_most, strict=False, action="warn")
-            for _ in range(2):
-                look(gate, values(0.3, 0.4), channel=channel)
+        looks()
     (text,) = [str(warning.message) for warning in caught]
     assert "naming everything, whatever the gradient, has 0.98" in text
     assert "at_most=0.5" in text

@@ -398,7 +398,7 @@ class _Seam(Strategy):
         """Return the states of the defences, for the main process of a fit in other processes."""
         return self._fedleak.state_dict()
 
-    def load_fit_results(self, states: Mapping[str, dict[str, object]]) -> None:
+    def load_fit_results(self, states: Any) -> None:
         """Load the states; without their releases the next fit would count from zero."""
         for defense in self._fedleak.defenses:
             defense.load_state_dict(states[defense.name])

@@ -184,8 +184,8 @@ class BagOfWords(base.Attack):
             ids = torch.cat([*self._listed.values()])
             shared = torch.cat([whole_tensor(self._without_decay(view, n)) for n in self._listed])
             # Without a gradient the batch has no listed token.
-            rows = bag_of_words(shared, noise_std).types.cpu() if bool(shared.any()) else ids[:0]
-            return base.WordGuess(ids[rows], surface="input")
+            read = bag_of_words(shared, noise_std).types.cpu() if bool(shared.any()) else ids[:0]
+            return base.WordGuess(ids[read], surface="input")
         return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT), noise_std)
 
     def _without_decay(self, view: Observation, name: str) -> Tensor:

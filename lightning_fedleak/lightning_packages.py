@@ -9,17 +9,15 @@ of each package changes global loggers and warnings. The changes by the second o
 from __future__ import annotations
 
 import importlib
-import io
 import logging
+import pickle
 import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import TYPE_CHECKING, Any, Union
 
-import torch
 from lightning_utilities.core import rank_zero
 
 if TYPE_CHECKING:
@@ -132,8 +130,8 @@ def _package_of_class(cls: type) -> str | None:
 
 # ---- fits in other processes ----------------------------------------------------------------
 
-RESULTS = "lightning_fedleak"
-"""The key of this package's results among those that a launcher returns to the main process."""
+# The key of this package's results among those that a launcher returns to the main process.
+_RESULTS = "lightning_fedleak"
 
 
 def _return_results(launcher: Any) -> None:
@@ -147,30 +145,28 @@ def _return_results(launcher: Any) -> None:
     """
     collect, update = launcher.get_extra_results, launcher.update_main_process_results
 
-    def owners(trainer: Any) -> dict[str, Any]:
-        parts = (trainer.strategy, *trainer.callbacks)
-        return {getattr(p, "state_key", ""): p for p in parts if hasattr(p, "fit_results")}
-
-    @wraps(collect)
-    def get_extra_results(self: Any, trainer: Any) -> dict[str, Any]:
-        extra, buffer = collect(self, trainer), io.BytesIO()
+    def get_extra_results(self: Any, trainer: Any) -> Any:
+        extra = collect(self, trainer)
         if trainer.state.fn == "fit":
-            results = {key: part.fit_results() for key, part in owners(trainer).items()}
-            torch.save(results, buffer)
-            extra[RESULTS] = buffer.getvalue()
-        return cast(dict[str, Any], extra)
+            results = {key: part.fit_results() for key, part in _parts(trainer)}
+            extra[_RESULTS] = pickle.dumps(results)  # else tensors would be shared, not copied
+        return extra
 
-    @wraps(update)
-    def update_main_process_results(self: Any, trainer: Any, extra: dict[str, Any]) -> None:
+    def update_main_process_results(self: Any, trainer: Any, extra: Any) -> None:
         update(self, trainer, extra)
-        if RESULTS in extra:
-            results = torch.load(io.BytesIO(extra[RESULTS]), weights_only=True)
-            for key, part in owners(trainer).items():
-                if key in results:
-                    part.load_fit_results(results[key])
+        results = pickle.loads(extra[_RESULTS]) if _RESULTS in extra else {}
+        for key, part in _parts(trainer):
+            if key in results:
+                part.load_fit_results(results[key])
 
     launcher.get_extra_results = get_extra_results
     launcher.update_main_process_results = update_main_process_results
+
+
+def _parts(trainer: Any) -> list[tuple[str, Any]]:
+    """Return the strategy and callbacks of a Trainer that have results of a fit, with a key."""
+    parts = [("", trainer.strategy), *((c.state_key, c) for c in trainer.callbacks)]
+    return [(key, part) for key, part in parts if hasattr(part, "fit_results")]
 
 
 for _launcher in both("strategies.launchers._MultiProcessingLauncher"):

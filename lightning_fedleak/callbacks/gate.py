@@ -6,10 +6,9 @@ gate of any loop (``Threshold``) to the hooks of a Lightning Trainer.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -151,17 +150,13 @@ class RiskGate(core.Threshold, EitherCallback):
                 "Trainer's min_epochs or min_steps. Drop them, or use action='raise'."
             )
 
-    def fit_results(self) -> dict[str, Any]:
-        """Return what the gate did, for the main process of a fit in other processes."""
-        fired = None if self.fired is None else {**vars(self.fired), "checkpoint": None}
-        path = None if self.fired is None else self.fired.checkpoint
-        return {"fired": fired, "checkpoint": path and str(path), "notches": self.notches}
+    def fit_results(self) -> tuple[core.GateEvent | None, int]:
+        """Return what the gate did in a fit in other processes, for the main process."""
+        return self.fired, self.notches
 
-    def load_fit_results(self, results: dict[str, Any]) -> None:
+    def load_fit_results(self, results: tuple[core.GateEvent | None, int]) -> None:
         """Load what :meth:`fit_results` returned."""
-        path, self.notches = results["checkpoint"], results["notches"]
-        event = results["fired"] and core.GateEvent(**results["fired"])
-        self.fired = event and replace(event, checkpoint=path and Path(path))
+        self.fired, self.notches = results
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log ``leakage/choose`` for ModelCheckpoint to monitor, if the gate is on trained weights.

@@ -342,18 +342,14 @@ class LeakageMonitor(EitherCallback, Reported):
         _FITS.pop(trainer, None)
         self._close()
 
-    def fit_results(self) -> dict[str, Any]:
-        """Return the results, for the main process of a fit in other processes."""
-        jsonl = self.engine.jsonl
-        logs = None if jsonl is None else (str(jsonl.path), jsonl.run)
-        return {"results": self.engine.results.state_dict(), "logs": logs}
+    def fit_results(self) -> tuple[Any, ...]:
+        """Return the results of a fit in other processes, for the main process."""
+        return self.engine.results.state_dict(), self.engine.jsonl
 
-    def load_fit_results(self, results: dict[str, Any]) -> None:
+    def load_fit_results(self, results: tuple[Any, ...]) -> None:
         """Load what :meth:`fit_results` returned."""
-        self.engine.results.load_state_dict(results["results"])
-        if results["logs"] is not None:
-            path, run = results["logs"]
-            self.engine.jsonl = core.JsonLines(Path(path), run)
+        state, self.engine.jsonl = results
+        self.engine.results.load_state_dict(state)
 
     # Not state_dict: with it, Lightning would raise an error for two monitors with one state_key
     # before `setup` can raise a clearer one.

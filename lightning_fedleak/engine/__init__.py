@@ -15,7 +15,6 @@ from lightning_fedleak.engine.gates import names_there_are as names_there_are
 from lightning_fedleak.engine.gates import why_never_judged as why_never_judged
 from lightning_fedleak.engine.lifecycle import Engine as Engine
 from lightning_fedleak.engine.log import Destination as Destination
-from lightning_fedleak.engine.log import JsonLines as JsonLines
 from lightning_fedleak.engine.log import chosen_metrics as chosen_metrics
 from lightning_fedleak.engine.log import to_dataframe as to_dataframe
 from lightning_fedleak.engine.loggers import BoardLogger as BoardLogger

@@ -132,17 +132,16 @@ class JsonLines:
 
     Args:
         path: The file. Its folder is made when the first line is written.
-        run: The id of a fit that has written the file in another process; None for a new fit.
 
     Attributes:
         path: The argument.
         run: The id of this fit in every line, because resumed fits append to the same file.
     """
 
-    def __init__(self, path: Path, run: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.run = run or uuid.uuid4().hex[:12]
-        self._written = run is not None and path.exists()
+        self.run = uuid.uuid4().hex[:12]
+        self._written = False
 
     def append(self, line: records.ResultLine) -> None:
         """Write one result, or why it is unknown.

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch.utils.data import Dataset
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
-from lightning_fedleak.model.model_state import WeightsWritten, copy_without_hooks, preserve_process
+from lightning_fedleak.model.model_state import WeightsWritten, preserve_process
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
@@ -217,7 +218,7 @@ def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
     before = [(p, p._version, p.grad) for p in root.parameters()]
     try:
         if source == "auto":
-            parts = copy_without_hooks(run.anatomy, root, __name__.partition(".")[0])
+            parts = deepcopy(run.anatomy)  # this package's hooks do nothing in it
             with without_messages():  # hides the messages of a second Trainer
                 run.fit_copy(parts.root, rows)
         else:

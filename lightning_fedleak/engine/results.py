@@ -443,21 +443,23 @@ def _worst(
         return {}
     if not exposed:
         return {name: math.nan if shared else 0.0}
-    headlines = []
+    headlines = _headlines(exposed, headline, of_look=of_look)
     is_pending = any(outcome.pending is not None for _, outcome in exposed)
-    for root, outcome in exposed:
-        if outcome.pending is not None:
-            continue
-        values = outcome.values_now(root) if of_look else outcome.values(root)
-        if not math.isnan(value := values.get(f"{root}/{headline}", math.nan)):
-            headlines.append(value)
     missing = any(o.unknown is not None and o.applies for _, o in exposed) or not tested
     certified = any(o.extra.get("certified") == 1.0 for _, o in exposed)
-    is_highest = certified or max(headlines, default=0.0) >= 1.0
-    if headlines and (is_highest or not (missing or is_pending)):
+    if headlines and (certified or 1.0 in headlines or not (missing or is_pending)):
         return {name: max(headlines)}
     lower_bound = {f"{name}_at_least": max(headlines)} if headlines else {}
     return lower_bound if is_pending else {name: math.nan} | lower_bound
+
+
+def _headlines(
+    members: Sequence[tuple[str, Outcome]], headline: str, *, of_look: bool
+) -> list[float]:
+    """Return the known headlines of results, which have the starts of their log names."""
+    logged = [(root, o.values_now(root) if of_look else o.values(root)) for root, o in members]
+    headlines = (values.get(f"{root}/{headline}", math.nan) for root, values in logged)
+    return [value for value in headlines if not math.isnan(value)]
 
 
 def series_of(

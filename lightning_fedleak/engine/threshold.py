@@ -33,7 +33,7 @@ from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import CHOOSE
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
-from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report.records import WEAK, WEAK_REFERENCE, GateFacts, GateLine, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
@@ -268,9 +268,9 @@ class Threshold:
         """Judge the newest look, and act if it exceeds the threshold."""
         if self._stopped:
             return
+        self._warn_of_uninformed(engine)
         # The first process decides for all: only it has the worst client's value, and durations
         # differ between processes.
-        self._warn_of_uninformed(engine)
         event = self._read_look(engine) if engine.run.rank == 0 else None
         event = engine.run.broadcast(None if event is None or not self._judge(event) else event)
         step = engine.results.last_step
@@ -287,7 +287,7 @@ class Threshold:
             return
         if self.at_most < channel.uninformed:
             self._has_warned = True
-            announce(
+            rank_zero_warn(
                 f"{self._subject}: naming everything, whatever the gradient, has "
                 f"{channel.uninformed:.2f} on this batch, so that at_most={self.at_most:g} cannot "
                 f"decide. The lowest limit that can: {math.ceil(100 * channel.uninformed) / 100:g}"

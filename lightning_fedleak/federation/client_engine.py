@@ -14,7 +14,6 @@ words that are known, to show that the attack works.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,11 +82,7 @@ class ClientEngine(Engine):
             self.report.leave_boards(error)
 
     def read_update(
-        self,
-        look: Look,
-        batches: Sequence[Any] | None,
-        take: Callable[[], GradientSnapshot],
-        before_defenses: Callable[[], GradientSnapshot] | None = None,
+        self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
     ) -> dict[Series, Outcome]:
         """Attack the update of a client's round, and score the guesses.
 
@@ -95,7 +90,6 @@ class ClientEngine(Engine):
             look: the look: one run of the attacks, on the update of this round.
             batches: the batches of the local steps; None if they are unknown.
             take: a function that returns the update.
-            before_defenses: a function that returns it before any defence; None if none acted.
 
         Returns:
             The outcomes by series: the results of one attack at one stage. Without batches they are
@@ -109,9 +103,6 @@ class ClientEngine(Engine):
             look.scope = frozenset(s for s in all_series if not fit.series[s].plays_games)
         else:
             self._read_batches(look, batches)
-        if before_defenses is not None:
-            with suppress(Exception):  # the update itself is then compared, and `take` says why
-                look.training_step.undefended = before_defenses()
         self._arm(look)
         look.stages = look.wanted = self.options.stages
         look.training_step.gradients |= dict.fromkeys(look.stages, take)

@@ -18,7 +18,6 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -215,6 +214,8 @@ class RoundObserver:
         self.engine.open(self.run)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
+        # The state before the client's own noise, for the next look: it is not attacked.
+        self.undefended: State | None = None
         self._sent_names: dict[str, str] = {}  # the sent name of each parameter
         self._is_stale = False  # whether the attacks are not adapted to the sent model yet
         self._failures: dict[str, str] = {}  # why an attack could not be adapted, by its name
@@ -288,7 +289,6 @@ class RoundObserver:
         batches: Sequence[Any] | None = None,
         learning_rate: float | None = None,
         noise_std: float = 0.0,
-        undefended: State | None = None,
         compression: str | None = None,
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
@@ -306,8 +306,6 @@ class RoundObserver:
                 recorded, or the optimizer's.
             noise_std: the standard deviation of the noise that is known to be on each entry of
                 ``returned``.
-            undefended: the state before the client's defences, with which the round that is made
-                again is compared; it is not attacked. None: it is ``returned``.
             compression: the method by which ``returned`` was compressed, empty for none; None for
                 the method of the ``defenses``.
             utility: further values of this round, logged as ``utility/<name>``.
@@ -325,6 +323,7 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         engine = self._engine_of(client, stage)
         look, utility = core.Look(self.round_), utility or {}
+        undefended, self.undefended = self.undefended, None
         before: Mapping[str, Any] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
@@ -340,6 +339,8 @@ class RoundObserver:
                         f"local_steps={self.local_steps} (trained_on(batch, step=False) "
                         "accumulates)"
                     )
+            if undefended is not None:
+                look.training_step.undefended = observe(undefended, 0.0)
             return observe(returned, noise_std)
 
         def observe(state: State, noise_std: float) -> GradientSnapshot:
@@ -369,8 +370,7 @@ class RoundObserver:
         try:
             before = _state_of(engine)
             self._refresh(look, engine)
-            before_defenses = None if undefended is None else partial(observe, undefended, 0.0)
-            outcomes = engine.read_update(look, batches, take, before_defenses)
+            outcomes = engine.read_update(look, batches, take)
             round_look = read_look(
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )

@@ -207,6 +207,7 @@ class OutgoingUpdates:
         def look_once() -> RoundLook:
             """Attack the update with new noise, and with a copy of the compression."""
             state, noise_std, method = returned, 0.0, ""
+            observer.undefended = returned
             if self.dp is not None:
                 state = moved(sent, self.dp.rehearsed(update, tensors))
                 noise_std = self.dp.own_noise_std
@@ -220,7 +221,6 @@ class OutgoingUpdates:
                 self.client,
                 batches=batches,
                 noise_std=noise_std,
-                undefended=None if state is returned else returned,
                 compression=method,
                 utility=utility,
                 logged=False,

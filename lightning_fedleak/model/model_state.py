@@ -14,11 +14,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from copy import deepcopy
 from functools import lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
-
-T = TypeVar("T")
 
 # Largest number of bytes of a tensor or array that is copied before the run; not tuned.
 #
@@ -156,31 +153,6 @@ def saved_once(is_on: bool = True) -> Iterator[None]:
         yield
     finally:
         _saved.reset(token)
-
-
-def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:
-    """Return a deep copy of an object that holds a model, without the hooks of one package.
-
-    A hook of another package that is bound to a module of the model is bound to the module's copy.
-
-    Args:
-        thing: the object.
-        root: the model.
-        package: the name of the package. Its hooks would change the state of the original's run.
-    """
-    memo: dict[int, Any] = {}
-    hooks_of_copies = list[tuple[OrderedDict[int, Any], dict[int, Any]]]()
-    for module in modules_of(root):
-        for name in HOOKS:
-            if hooks := module.__dict__.get(name):
-                memo[id(hooks)] = copied_hooks = OrderedDict[int, Any]()
-                homes = ((key, hook_home(hook).partition(".")[0]) for key, hook in hooks.items())
-                other_hooks = {key: hooks[key] for key, home in homes if home != package}
-                hooks_of_copies.append((copied_hooks, other_hooks))
-    copy_of_thing = deepcopy(thing, memo)
-    for copied_hooks, hooks in hooks_of_copies:  # now that all modules have copies
-        copied_hooks.update(deepcopy(hooks, memo))
-    return copy_of_thing
 
 
 class _Tensor:
@@ -403,7 +375,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return modules
 
 
-class ModuleHook:
+class Hook:
     """A hook of this package on a user's module, which does nothing in a copy of the module.
 
     A user may copy or pickle the model within a step (averaged weights, a checkpoint). The copy

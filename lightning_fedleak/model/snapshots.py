@@ -216,12 +216,12 @@ class Observation:
         """Return the newest gradient of ``role``.
 
         Raises:
-            KeyError: no snapshot has that role; the message lists the roles that exist.
+            UnusableObservation: no snapshot has that role.
         """
         for snapshot in reversed(self.gradients):
             if role in snapshot.tensors:
                 return snapshot.tensors[role]
-        raise KeyError(f"no gradient of '{role}' in this observation")
+        raise UnusableObservation(f"no gradient of '{role}': was it pruned or parametrized?")
 
 
 def is_shard(tensor: Tensor) -> bool:

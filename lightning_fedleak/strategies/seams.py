@@ -394,11 +394,11 @@ class _Seam(Strategy):
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
         return checkpoint
 
-    def fit_results(self) -> Mapping[str, Any]:
+    def fit_results(self) -> Mapping[str, object]:
         """Return the states of the defences, for the main process of a fit in other processes."""
         return self._fedleak.state_dict()
 
-    def load_fit_results(self, states: Mapping[str, Any]) -> None:
+    def load_fit_results(self, states: Any) -> None:
         """Load the states; without their releases the next fit would count from zero."""
         for defense in self._fedleak.defenses:
             defense.load_state_dict(states[defense.name])

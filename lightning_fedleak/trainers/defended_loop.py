@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.host import Host, rank_and_world_size
 from lightning_fedleak.defenses.release import Client, UpdateRelease
-from lightning_fedleak.model.model_state import ModuleHook
+from lightning_fedleak.model.model_state import Hook
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.trainers.loop import (
     check_autocast,
@@ -173,7 +173,7 @@ class DefendedLoop(Host):
         # counts steps: each batch is one step of every optimizer.
         leaf = next(m for m in self._root.modules() if not [*m.children()])
         self._handles = [
-            leaf.register_forward_pre_hook(ModuleHook(self._check_autocast)),
+            leaf.register_forward_pre_hook(Hook(self._check_autocast)),
             self.optimizers[0].register_step_post_hook(self._record_step),
         ]
         return self

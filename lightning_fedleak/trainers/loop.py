@@ -31,7 +31,7 @@ from lightning_fedleak.defenses.host import rank_and_world_size
 from lightning_fedleak.defenses.release import UpdateRelease, release_of
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled, is_observed
-from lightning_fedleak.model.model_state import ModuleHook
+from lightning_fedleak.model.model_state import Hook
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
 from lightning_fedleak.trainers.rollouts import Rollouts
@@ -232,7 +232,7 @@ class LoopRun(core.Run):
             handle.remove()
             check_autocast(self.watcher, self.device, self.precision)
 
-        handle = self.anatomy.embedding.register_forward_pre_hook(ModuleHook(check))
+        handle = self.anatomy.embedding.register_forward_pre_hook(Hook(check))
         return handle.remove
 
     def broadcast(self, value: T) -> T:

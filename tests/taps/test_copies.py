@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak import DPSGD, ActivationNoise, BagOfWords, DefendedStrategy
-from lightning_fedleak.model.model_state import HOOKS, ModuleHook
+from lightning_fedleak.model.model_state import HOOKS, Hook
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.helpers.models import tiny_gpt2
@@ -43,12 +43,12 @@ def train_copy(
     model: nn.Module, copied: Callable[[nn.Module], Any], ids: Tensor, other_ids: Tensor
 ) -> None:
     """Train a copy of the model in the middle of a step on other texts."""
-    assert any(isinstance(hook, ModuleHook) for hook in hooks_of(model))
+    assert any(isinstance(hook, Hook) for hook in hooks_of(model))
     stored = pickle.dumps(model)
     assert ids[0].numpy().tobytes() not in stored
     assert b"lightning_fedleak" not in stored
     other = copied(model)
-    assert not any(isinstance(hook, ModuleHook) for hook in hooks_of(other))
+    assert not any(isinstance(hook, Hook) for hook in hooks_of(other))
     other(input_ids=other_ids, labels=other_ids).loss.backward()
 
 
@@ -95,4 +95,4 @@ def test_a_copy_of_a_defended_model_holds_no_defence(tmp_path: Path) -> None:
     n_hooks, stored, model = found[0]
     assert n_hooks > 10
     assert b"lightning_fedleak" not in stored
-    assert not any(isinstance(hook, ModuleHook) for hook in hooks_of(model))
+    assert not any(isinstance(hook, Hook) for hook in hooks_of(model))

@@ -326,8 +326,8 @@ class MembershipAttack(Attack):
         """Return A_guess on the newest gradient of the crafted layers in ``view``.
 
         Raises:
-            UnusableObservation: the gradient is not finite.
-            KeyError: ``view`` holds no gradient of crafted layers.
+            UnusableObservation: the gradient is not finite, or ``view`` holds none of crafted
+                layers.
         """
         snapshot = next((s for s in reversed(view.gradients) if CRAFTED in s.tensors), None)
         noise_std = 0.0 if snapshot is None else snapshot.noise_std

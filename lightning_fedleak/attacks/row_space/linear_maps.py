@@ -235,8 +235,7 @@ def nonzero_gradients(view: Observation, maps: Iterable[LinearMap]) -> dict[Line
     """Return the non-zero shared gradients of maps, each with one row per output of its map.
 
     Raises:
-        UnusableObservation: a gradient has NaN or infinity.
-        KeyError: a map's gradient is not in ``view``.
+        UnusableObservation: a gradient has NaN or infinity, or is not in ``view``.
     """
     gradients = {}
     for linear in maps:

@@ -147,8 +147,7 @@ class BagOfWords(base.Attack):
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Store the weights that a round begins with, if decoupled decay changes them."""
         if decays_apart(self._facts):
-            names = self._factors or (*self._listed,) or (EMBEDDING_WEIGHT,)
-            self._before = copy_weights(anatomy, names)
+            self._before = copy_weights(anatomy, self._names)
 
     def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the input embedding; the A of a LoRA on it, or its listed rows, if those train.
@@ -160,13 +159,15 @@ class BagOfWords(base.Attack):
         self._listed = {} if self._factors else _listed_tokens(anatomy)
         # A control has few listed tokens too, which proves nothing: their rows are exact by design.
         self.needs_control = not self._listed
-        if self._factors:
-            return base.Surfaces(gradients=self._factors)
-        are_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
-        base.refuse_tied(are_tied, self.name, "embedding")
-        if self._listed:
-            return base.Surfaces(gradients=(*self._listed,))
-        return base.Surfaces(gradients=(EMBEDDING_WEIGHT,))
+        if not self._factors:
+            are_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
+            base.refuse_tied(are_tied, self.name, "embedding")
+        return base.Surfaces(gradients=self._names)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The parameters whose gradients are read."""
+        return self._factors or (*self._listed,) or (EMBEDDING_WEIGHT,)
 
     def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the types whose embedding row changed in the newest snapshot.
@@ -180,11 +181,11 @@ class BagOfWords(base.Attack):
             rows = [self._without_decay(view, name).T for name in self._factors]
             return bag_of_words(torch.cat(rows, dim=1), noise_std)
         if self._listed:
+            ids = torch.cat([*self._listed.values()])
             shared = torch.cat([whole_tensor(self._without_decay(view, n)) for n in self._listed])
-            ids = torch.cat([*self._listed.values()]).to(shared.device)
-            is_read = bool(shared.any())  # else the batch has no listed token
-            rows = bag_of_words(shared, noise_std).types if is_read else ids.new_empty(0)
-            return base.WordGuess(ids[rows], surface="input")
+            # Without a gradient the batch has no listed token.
+            read = bag_of_words(shared, noise_std).types.cpu() if bool(shared.any()) else ids[:0]
+            return base.WordGuess(ids[read], surface="input")
         return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT), noise_std)
 
     def _without_decay(self, view: Observation, name: str) -> Tensor:
@@ -245,15 +246,15 @@ def _trained_factors(anatomy: Anatomy) -> tuple[str, ...]:
 
 def _listed_tokens(anatomy: Anatomy) -> dict[str, Tensor]:
     """Return the ids of the tokens whose rows PEFT trains alone, by the name of their parameter."""
-    embedding: Any = unwrap(anatomy.embedding)
-    layer = embedding._modules.get("token_adapter", embedding)
+    layer: Any = unwrap(anatomy.embedding)
+    layer = layer._modules.get("token_adapter", layer)
     rows = layer._modules.get("trainable_tokens_delta")
     if not isinstance(rows, nn.ParameterDict) or anatomy.trainable(EMBEDDING_WEIGHT):
         return {}
-    adapters = {id(rows[name]): name for name in layer.active_adapters if name in rows}
-    parameters = [(n, p) for n, p in anatomy.root.named_parameters() if id(p) in adapters]
-    ids = {n: layer.token_indices[adapters[id(p)]] for n, p in parameters if p.requires_grad}
-    return {name: torch.as_tensor(tokens) for name, tokens in ids.items()}
+    active = [name for name in layer.active_adapters if name in rows]
+    ids = {id(rows[name]): torch.as_tensor(layer.token_indices[name]) for name in active}
+    parameters = [(n, p) for n, p in anatomy.root.named_parameters() if p.requires_grad]
+    return {name: ids[id(p)] for name, p in parameters if id(p) in ids}
 
 
 def _largest(rows: Tensor) -> Tensor:

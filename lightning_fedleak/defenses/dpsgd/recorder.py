@@ -22,8 +22,7 @@ from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd import experts, rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
-from lightning_fedleak.model.model_state import ModuleHook
-from lightning_fedleak.model.taps.hooks import taps_paused
+from lightning_fedleak.model.taps.hooks import Hook, taps_paused
 
 # Samples of a batch from which on one sample that is part of all matches in `_check_rows` is taken
 # for a coincidence. With fewer samples, rows in the wrong order may do the same. Not tuned.
@@ -132,12 +131,12 @@ class Recorder:
             if module in inner or not (module in self._adapted or owns_parameters(module)):
                 continue
             if module in self._adapted:
-                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._save_state)))
+                self._handles.append(module.register_forward_pre_hook(Hook(self._save_state)))
             if isinstance(rerun.wrapped_layer(module), nn.Embedding):
                 self._handles.append(
-                    module.register_forward_pre_hook(ModuleHook(self._expand_ids), with_kwargs=True)
+                    module.register_forward_pre_hook(Hook(self._expand_ids), with_kwargs=True)
                 )
-            record = ModuleHook(functools.partial(self._save_call, name))
+            record = Hook(functools.partial(self._save_call, name))
             self._handles.append(module.register_forward_hook(record, with_kwargs=True))
 
     def read_parameters(self) -> None:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.processes import local_part
-from lightning_fedleak.model.model_state import ModuleHook
+from lightning_fedleak.model.model_state import Hook
 
 # The largest number of elements of a buffer whose content is compared after every step. Larger ones
 # are compared every ``loss_graph.CHECK_EVERY`` releases, because it takes longer. Not tuned.
@@ -89,7 +89,7 @@ class Buffers:
             self.read(all_contents=self._all_contents)
             handle.remove()
 
-        handle = self._root.register_forward_pre_hook(ModuleHook(read_once))
+        handle = self._root.register_forward_pre_hook(Hook(read_once))
         try:
             yield
         finally:

@@ -117,6 +117,11 @@ def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
     capabilities.update(c for role, c in surfaces if run.anatomy.parameter(role) is not None)
     if Capability.KNOWS_MODEL in capabilities:
         capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
+    for role, layer in ((HEAD_WEIGHT, run.anatomy.head), (EMBEDDING_WEIGHT, run.anatomy.embedding)):
+        is_absent = SURFACE_CAPABILITIES[role] in attack.threat_model.needs - capabilities
+        if layer is not None and is_absent:
+            why = "no parameter here (pruned, or parametrized)"
+            raise ValueError(f"attack '{attack.name}' reads {role}, which is {why}: remove it")
     require(attack.name, attack.threat_model, capabilities)
 
 

@@ -214,9 +214,6 @@ class WordsChannel(Channel):
             step.error = reason(error)
         truth = self._join_processes(truth)
         self._truth = None if step.error else truth  # None if it is not known
-        if truth is not None:
-            used = max(len(truth.output_types), len(truth.input_types))
-            self.uninformed = 2 * used / (used + self._n_types)
         return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> _WordTruth:
@@ -301,6 +298,7 @@ class WordsChannel(Channel):
         types = self._truth.types(answer.surface)
         counts = self._counts(answer, types)
         right, named, used = int(counts.tp), int(counts.tp + counts.fp), int(counts.tp + counts.fn)
+        self.uninformed = 2 * used / (used + self._n_types)
         is_certain = right <= named + used - self._n_types  # whichever types these are
         is_noisy = look.training_step.view(series.stage).noise_std != 0.0
         if is_noisy and is_certain and 2 * right > default_limit(0.0) * (named + used):

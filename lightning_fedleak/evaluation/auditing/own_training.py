@@ -24,7 +24,7 @@ from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing.private_training import Gradients, PrivateTrainingCheck
 from lightning_fedleak.evaluation.auditing.training_checks import PrivacyClaim
-from lightning_fedleak.model.model_state import ModuleHook, preserve_model
+from lightning_fedleak.model.model_state import Hook, preserve_model
 
 FIRST = 1  # number of the first batch with a look: batch 0 shows which module makes the logits
 ReadGradients = Callable[[Optimizer], None]  # records the gradients of an optimizer
@@ -98,7 +98,7 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         with ExitStack() as stack:
             if self._logits_module is not None:
                 # Before the hooks of DPSGD, so that these get the scaled gradients.
-                hook = ModuleHook(self._scale_rows)
+                hook = Hook(self._scale_rows)
                 handle = self._logits_module.register_forward_hook(hook, prepend=True)
                 stack.callback(handle.remove)
             stack.enter_context(self._host.without_logs())
@@ -129,6 +129,7 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         tensors: list[Tensor] = []  # alive, so that no two have the same id
         has_attribute = False
 
+        @Hook
         def record_output(module: nn.Module, _: object, output: Any) -> None:
             nonlocal has_attribute
             logits = getattr(output, "logits", None)
@@ -140,9 +141,8 @@ class OwnTrainingCheck(PrivateTrainingCheck):
                 if logits is not None or not has_attribute:
                     self._logits_module = maker
 
-        hook = ModuleHook(record_output)
         for module in self._model.modules():
-            self._discovery_hooks.callback(module.register_forward_hook(hook).remove)
+            self._discovery_hooks.callback(module.register_forward_hook(record_output).remove)
         self._discovery_hooks.callback(tensors.clear)
 
     def _rehearse(self, copies: Any) -> None:

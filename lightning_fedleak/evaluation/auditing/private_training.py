@@ -64,7 +64,7 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.defenses.dpsgd.logical import copies_of, number_of_rows
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing import training_checks as checks
-from lightning_fedleak.model.model_state import ModuleHook, preserve_process
+from lightning_fedleak.model.model_state import Hook, preserve_process
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import check_integer
 
@@ -162,7 +162,7 @@ class PrivateTrainingCheck:
         draws: deque[Sequence[int]] = deque()
         sampler = getattr(loader, "batch_sampler", None)
         with ExitStack() as stack:
-            stack.callback(self._model.register_forward_hook(ModuleHook(self._scale_rows)).remove)
+            stack.callback(self._model.register_forward_hook(Hook(self._scale_rows)).remove)
             for optimizer in self._optimizers:
                 stack.callback(before_real_step(optimizer, partial(self._record_step, optimizer)))
             if sampler is not None and not is_shared:
@@ -397,7 +397,7 @@ class PrivateTrainingCheck:
                     handle = parameter.register_hook(partial(add_gradient, name))  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
             for module in self._model.modules():
-                stack.callback(module.register_forward_pre_hook(ModuleHook(enter_layer)).remove)
+                stack.callback(module.register_forward_pre_hook(Hook(enter_layer)).remove)
             error = self._run_step(copies)
             rows_run, released = self._rows, self._released
             gradients = {name: g for part in released for name, g in part.items()}

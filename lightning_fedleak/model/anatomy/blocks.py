@@ -25,7 +25,7 @@ from lightning_fedleak.model.anatomy.wrappers import (
     walk,
     without_peft,
 )
-from lightning_fedleak.model.model_state import ModuleHook
+from lightning_fedleak.model.model_state import Hook
 from lightning_fedleak.validate import check_integer
 
 Named = tuple[str, nn.Module]  # a module with its path
@@ -266,6 +266,7 @@ class Place:
         read: Callable[..., Any] = states_in if self.side == "input" else states_out
         write: Callable[..., Any] = with_states_in if self.side == "input" else with_states_out
 
+        @Hook
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(_: nn.Module, args: tuple[Any, ...], *further: Any) -> Any:
             call_values = (args, *further) if self.side == "input" else further
@@ -277,10 +278,9 @@ class Place:
                     raise
                 return failed(error)
 
-        entry = ModuleHook(hook)
         if self.side == "input":
-            return self.module.register_forward_pre_hook(entry, prepend=first, with_kwargs=True)
-        return self.module.register_forward_hook(entry, prepend=first)
+            return self.module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+        return self.module.register_forward_hook(hook, prepend=first)
 
 
 def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:

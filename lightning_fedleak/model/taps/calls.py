@@ -22,11 +22,10 @@ from lightning_fedleak.model.anatomy import (
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compiled import reset_compiled
-from lightning_fedleak.model.model_state import ModuleHook
 from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.graph import arguments_of
-from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+from lightning_fedleak.model.taps.hooks import Hook, raise_kept, raised_when_read
 
 # The error for packed documents whose interaction is unknown, with the cause in place of ``{}``.
 NOT_TESTED = (
@@ -51,18 +50,15 @@ class ModelCalls:
         self.error: Exception | None = None
         self._armed = False
         self._root = anatomy.root
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def record(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            if self._armed and torch.is_grad_enabled():
-                self._store(model, args, kwargs)
-
-        self._handle = anatomy.model.register_forward_pre_hook(ModuleHook(record), with_kwargs=True)
+        hook = Hook(torch.compiler.disable(self._store))  # type: ignore[no-untyped-call]
+        self._handle = anatomy.model.register_forward_pre_hook(hook, with_kwargs=True)
         reset_compiled(anatomy.root)
 
     @raised_when_read
     def _store(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Store the arguments of a call by name; its ids get the name ``input_ids``."""
+        if not self._armed or not torch.is_grad_enabled():
+            return
         arguments = arguments_of(model, args, kwargs)
         if (name := ids_argument(model)) in arguments:
             arguments["input_ids"] = arguments.pop(name)

@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, backbone_of, last_states_in, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.model_state import ModuleHook
-from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
+from lightning_fedleak.model.taps.hooks import Hook, raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.last_states import head_map, read_last_states
 from lightning_fedleak.model.taps.row_labels import (
     HeadCall,
@@ -103,21 +102,18 @@ class GraphTap:
         if self.why_not is not None:
             return
         anatomy = self._anatomy
-        begins, ends = ModuleHook(self._model_begins), ModuleHook(self._model_ends)
-        for module in {id(m): m for m in (anatomy.model, without_peft(anatomy.model))}.values():
-            before = module.register_forward_pre_hook(begins, with_kwargs=True)
-            after = module.register_forward_hook(ends, always_call=True)
-            self._handles += [before, after]
-        if (backbone := self._backbone) is not None:
-            before = backbone.register_forward_pre_hook(begins, with_kwargs=True)
-            after = backbone.register_forward_hook(ModuleHook(self._backbone_ends))
-            end = backbone.register_forward_hook(ends, always_call=True)
-            self._handles += [before, after, end]
-        self._handles.append(anatomy.embedding.register_forward_hook(ModuleHook(self._embed)))
+        begins, ends = Hook(self._model_begins), Hook(self._model_ends)
+        outer = anatomy.model, without_peft(anatomy.model), self._backbone
+        for module in {id(m): m for m in outer if m is not None}.values():
+            self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+            if module is self._backbone:
+                self._handles.append(module.register_forward_hook(Hook(self._backbone_ends)))
+            self._handles.append(module.register_forward_hook(ends, always_call=True))
+        self._handles.append(anatomy.embedding.register_forward_hook(Hook(self._embed)))
         if anatomy.head is not None:
-            self._handles.append(anatomy.head.register_forward_hook(ModuleHook(self._head)))
+            self._handles.append(anatomy.head.register_forward_hook(Hook(self._head)))
         for block in anatomy.blocks[:1] if anatomy.kind == "causal" else ():
-            self._handles.append(block.register_forward_hook(ModuleHook(self._first_block)))
+            self._handles.append(block.register_forward_hook(Hook(self._first_block)))
 
     def close(self) -> None:
         """Remove the hooks and discard the calls."""
@@ -271,7 +267,7 @@ class GraphTap:
         if head.rows is not None and head.source != source:
             return
         head.source, head.backward = source, backward
-        call.accumulates = accumulates([*self._anatomy.root.parameters()])
+        call.accumulates = _accumulates(self._anatomy.root)
         rows = gradient.flatten(0, -2), logits.flatten(0, -2)
         head.rows = read_rows(*rows, self._suggest(call, head.shape, gradient.device))
         if self._anatomy.kind == "classifier":
@@ -302,7 +298,7 @@ class GraphTap:
             call.states = None
         elif call.gradient is None:
             call.gradient = gradient.detach().clone()
-            call.accumulates = accumulates([*self._anatomy.root.parameters()])
+            call.accumulates = _accumulates(self._anatomy.root)
         else:  # a further backward
             call.gradient += gradient
 
@@ -328,19 +324,16 @@ class GraphTap:
         call.reached = (gradient != 0).any(-1) | (False if call.reached is None else call.reached)
 
 
-def accumulates(parameters: Sequence[nn.Parameter]) -> bool:
+def _accumulates(model: nn.Module) -> bool:
     """Return whether the backward pass that runs now adds to the gradient of a parameter.
 
     ``autograd.grad`` does not.
     """
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
-                    return True
-            except RuntimeError:  # it is an input of autograd.grad
-                return False
-    return False
+    nodes = (get_gradient_edge(p).node for p in model.parameters() if p.requires_grad)
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # a parameter is an input of autograd.grad
+        return False
 
 
 # ---- token batches -----------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_fedleak.model.model_state import Hook as Hook
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # A key for each open :func:`taps_paused` block.

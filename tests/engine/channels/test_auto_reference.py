@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from lightning_fedleak.evaluation.canaries import draw_references, leave_out
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
-from lightning_fedleak.model.model_state import WeightsWritten, copy_without_hooks
+from lightning_fedleak.model.model_state import Hook, WeightsWritten
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps.tokens import token_log_probs
 from lightning_fedleak.report import findings, model_card, page, read
@@ -535,10 +536,9 @@ def test_a_copy_has_the_hooks_of_others_bound_to_itself() -> None:
     def own(*_: Any) -> None:
         calls.append(1)
 
-    own.__module__ = "lightning_fedleak.model"
-    layer.register_forward_hook(own)
+    layer.register_forward_hook(Hook(own))
     root = nn.Sequential(layer)
-    copied = copy_without_hooks((root, layer), root, "lightning_fedleak")
+    copied = deepcopy((root, layer))
     assert copied[0][0] is copied[1] is not layer
     copied[0](torch.ones(1, 2))
     assert copied[1].calls == 1

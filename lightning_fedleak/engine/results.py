@@ -149,8 +149,7 @@ class Results:
             at_most=at_most,
             chance=channel.ranges.get(metric, (0.0, 1.0, 0.0))[2],
             known=channel.leak.known,
-            failure=control.why,
-            unexplained=control.unexplained,
+            cause=control.why or _of_another_source(control.unexplained),
             bound=control.bound if metric == channel.headline else math.nan,
         )
 
@@ -451,6 +450,16 @@ def _worst(
         return {name: max(headlines)}
     lower_bound = {f"{name}_at_least": max(headlines)} if headlines else {}
     return lower_bound if is_pending else {name: math.nan} | lower_bound
+
+
+def _of_another_source(share: float) -> str:
+    """Return the sentence that a share of a gradient is not its batch's; empty for none."""
+    if not share > 0:
+        return ""
+    return (
+        f"Of the gradient {share:.2g} is not its batch's: a penalty on the weights, rounding, or a "
+        "change between backward and optimizer.step()"
+    )
 
 
 def _headlines(

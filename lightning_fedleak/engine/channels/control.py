@@ -264,17 +264,21 @@ class Controls:
             step.unexplained = share
             self._fail(look, scored, _DOUBT.format(share))
             return
+        few = self._has_few_uneven_labels(look, controls)
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
-        uneven = list[Plan]()
-        if len(controls) > 1:  # labels weigh unevenly
-            # Without noise, fewer labels than dimensions: a vector separates each from all others.
-            few = self._count_labels(controls[0]) < self._run.anatomy.hidden_size
-            if self._anywhere(few and not step.view(look.stages[-1]).noise_std > 0):
-                uneven = [plan for plan in plans if plan.attack.for_even_losses]
+        uneven = [p for p in plans if few and p.attack.for_even_losses and p not in likely]
         if rest := [plan for plan in plans if plan not in [*likely, *uneven]]:
             self._run_attacks(look, rest, controls, remainder)
         self._fail(look, likely, _LIKELY_TEXTS)
         self._fail(look, uneven, _UNEVEN)
+
+    def _has_few_uneven_labels(self, look: Look, controls: Sequence[Step]) -> bool:
+        """Return whether labels weigh unevenly, and are so few that a vector separates each."""
+        if len(controls) == 1:  # they weigh evenly
+            return False
+        few = self._count_labels(controls[0]) < self._run.anatomy.hidden_size
+        # Noise keeps a vector from separating them.
+        return self._anywhere(few and not look.training_step.view(look.stages[-1]).noise_std > 0)
 
     def _fail(self, look: Look, plans: Sequence[Plan], why: str) -> None:
         """Store an unknown control for attacks, so that their low numbers do not count."""

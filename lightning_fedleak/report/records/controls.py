@@ -58,8 +58,7 @@ def judge_value(
     chance: float,
     part: float = math.nan,
     known: str = "words",
-    failure: str = "",
-    unexplained: float = math.nan,
+    cause: str = "",
     bound: float = math.nan,
 ) -> Judgement:
     """Return a value as it counts at a limit, judged by the control.
@@ -81,8 +80,7 @@ def judge_value(
         chance: The value that guessing reaches.
         part: The control on a part of the batch; NaN if none was measured.
         known: The content of the control for the sentence, a plural such as "words".
-        failure: The reason why the control could not be measured.
-        unexplained: The share of the step's gradient that does not come from its own backward pass.
+        cause: The reason why the control could not be measured, or may be low.
         bound: The value that a reader who knows all else can have behind declared defences; 1 if
             nothing bounds it, NaN without such defences.
     """
@@ -98,7 +96,7 @@ def judge_value(
     measured = f"it reads {value:.2f}, and {control:.2f} of known {known} in the same step"
     if math.isnan(control):
         measured = f"it reads {value:.2f}, and its control could not be read"
-        measured += f" ({failure})" if failure else ""
+        measured += f" ({cause})" if cause else ""
     if control > at_most:
         share = (value - chance) / (control - chance)
         counted = chance + share * (1 - chance)
@@ -114,9 +112,5 @@ def judge_value(
     if math.isnan(control):
         return Judgement(math.nan, measured)
     why = f"{measured}: this attack cannot show more than {control:.2f} here"
-    if unexplained > 0:
-        why += (
-            f". Of the gradient {unexplained:.2g} is not its batch's: a penalty on the weights, or "
-            "a change between backward and optimizer.step()"
-        )
+    why += f". {cause}" if cause else ""
     return Judgement(math.nan, why)

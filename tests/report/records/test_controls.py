@@ -35,7 +35,7 @@ SHARES = st.floats(0, 1)
 def test_the_rule_of_a_gate_at_one_half(
     value: float, control: float | None, part: float, expected: float
 ) -> None:
-    result = judge_value(value, control, part=part, at_most=0.5, chance=0.0, failure="it failed")
+    result = judge_value(value, control, part=part, at_most=0.5, chance=0.0, cause="it failed")
     assert result.value == pytest.approx(expected, nan_ok=True)
     assert result.by_aggregation == (part == 0.9)
     changed = not math.isnan(value) and result.value != value
@@ -51,7 +51,7 @@ def test_both_numbers_are_in_the_reason() -> None:
     share = judge_value(0.6, 0.75, at_most=0.65, chance=0.5, known="texts").why
     assert "0.60, and 0.75 of known texts" in share
     assert share.endswith("counts as 0.70")
-    assert judge_value(0.2, NO, at_most=0.5, chance=0.0, failure="it broke").why.endswith(
+    assert judge_value(0.2, NO, at_most=0.5, chance=0.0, cause="it broke").why.endswith(
         "could not be read (it broke)"
     )
     assert judge_value(0.2, NO, at_most=0.5, chance=0.0).why.endswith("could not be read")
@@ -59,6 +59,26 @@ def test_both_numbers_are_in_the_reason() -> None:
         "low by aggregation: it reads 0.20, and its control could not be read, but 0.90 of known "
         "words of a part of the batch, which holds more than this attack can distinguish"
     )
+
+
+@pytest.mark.parametrize(
+    ("control", "bound", "expected"),
+    [
+        (1.0, 0.3, 0.2),
+        (1.0, 0.6, NO),
+        (1.0, 1.0, NO),
+        (NO, 0.3, 0.2),
+        (0.1, 0.3, 0.2),
+        (0.1, 0.6, NO),
+    ],
+)
+def test_behind_declared_defences_the_bound_decides_whatever_the_control_is(
+    control: float, bound: float, expected: float
+) -> None:
+    judged = judge_value(0.2, control, part=0.9, at_most=0.5, chance=0.0, bound=bound)
+    assert judged.value == pytest.approx(expected, nan_ok=True)
+    assert not judged.by_aggregation
+    assert judge_value(0.6, control, at_most=0.5, chance=0.0, bound=bound).value == 0.6
 
 
 @given(value=SHARES, control=SHARES, part=SHARES, at_most=st.floats(0, 0.99))

@@ -312,7 +312,8 @@ def test_an_update_leaves_whose_own_noise_hides_the_words(tmp_path):
     [(_, _, result)] = rounds(out)
     assert not result.withheld
     assert result.look.values["leakage/bag_of_words/f1"] < 0.3
-    assert result.look.values["leakage/bag_of_words/control"] == 1.0
+    assert result.look.values["leakage/bag_of_words/control"] > 0.9  # it has the words' rounding
+    assert result.look.values["leakage/bag_of_words/bound"] < 0.6
     assert result.look.values["leakage/step/unexplained"] < 1e-4
     out = client(tmp_path / "less", gate, attack=BagOfWords(), dp=dp(noise=1e-3))
     with announced("withheld"):

@@ -251,16 +251,13 @@ class Controls:
         step = look.training_step
         controls = self._controls(step)
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        share, remainder = 0.0, dict[str, Tensor]()
-        if roles:
-            try:
-                share, remainder = self._remainder(look, roles)
-            except Exception as error:
-                self._fail(look, [p for p in scored if p.roles], _NOT_AGAIN.format(reason(error)))
-                plans = [plan for plan in plans if not plan.roles]
-        residuals = [head.residual for call in step.calls for head in call.read_heads]
-        share = max([share, *(residual.share for residual in residuals if residual is not None)])
-        if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's logits
+        try:
+            share, remainder = self._remainder(look, roles)
+        except Exception as error:
+            share, remainder = 0.0, {}
+            self._fail(look, [p for p in scored if p.roles], _NOT_AGAIN.format(reason(error)))
+            plans = [plan for plan in plans if not plan.roles]
+        if self._anywhere(share > MAX_UNEXPLAINED):
             step.unexplained = share
             self._fail(look, scored, _DOUBT.format(share))
             return
@@ -315,13 +312,17 @@ class Controls:
         return controls
 
     def _remainder(self, look: Look, roles: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
-        """Return the unexplained share of the gradients, and the remainder of each by role.
+        """Return the unexplained share of gradients or logits, and remainders by role.
 
         Raises:
             UnusableObservation: The step cannot be recomputed, or its gradient before any defence
                 was not recorded.
         """
         step, view = look.training_step, self._before_defenses(look)
+        heads = (head for call in step.calls for head in call.read_heads)
+        of_logits = max((head.residual.share for head in heads if head.residual), default=0.0)
+        if not roles:  # of attacks on hidden states
+            return of_logits, {}
         if self._anywhere(view is None) or view is None:
             raise UnusableObservation("its gradient before defences was not recorded")
         if any(defense.activation_layers for defense in self._run.defenses):
@@ -333,11 +334,11 @@ class Controls:
         again = self._gradient(step, roles, {}).tensors
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         if not any(bool(gradient.any()) for gradient in gradients.values()):
-            return 0.0, {}
+            return of_logits, {}
         share, remainder = _explain(gradients, again)
         so_far = look.training_step.unexplained
         look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)
-        return share, remainder
+        return max(share, of_logits), remainder
 
     def _before_defenses(self, look: Look) -> GradientSnapshot | None:
         """Return the gradient of a step or round before any defence; None if not observed."""

@@ -150,7 +150,7 @@ class Results:
             chance=channel.ranges.get(metric, (0.0, 1.0, 0.0))[2],
             known=channel.leak.known,
             cause=control.why or _of_another_source(control.unexplained),
-            bound=control.bound if metric == channel.headline else math.nan,
+            bound=control.bound,
         )
 
     # ---- looks ------------------------------------------------------------------------------

@@ -255,7 +255,8 @@ class Controls:
             share, remainder = self._remainder(look, roles)
         except Exception as error:
             share, remainder = 0.0, {}
-            self._fail(look, [p for p in scored if p.roles], _NOT_AGAIN.format(reason(error)))
+            why = str(error) if isinstance(error, UnusableObservation) else reason(error)
+            self._fail(look, [p for p in scored if p.roles], _NOT_AGAIN.format(why))
             plans = [plan for plan in plans if not plan.roles]
         if self._anywhere(share > MAX_UNEXPLAINED):
             step.unexplained = share

@@ -55,6 +55,12 @@ class Dictionary:
         rows = self.rows * weights.to(self.rows.dtype)
         return Dictionary(rows, self.constants * weights.double(), positions)
 
+    def through(self, factor: Tensor) -> Dictionary:
+        """Return the dictionary of the output of a LoRA's factor A (r, d) that reads this input."""
+        positions = None if self.positions is None else self.positions @ factor.double().T
+        rows = self.rows @ factor.to(self.rows.dtype).T
+        return Dictionary(rows, self.constants @ factor.double().T, positions)
+
     def refresh(
         self,
         anatomy: Anatomy,

@@ -222,12 +222,14 @@ class ReadableInput:
             projected out of gradients and atoms. Some further ones are atoms themselves, after
             those of the tokens: the pursuit may choose them, and the result leaves them out.
         log_odds: (V,) prior log odds that each token is in the batch.
+        factor: the A (r, d) of a LoRA whose B is read, while ``dictionary`` is that of A's input.
     """
 
     known_input: linear_maps.KnownInput
     maps: tuple[linear_maps.LinearMap, ...]
     dictionary: Dictionary
     log_odds: Tensor
+    factor: Tensor | None = None
     # The rows of AdaLoRA's factors A by map; the cached atoms with the key of _project_atoms; and a
     # copy of this input with weighted coordinates, with the weights.
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -321,6 +323,8 @@ class ReadableInput:
         by_map = linear_maps.nonzero_gradients(view, self.maps)
         if not by_map:
             linear_maps.refuse_zeros(self.maps, "the first projections")
+        if self.factor is not None:
+            self.dictionary, self.factor = self.dictionary.through(self.factor), None
         gradients = list(by_map.values())
         factors = {m.name: self._factors[m.name] for m in by_map if m.regularised}
         dtypes = [g.dtype for g in (*gradients, self.dictionary.rows)]
@@ -366,7 +370,7 @@ class ReadableInput:
         scores = self.log_odds.double().clone()  # the chosen types have the highest scores
         scores[types] = 1e6 + torch.arange(len(types), 0, -1, device=scores.device).double()
         # The residual counts as 0, and nothing is certified.
-        return PursuitResult(types, scores, float(len(types)), 0.0, False)
+        return PursuitResult(types, scores, float(len(types)), 0.0, False, evident=len(types))
 
     def _explain_even(
         self,
@@ -487,14 +491,25 @@ class ReadableInput:
         if factors and not any(noise) and shared.is_noise:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
         dims, result = nuisance.shape[1] - len(nuisance), None
-        if len(shared.principal) < dims - 1:  # otherwise the atoms are not needed, which take long
+        if not rounding:  # that of dropout's rows is in their noise, whose size is only estimated
+            shared = replace(shared, noise="estimated")
+        for rows in (shared, shared.above_gap()):
+            # Rows that fill all directions need no atoms, which take long.
+            if rows is None or len(rows.principal) >= dims - 1:
+                continue
             atoms = self._project_atoms(positions, factors)
             n_positions = len(atoms) - len(self.log_odds)
             odds = torch.cat([self.log_odds, self.log_odds.new_zeros(n_positions)])
-            if not len(shared.principal):  # all of the rows is noise
+            if not len(rows.principal):  # all of the rows is noise
                 no_types = torch.empty(0, dtype=torch.long, device=odds.device)
                 return PursuitResult(no_types, odds, 0.0, 1.0, False)
-            result = explain(atoms, shared, odds)
+            found, latest = result, explain(atoms, rows, odds)
+            # With fewer types than rows, a test of the rows' span finds them all.
+            is_complete = 0 < len(latest.types) <= len(rows.principal)
+            if found is None or is_complete or latest.evident > found.evident:
+                result = latest
+            if latest.silent is not None:
+                break
         if result is None or (math.isnan(result.expected) and not len(result.types)):
             raise Inapplicable(
                 f"the shared rows fill {len(shared.principal)} of the input's {dims} directions: "

@@ -64,7 +64,7 @@ class LinearMap:
             A), or ``"whole"``.
         regularised: whether the loss has a term for the parameter itself (AdaLoRA's orthogonality),
             whose gradient is a combination of the parameter's rows.
-        dropouts: the dropout modules directly before the map.
+        dropouts: the dropout modules directly before the map, for a factor B before its A.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                 continue
             is_parameter = isinstance(factors, nn.ParameterDict)
             inner: Any = factors._parameters.get(adapter) if is_parameter else factors[adapter]
-            dropouts = _dropouts(module, adapter) if factor == "A" else ()
+            dropouts = _dropouts(module, adapter)
             if not is_parameter:
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,12 +34,15 @@ class SharedRows:
             times its singular value: fewer rows with the same inner products of columns.
         principal: (k, d) float64, those of ``singular`` above the noise.
         exact: whether the only noise is rounding to float32 or finer, as a certificate requires.
+        noise: what is known of other noise: its size (also if it is rounding to half precision), an
+            estimate of it, or not even whether there is some.
     """
 
     whole: Tensor
     singular: Tensor
     principal: Tensor
     exact: bool
+    noise: Literal["declared", "estimated", "undeclared"] = "declared"
 
     @classmethod
     def stack(
@@ -62,7 +66,25 @@ class SharedRows:
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
         max_rank = basis.shape[1] - len(basis)
         singular, rank = _singular_rows(whole, max_rank, exact=exact)
-        return cls(whole, singular, singular[:rank], exact)
+        kind: Literal["declared", "undeclared"] = "undeclared" if exact else "declared"
+        return cls(whole, singular, singular[:rank], exact, kind)
+
+    def above_gap(self) -> SharedRows | None:
+        """Return the rows with all below a clear gap of their singular values as noise.
+
+        The gap is the largest drop of the singular values that are above rounding. A client that
+        rounds or changes its gradient a little adds such small ones, without declaring them. The
+        result is None if the largest drop is that to rounding, or is below
+        :data:`MAX_NOISE_RATIO`.
+        """
+        sizes = self.singular.norm(dim=1)[: len(self.principal) + 1]
+        edge = math.sqrt(self.whole.shape[0]) + math.sqrt(self.whole.shape[1])
+        ratios = sizes[:-1] / sizes[1:].clamp_min(edge)
+        rank = int(ratios.argmax()) + 1 if len(ratios) else 0
+        if not self.exact or rank in (0, len(self.principal)) or ratios[rank - 1] < MAX_NOISE_RATIO:
+            return None
+        whole, singular = (x * (edge / sizes[rank]) for x in (self.whole, self.singular))
+        return SharedRows(whole, singular, singular[:rank], False, self.noise)
 
     @property
     def noise_norm(self) -> float:

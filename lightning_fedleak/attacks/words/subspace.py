@@ -214,26 +214,26 @@ class SubspaceWords(base.Attack):
     def _updated_inputs(self, anatomy: Anatomy, odds: Tensor) -> list[row_space.ReadableInput]:
         """Update the prepared inputs to the current model, prepare new ones, and return all.
 
-        The input of a factor B changes with A at every step. It is read while B is zero, because A
-        has no gradient then, or if only factors B are trained.
+        The input of a factor B changes with A at every step. It is computed from A's input, but
+        only if it is read.
         """
         current = {readable.known_input.reader: readable for readable in self._readable}
         autocast = self._facts.autocast
         inputs: list[row_space.ReadableInput] = []
         refused: list[str] = []
-        sides: set[bool] = set()  # sides (True: the decoder) that are read without factors B
         for known_input in self.inputs(anatomy):
             maps = known_input.trainable_maps(anatomy)
             if not maps:
                 continue
-            is_factor_b = all(m.factor == "B" for m in maps)
-            weights = (anatomy.parameter(m.name) for m in maps if is_factor_b)
-            nonzero = any(bool(whole_tensor(w).any()) for w in weights if w is not None)
-            if nonzero and row_space.in_decoder(maps[0].name) in sides:
-                continue
+            name = maps[0].name.replace("lora_B", "lora_A")  # the factor A before a factor B
+            before = [r for r in inputs if name in (m.name for m in r.known_input.maps)]
+            factor = anatomy.parameter(name) if before else None
             readable = current.pop(known_input.reader, None)
             try:
-                if readable is not None:
+                if factor is not None:
+                    copy, source = whole_tensor(factor).detach().clone(), before[0].dictionary
+                    readable = row_space.ReadableInput(known_input, maps, source, odds, copy)
+                elif readable is not None:
                     readable.follow(anatomy, known_input, maps, autocast)
                 else:
                     dictionary = row_space.build_dictionary(anatomy, known_input, autocast=autocast)
@@ -243,8 +243,6 @@ class SubspaceWords(base.Attack):
                 refused.append(f"{maps[0].name}: {error}")
                 continue
             inputs.append(readable)
-            if not is_factor_b:
-                sides.add(readable.decoder)
         if refused and not inputs:
             raise ValueError(f"attack '{self.name}' cannot read {'; '.join(refused)}: remove it")
         return inputs
@@ -336,16 +334,23 @@ class SubspaceWords(base.Attack):
         results: dict[bool, row_space.PursuitResult] = {}
         refusals: list[base.UnusableObservation] = []
         for readable in self._readable:
-            side = readable.decoder
-            if side in results and (results[side].silent is not None or readable.is_factor_b):
+            best = results.get(readable.decoder)
+            # A LoRA's B distinguishes fewer types than its width. It adds to A if that has noise.
+            evident = -1 if best is None else best.evident
+            is_narrow = readable.is_factor_b and evident >= readable.known_input.width
+            if best is not None and (best.silent is not None or is_narrow):
                 continue
             try:
                 result = readable.read(view, noise, self._facts.autocast, errors)
             except base.UnusableObservation as error:
                 refusals.append(error)
                 continue
-            if side not in results or result.silent is not None:
-                results[side] = result
+            if best is not None and readable.is_factor_b:  # A's rows hold more than B explains
+                if math.isnan(result.expected) and not any(noise.values()):
+                    continue  # nearly as many types as B's width, of which some fit by chance
+                result = replace(result, certified=False, silent=None)
+            if result.silent is not None or result.evident > evident:
+                results[readable.decoder] = result
         if not results:
             raise _join_refusals(refusals)
         return results

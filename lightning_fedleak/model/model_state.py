@@ -375,22 +375,13 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return modules
 
 
-class Hook:
+class Hook(partial[Any]):
     """A hook of this package on a user's module, which does nothing in a copy of the module.
 
     A user may copy or pickle the model within a step (averaged weights, a checkpoint). The copy
     must neither hold what the hook has recorded, such as token ids, nor record its own forwards.
-
-    Args:
-        func: The function that torch calls in the module itself.
+    In the module itself it calls the function that it is created with.
     """
-
-    def __init__(self, func: Callable[..., Any]) -> None:
-        self.func = func
-
-    def __call__(self, *args: Any) -> Any:
-        """Return what the function returns; torch passes all arguments by position."""
-        return self.func(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return a call that gives a function that ignores its arguments and returns None.

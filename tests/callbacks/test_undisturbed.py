@@ -97,7 +97,8 @@ def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
     watched = run("watched", callbacks)
     assert_same(plain, watched)
     assert monitor.looks >= 2
-    assert monitor.failures == 0
+    # Under noise FlatChat names the whole vocabulary, which is no result, at two of three looks.
+    assert monitor.failures == (2 if "noise" in case else 0)
     if "noise" not in case:
         assert monitor.latest["leakage/fc_1/auc"] > 0.9
     if more:

@@ -17,7 +17,7 @@ from lightning_fedleak.report import Findings
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.overview import plain
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.report.records.lines import title_of
 from lightning_fedleak.report.wording import share as share
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it

@@ -21,12 +21,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import noise
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
-from lightning_fedleak.defenses.checks import check_integer, check_number
+from lightning_fedleak.defenses.base import (
+    Defense,
+    DefenseContext,
+    DefenseError,
+    check_integer,
+    check_number,
+)
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.model.anatomy import Place, find_anatomy, place_of
-from lightning_fedleak.model.compiled import reset_compiled
 from lightning_fedleak.model.model_runs import is_observed
+from lightning_fedleak.model.model_state import reset_compiled
 
 
 class _ActivationDefense(Defense):

@@ -11,8 +11,14 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
-from lightning_fedleak.defenses.checks import check_choice
+from lightning_fedleak.defenses.base import (
+    Defense,
+    DefenseContext,
+    DefenseError,
+    State,
+    check_choice,
+    refuse,
+)
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
 Part = Literal["head", "embeddings", "head+embeddings"]

@@ -31,8 +31,7 @@ from lightning_fedleak.evidence.chain import (
 )
 from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
-from lightning_fedleak.report.files import LEAKAGE
-from lightning_fedleak.report.html import leakage_file
+from lightning_fedleak.report.pages import LEAKAGE, leakage_file
 from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import Capability, ThreatModel
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.words import aligned_rows, row_summary
+from lightning_fedleak.attacks.words import aligned_rows
 from lightning_fedleak.attacks.words.aligned_readout import (
     HeadCalibration,
     best_count,
@@ -38,15 +39,15 @@ from lightning_fedleak.attacks.words.aligned_updates import (
 from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.compression import Compression, explain_compression
 from lightning_fedleak.model.snapshots import (
+    Compression,
     Inapplicable,
     Observation,
     UpdateSnapshot,
+    explain_compression,
     whole_tensor,
 )
 from lightning_fedleak.model.whole_models import whole_model
-from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, explain_arguments
 
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens of a calibration text; not tuned
@@ -355,7 +356,7 @@ class AlignedFlatChat(base.Attack):
         """Return the guess for a gradient, or a sum of gradients."""
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
-        summary = row_summary.RowSummary.read(gradient, directions.u)
+        summary = aligned_rows.RowSummary.read(gradient, directions.u)
         summary, _ = refit_direction(gradient, summary, directions.u, expected.reference)
         units = aligned_rows.estimate_units(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)

@@ -36,8 +36,7 @@ from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
-from lightning_fedleak.evaluation.entities import EntityFinder
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
+from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.evaluation.metrics.released import (
     FPR,

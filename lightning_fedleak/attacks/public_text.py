@@ -7,27 +7,82 @@ generate it for ``"sampled"``.
 The adversary knows the model and has public text. It can compute the update that a client *would*
 share for a known batch, and calibrate its attack on that update. Nothing here changes
 the model: parameters, ``.grad``, hooks, modes and the global random numbers stay as they were.
+
+Several attacks share results, such as sampled texts or words of one gradient. An engine runs them
+inside :func:`share_work`, which holds the cache. An attack calls :func:`do_once` with a key and a
+function: the function runs only if no attack has stored a result for that key.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.shared_work import stored_work
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, cache_argument
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import context_length, logits_in, undisturbed
+from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 from lightning_fedleak.validate import check_choice, check_integer
+
+T = TypeVar("T")
+
+_work: ContextVar[dict[Hashable, Any] | None] = ContextVar("_work", default=None)
+
+
+@contextmanager
+def share_work(work: dict[Hashable, Any] | None = None) -> Iterator[None]:
+    """Let the attacks that run inside use each other's results.
+
+    Args:
+        work: results of an earlier block that may be used too. The model's weights must not have
+            changed since then.
+    """
+    token = _work.set({} if work is None else work)
+    try:
+        yield
+    finally:
+        _work.reset(token)
+
+
+def stored_work() -> dict[Hashable, Any]:
+    """Return the results of the enclosing :func:`share_work`; without one an empty mapping."""
+    work = _work.get()
+    return {} if work is None else work
+
+
+def do_once(key: Hashable, compute: Callable[[], T], *, subject: object = None) -> T:
+    """Return the stored result for a key, or compute and store it.
+
+    An :class:`UnusableObservation` is stored and raised again; other errors are not stored.
+
+    Args:
+        key: must be equal for equal results within one :func:`share_work`.
+        compute: computes the result.
+        subject: the object that the result belongs to. It is kept alive, so that its id may be part
+            of the key.
+    """
+    work = stored_work()
+    if key not in work:
+        try:
+            work[key] = compute(), subject
+        except UnusableObservation as error:
+            work[key] = type(error)(*error.args), subject
+    stored: T | UnusableObservation = work[key][0]
+    if isinstance(stored, UnusableObservation):
+        raise type(stored)(*stored.args)  # a new one: a raised error keeps its stack frames alive
+    return stored
+
 
 Sampled = Literal["sampled"]
 """The argument for text that a causal model generates itself."""

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks.shared_work import share_work
+from lightning_fedleak.attacks.public_text import share_work
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.base import results_of
 from lightning_fedleak.engine.channels.released.weights import WeightLooks

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.attacks import Attack, MissingText, PublicText
-from lightning_fedleak.attacks.shared_work import share_work
+from lightning_fedleak.attacks.public_text import share_work
 from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward

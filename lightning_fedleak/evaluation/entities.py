@@ -25,8 +25,7 @@ import torch
 from scipy.stats import fisher_exact, rankdata
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization import gain_beyond
-from lightning_fedleak.attacks.memorization.extraction import EntityGuess
+from lightning_fedleak.attacks.memorization import EntityGuess, gain_beyond
 from lightning_fedleak.evaluation.metrics.clustered import auc, spent_at
 from lightning_fedleak.evaluation.metrics.rates import Rate, flat, proportion
 from lightning_fedleak.evaluation.metrics.released import PERMUTATIONS, RESAMPLES, permutation_test

@@ -27,7 +27,7 @@ from lightning_fedleak.attacks.local_steps import (
 )
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
-from lightning_fedleak.attacks.public_text import TextSource, gradient_of
+from lightning_fedleak.attacks.public_text import TextSource, do_once, gradient_of, stored_work
 from lightning_fedleak.attacks.row_space import (
     RIDGE,
     LinearMap,
@@ -35,7 +35,6 @@ from lightning_fedleak.attacks.row_space import (
     block_name,
     find_linear_maps,
 )
-from lightning_fedleak.attacks.shared_work import do_once, stored_work
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import labels_of

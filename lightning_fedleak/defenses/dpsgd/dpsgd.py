@@ -27,7 +27,7 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
-from lightning_fedleak.defenses.dpsgd import settings
+from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
@@ -258,9 +258,9 @@ class DPSGD(Defense):
         with team.together():
             if self._quantile is not None:
                 self._quantile.check_clients(context.clients)
-            settings.check_trainer(context)
-            settings.check_model(context.root, self.clip.form)
-            settings.check_shards(context.root, context.processes)
+            setup_checks.check_trainer(context)
+            setup_checks.check_model(context.root, self.clip.form)
+            setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
         trusted = self.clip.loss == "trusted"
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
@@ -293,11 +293,11 @@ class DPSGD(Defense):
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             accounting.check_delta_for(delta, sampling.examples)
             per_epoch = len(sampling.loader)
-            planned = functools.partial(settings.planned_steps, context, per_epoch)
+            planned = functools.partial(setup_checks.planned_steps, context, per_epoch)
             self._budget.settle(sampling.rate, delta, planned)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
-        settings.check_same_data(sampling.loader, team)
+        setup_checks.check_same_data(sampling.loader, team)
         # Sigma computed on another machine may differ in its last bits.
         self._budget.noise_multiplier = team.broadcast(self.noise_multiplier)
         if self._step is not None:
@@ -320,8 +320,8 @@ class DPSGD(Defense):
             DefenseError: Another defence would add noise that :class:`~.DPAdamBC` does not know,
                 or a scheduler sets the learning rate by a metric.
         """
-        settings.check_trainer(context)  # again: only now schedulers exist
-        settings.check_no_other_noise(context.host, self._later_defenses)
+        setup_checks.check_trainer(context)  # again: only now schedulers exist
+        setup_checks.check_no_other_noise(context.host, self._later_defenses)
         if self._step is not None and self._sampling is not None:
             reshard(context.root)
             self._step.sampling = self._sampling

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_fedleak.defenses import DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd import rerun
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
-from lightning_fedleak.defenses.dpsgd.settings import check_model
+from lightning_fedleak.defenses.dpsgd.setup_checks import check_model
 from tests.defenses.dpsgd.test_dpsgd_per_sample import (
     batch_of,
     distance,

@@ -27,7 +27,7 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     weighted_sum,
 )
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
-from lightning_fedleak.defenses.dpsgd.settings import check_model
+from lightning_fedleak.defenses.dpsgd.setup_checks import check_model
 from tests.defenses.dpsgd.test_dpsgd import Run
 from tests.defenses.dpsgd.test_dpsgd_per_sample import (
     CLIPPINGS,

@@ -24,16 +24,7 @@ from functools import partial
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import (
-    AUTOCAST,
-    WORST,
-    Channel,
-    Engine,
-    Look,
-    Run,
-    contained,
-    reason,
-)
+from lightning_fedleak.engine import AUTOCAST, WORST, Channel, Engine, Look, Run, contained, reason
 from lightning_fedleak.engine.channels.base import exclude, family_of, results_of
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Destination, Report

@@ -19,14 +19,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from lightning_fedleak.report.records import (
-    CANARIES,
-    HIGH,
-    PLANTED,
-    Family,
-    JsonObject,
-    MetricValue,
-)
+from lightning_fedleak.report import records
 from lightning_fedleak.report.wording import NOT_RECORDED, interval, share
 
 SUM = "sum"
@@ -60,9 +53,9 @@ class Point(NamedTuple):
     withheld: bool = False
 
     @property
-    def rate(self) -> MetricValue:
+    def rate(self) -> records.MetricValue:
         """The value with its interval."""
-        return MetricValue(self.value, self.low, self.high)
+        return records.MetricValue(self.value, self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class QuotedLook:
 
     step: int
     n: int | None
-    rate: MetricValue
+    rate: records.MetricValue
     rates: Mapping[str, float]
     control: float | None
     is_latest: bool
@@ -104,7 +97,7 @@ class ClientSummary:
     unknown: int
     mean: float | None
     highest: float | None
-    last: MetricValue | None
+    last: records.MetricValue | None
 
 
 @dataclass(frozen=True)
@@ -151,13 +144,13 @@ class AttackSummary(ClientSummary):
 
     name: str
     stage: str
-    family: Family = field(metadata={"write": attrgetter("name")})
+    family: records.Family = field(metadata={"write": attrgetter("name")})
     headline: str
     chance: float
     adversary: str
     dishonest: bool | None
     reads: Sequence[str]
-    config: JsonObject | None
+    config: records.JsonObject | None
     exposed: bool
     why_unknown: str | None
     n: int
@@ -165,7 +158,7 @@ class AttackSummary(ClientSummary):
     clients: Mapping[str, ClientSummary]
     last_n: int | None
     last_client: str | None
-    rates: Mapping[str, MetricValue | None]
+    rates: Mapping[str, records.MetricValue | None]
     visible: float | None
     pool: str | None
     allowed: Mapping[str, float]
@@ -191,7 +184,7 @@ class AttackSummary(ClientSummary):
     @property
     def is_blind(self) -> bool:
         """Whether its values are low, and at least one look is blind: its control is low too."""
-        return self.blind > 0 and self.above_chance <= HIGH
+        return self.blind > 0 and self.above_chance <= records.HIGH
 
 
 NOT_TRIED = "not tried"
@@ -256,13 +249,13 @@ def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
 
     A tier is the canaries that were planted equally often; each tier has its own attack.
     """
-    canaries = [attack for attack in attacks if attack.family.name == CANARIES.name]
+    canaries = [attack for attack in attacks if attack.family.name == records.CANARIES.name]
     return sorted(canaries, key=lambda attack: (len(attack.name), attack.name))  # as x4 before x16
 
 
 def _is_on_texts(attack: AttackSummary) -> bool:
     """Return whether an attack tests the trained model on texts of the data, not planted ones."""
-    return attack.stage == RELEASED and attack.family.name not in PLANTED
+    return attack.stage == RELEASED and attack.family.name not in records.PLANTED
 
 
 def _result(attack: AttackSummary, metric: str) -> str:

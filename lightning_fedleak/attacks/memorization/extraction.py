@@ -24,12 +24,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Guess, Query, UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _finite, released_part
-from lightning_fedleak.model.snapshots import (
-    Observation,
-    ReleasedModel,
-    TokenSnapshot,
-    check_finite,
-)
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.validate import check_integer
 
 DRAWS = 10_000  # n, the number of samples, as in docs/memorization.md; not tuned
@@ -78,7 +73,7 @@ class Extraction(MemorizationAttack):
         super().__init__(name)
         self.tokens = check_integer("tokens", tokens)
 
-    def run(self, view: Observation, query: Query | None = None) -> Guess:
+    def run(self, view: snapshots.Observation, query: Query | None = None) -> Guess:
         """Return for each text how likely its likeliest run of k tokens is, and if it is greedy.
 
         Raises:
@@ -90,11 +85,11 @@ class Extraction(MemorizationAttack):
         # :meth:`extracted` decides on the log probabilities, which are NaN without a run.
         return ExtractionGuess(highest, base, (hits == self.tokens).any(1), ~highest.isnan())
 
-    def score(self, released: ReleasedModel) -> Tensor:
+    def score(self, released: snapshots.ReleasedModel) -> Tensor:
         """Return (N,) the highest log probability of a run of k tokens."""
         return self._highest(released.now)
 
-    def _highest(self, tokens: TokenSnapshot) -> Tensor:
+    def _highest(self, tokens: snapshots.TokenSnapshot) -> Tensor:
         """Return (N,) the highest log probability of a run of k tokens; NaN without a run."""
         highest = _window_sums(tokens.log_probs.double(), tokens, self.tokens).amax(1)
         return highest.masked_fill(highest.isneginf(), math.nan)
@@ -140,7 +135,7 @@ class Canaries(Extraction):
         super().__init__(1 if tokens is None else tokens, name)
         self.n_scored = tokens
 
-    def run(self, view: Observation, query: Query | None = None) -> Guess:
+    def run(self, view: snapshots.Observation, query: Query | None = None) -> Guess:
         """Return the log probability of each canary's last tokens and if they are decoded greedily.
 
         Raises:
@@ -158,9 +153,9 @@ class Canaries(Extraction):
             labels.any(1),
         )
 
-    def score(self, released: ReleasedModel) -> Tensor:
+    def score(self, released: snapshots.ReleasedModel) -> Tensor:
         """Return (N,) the increase of the log probability of the last tokens over the base."""
-        guess = self.run(Observation(released=released))
+        guess = self.run(snapshots.Observation(released=released))
         assert isinstance(guess, ExtractionGuess)
         return guess.log_probs - guess.base_log_probs
 
@@ -169,7 +164,7 @@ class Canaries(Extraction):
         return super().config() | {"tokens": self.n_scored}
 
 
-def _window_sums(values: Tensor, tokens: TokenSnapshot, k: int) -> Tensor:
+def _window_sums(values: Tensor, tokens: snapshots.TokenSnapshot, k: int) -> Tensor:
     """Return sums over each k consecutive tokens, (N, windows); -inf if one is no label."""
     if tokens.labels.shape[1] < k:
         return values.new_full((len(values), 1), -math.inf)
@@ -222,7 +217,7 @@ class Entities(MemorizationAttack):
         super().__init__(name)
         self.candidates = check_integer("candidates", candidates, at_least=20)
 
-    def run(self, view: Observation, query: Query | None = None) -> Guess:
+    def run(self, view: snapshots.Observation, query: Query | None = None) -> Guess:
         """Return the ranks.
 
         Raises:
@@ -231,7 +226,7 @@ class Entities(MemorizationAttack):
         snapshot = released_part(view.candidates, "value")
         # Column 0 holds the value itself, columns 1 to ``sizes`` its candidates.
         columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
-        check_finite(snapshot.log_probs[columns], "the model's log probabilities")
+        snapshots.check_finite(snapshot.log_probs[columns], "the model's log probabilities")
         value = snapshot.log_probs[:, :1]
         columns[:, 0] = False
         above = ((snapshot.log_probs > value) & columns).sum(1)
@@ -240,7 +235,7 @@ class Entities(MemorizationAttack):
         places = torch.rand(len(ties), generator=generator, dtype=torch.float64) * (ties + 1)
         return EntityGuess(1 + above + places.long(), snapshot.sizes, snapshot.greedy)
 
-    def score(self, released: ReleasedModel) -> Tensor:
+    def score(self, released: snapshots.ReleasedModel) -> Tensor:
         """Raise an error: a value has a rank, and no score without its candidates.
 
         Raises:

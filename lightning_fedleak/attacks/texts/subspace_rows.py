@@ -26,17 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.local_steps import rounding_error
-from lightning_fedleak.attacks.row_space import (
-    SharedInput,
-    SharedRows,
-    block_name,
-    nonzero_gradients,
-    refuse_zeros,
-    select_densest,
-    whitening_matrix,
-)
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
@@ -94,10 +86,12 @@ class BlockInputs(BottomModel):
 
     row_places: Sequence[tuple[int, Tensor]] = ()
 
-    def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
+    def __init__(
+        self, anatomy: Anatomy, inputs: Sequence[row_space.SharedInput], facts: RunFacts
+    ) -> None:
         self.inputs = tuple(inputs)
         names = [name for name, _ in text_blocks(anatomy)]
-        deepest = names.index(block_name(inputs[-1].maps[0].name)) + 1
+        deepest = names.index(row_space.block_name(inputs[-1].maps[0].name)) + 1
         super().__init__(anatomy, deepest, autocast=facts.autocast)
 
     def whitenings(self, seed: int) -> list[Tensor]:
@@ -106,7 +100,10 @@ class BlockInputs(BottomModel):
         length = min(SAMPLE[1], self.context or SAMPLE[1])
         ids = torch.randint(self.vocab_size, (SAMPLE[0], length), generator=generator)
         states = self.parts(self.hidden(ids.to(self.device)))
-        return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
+        return [
+            row_space.whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double()
+            for x in states
+        ]
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights, and stop the copy's forward behind the last of the inputs."""
@@ -146,8 +143,8 @@ class BlockInputs(BottomModel):
 
 
 def shared_rows(
-    block: SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
-) -> SharedRows:
+    block: row_space.SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
+) -> row_space.SharedRows:
     """Return the rows that the trained maps of a block share, in units of their noise.
 
     Args:
@@ -161,7 +158,7 @@ def shared_rows(
         NotYet: only a LoRA's A is trained, and B is still zero.
     """
     snapshot = view.gradients[-1]
-    maps = nonzero_gradients(view, block.trainable_maps(anatomy))
+    maps = row_space.nonzero_gradients(view, block.trainable_maps(anatomy))
     gradients, noise = [g.to(anatomy.device) for g in maps.values()], []
     for linear in maps:
         weight_rounding = 0.0
@@ -172,16 +169,16 @@ def shared_rows(
             weight_rounding /= snapshot.learning_rate
         noise.append(math.hypot(snapshot.noise_on(linear.name), weight_rounding))
     if not gradients:
-        refuse_zeros(block.trainable_maps(anatomy), "the second block's projections")
+        row_space.refuse_zeros(block.trainable_maps(anatomy), "the second block's projections")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     no_rows = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(math.sqrt(12) * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))
-    return SharedRows.stack(gradients, no_rows, rounding=rounding, noise=noise)
+    return row_space.SharedRows.stack(gradients, no_rows, rounding=rounding, noise=noise)
 
 
 def kept_rows(
     bottom: BlockInputs, view: Observation
-) -> tuple[list[tuple[int, Tensor]], list[SharedRows]]:
+) -> tuple[list[tuple[int, Tensor]], list[row_space.SharedRows]]:
     """Return :attr:`BlockInputs.row_places` and the rows for a top-k compressed gradient.
 
     Only rows of which most entries were sent are used. Such a row is a combination of the states at
@@ -192,12 +189,12 @@ def kept_rows(
     """
     rows, shared = [], []
     for number, block in enumerate(bottom.inputs):
-        for row in select_densest(shared_rows(block, bottom.anatomy, view, None).whole):
+        for row in row_space.select_densest(shared_rows(block, bottom.anatomy, view, None).whole):
             places = row.nonzero()[:, 0]
             rows.append((number, places))
             values = row[None, places] / row.norm() * len(places) ** 0.5
             values = values / torch.finfo(torch.float32).eps
-            shared.append(SharedRows(values, values, values, exact=False))
+            shared.append(row_space.SharedRows(values, values, values, exact=False))
     return rows, shared
 
 
@@ -353,7 +350,7 @@ class Explained:
     unshared: Tensor
 
     @classmethod
-    def from_states(cls, shared: SharedRows, states: Tensor) -> Explained:
+    def from_states(cls, shared: row_space.SharedRows, states: Tensor) -> Explained:
         """Fit states (n, d), n at most d, to the rows."""
         q, r = torch.linalg.qr(states.T)
         unit = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
@@ -370,7 +367,7 @@ class Explained:
         """Return the residual from which an exchange of states is certainly a worse fit."""
         return CERTIFICATE.exchange * max(1.0, self.residual)
 
-    def further(self, shared: SharedRows, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    def further(self, shared: row_space.SharedRows, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far ``candidates`` (k, d) lie outside of the basis, and what they would add.
 
         Returns:
@@ -509,7 +506,7 @@ class Candidates:
         return prefix[:1] + prefix[next(changes, len(prefix)) :]
 
     def contextual_measure(
-        self, shared: SharedRows, whitenings: Sequence[Tensor], deadline: Deadline
+        self, shared: row_space.SharedRows, whitenings: Sequence[Tensor], deadline: Deadline
     ) -> Measure | None:
         """Return a measure of what a prefix adds to the state of its next token.
 
@@ -544,7 +541,7 @@ class Candidates:
             if not float(moment.trace()) > FIT.explained**2 * len(prefixes) * len(self.bag):
                 return None
             moment = moment - basis @ (basis.mT @ moment)
-            white = whitening_matrix(moment - (moment @ basis) @ basis.mT).double()
+            white = row_space.whitening_matrix(moment - (moment @ basis) @ basis.mT).double()
             fitted.append(white)
             means.append(torch.linalg.qr((total @ white).mT).Q.mT.contiguous())
         return Measure(fitted, means, prefixes[: len(prefixes) // 2])

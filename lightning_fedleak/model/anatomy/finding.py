@@ -318,17 +318,17 @@ def _plain_kind(model: nn.Module) -> Kind:
     return "seq2seq" if has_transformer else "causal"
 
 
-def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:
-    """Return the innermost module that holds all parts and whose forward takes ``input_ids``.
+def _common_ancestor(root: nn.Module, modules: list[nn.Module | None]) -> nn.Module:
+    """Return the innermost module that holds all modules and whose forward takes ``input_ids``.
 
     If no such forward takes ``input_ids``, return the innermost module with a forward.
     """
-    shared = common_path(path_in(root, p, "part") for p in parts if p is not None)
+    shared = common_path(path_in(root, m, "part") for m in modules if m is not None)
     holders = [root.get_submodule(".".join(shared[:n])) for n in range(len(shared), 0, -1)]
     callable_holders = [
         parts.unwrap(m)
         for m in holders
-        if type(m).forward is not nn.Module.forward and m not in parts
+        if type(m).forward is not nn.Module.forward and m not in modules
     ]
     callable_holders.append(parts.unwrap(root))
     for module in callable_holders:

@@ -328,7 +328,7 @@ class GradientNoise(HardenedNoise):
         >>> from lightning_fedleak import DefendedStrategy, GradientNoise
         >>> noise = GradientNoise(clip=1.0, sigma=5.0)
         >>> strategy = DefendedStrategy("auto", defenses=[noise])
-        >>> epsilon(delta=1e-5)  # nothing was released yet
+        >>> noise.epsilon(delta=1e-5)  # nothing was released yet
         0.0
 
     Args:

@@ -12,7 +12,7 @@ from lightning_fedleak.attacks.memorization import Combined, Loss
 from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.data import PadRight, load_tokenizer, tokenize_rows
+from lightning_fedleak.cli.finetuning.module import PadRight, load_tokenizer, tokenize_rows
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out

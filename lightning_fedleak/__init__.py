@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_fedleak.lazy_names import homes_of, lazy
+from lightning_fedleak.extras import homes_of, lazy
 
 __version__ = "0.3.0"
 

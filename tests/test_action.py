@@ -134,7 +134,7 @@ def measured(folder: Path, status: int = 0, **inputs: str) -> tuple[int, list[st
 
 
 def test_options_are_those_of_the_command(tmp_path: Path) -> None:
-    from lightning_fedleak.cli.commands.parser import parse
+    from lightning_fedleak.cli.commands.options import parse
 
     given = {"thresholds": "auc=0.6\n  extracted=0.05\n", "drawn": "true", "prompt_column": "p"}
     status, words = measured(tmp_path, **given)

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import demo
-from lightning_fedleak.cli.commands.parser import parsers
+from lightning_fedleak.cli.commands.options import parsers
 from lightning_fedleak.extras import install
 
 

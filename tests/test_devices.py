@@ -50,6 +50,7 @@ from lightning_fedleak.attacks import (
     gradient_of,
 )
 from lightning_fedleak.attacks import base as attacks_base
+from lightning_fedleak.attacks.base import DISHONEST_SERVER
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import Loss, MemorizationAttack
 from lightning_fedleak.attacks.words import aligned_readout
@@ -61,7 +62,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     mean_of_sample_means,
 )
-from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
+from lightning_fedleak.defenses.dpsgd.settings import check_trainer
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.engine import Memorization, scheduler
 from lightning_fedleak.engine.channels.released.weights import WeightLooks
@@ -79,7 +80,6 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.callbacks.runs import monitor_with
 from tests.engine.channels.test_memorization import monitor as memorization_monitor
 from tests.engine.channels.test_memorization import rows

@@ -16,7 +16,6 @@ NAMES = sorted(set(fedleak.__all__) - {"__version__"} - CONSTANTS)
 MODULES = [
     "attacks.texts.embedding_descent",
     "evaluation.auditing.private_training",
-    "cli.finetuning.data",
     "cli.finetuning.module",
 ]
 

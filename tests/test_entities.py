@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
-from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.evaluation.entities import (
     KINDS,
     EntityFinder,

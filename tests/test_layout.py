@@ -14,7 +14,7 @@ import pytest
 PACKAGE = "lightning_fedleak"
 ROOT = Path(__file__).parents[1] / PACKAGE
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-SHARED = {"threats", "validate", "progress", "extras", "lazy_names", "private_files", "messages"}
+SHARED = {"validate", "progress", "extras", "private_files", "messages"}
 MODEL = {*SHARED, "model"}
 # What each part of the package may import from the rest of it; absent: everything. A folder's row
 # holds for all below it that has no row.

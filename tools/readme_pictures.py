@@ -23,7 +23,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 from lightning_fedleak.cli.commands import demo
-from lightning_fedleak.cli.commands.parser import parse
+from lightning_fedleak.cli.commands.options import parse
 
 COMMAND = "fedleak demo"
 COLUMNS = 96  # of the terminal, wide enough for the demo's table

@@ -27,8 +27,7 @@ from lightning_fedleak.attacks.memorization import Entities, EntityGuess
 from lightning_fedleak.cli.command_line import main as fedleak
 from lightning_fedleak.evaluation.canaries import with_entities
 from lightning_fedleak.evaluation.canaries.entities import EntitySet
-from lightning_fedleak.evaluation.entities import EntityFinder
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
+from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities
 from lightning_fedleak.evaluation.metrics.rates import proportion
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed

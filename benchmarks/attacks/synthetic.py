@@ -35,12 +35,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from benchmarks.shared import print_place, read_texts, table
 from lightning_fedleak.attacks.memorization import Combined
-from lightning_fedleak.cli.commands.parser import parse
+from lightning_fedleak.cli.commands.options import parse
+from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, ask_auxiliary, compare_generated
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
-from lightning_fedleak.cli.studies.synthetic import ask_auxiliary, compare_generated
 from lightning_fedleak.evaluation.canaries import sampled_canaries
-from lightning_fedleak.evaluation.metrics.copies import COPY_SCORES
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel

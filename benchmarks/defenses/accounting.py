@@ -31,8 +31,7 @@ from benchmarks.defenses.planted import PlantedNeuron
 from benchmarks.shared import parser_of, quieten
 from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting.account import Accountant
-from lightning_fedleak.defenses.accounting.accounting import MAX_EPSILON, epsilon_of
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
+from lightning_fedleak.defenses.accounting.accounting import MAX_EPSILON, ORDERS, epsilon_of, rdp_of
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
 

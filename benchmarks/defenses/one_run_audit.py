@@ -40,8 +40,7 @@ from benchmarks.defenses.planted_gradients import PlantedGradients
 from benchmarks.shared import fit, parser_of, quieten, trained
 from lightning_fedleak.callbacks import CanaryScorer
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.cli.finetuning.data import PadRight
-from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.module import PadRight, load_model
 from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation import canaries

@@ -65,7 +65,7 @@ from lightning_fedleak import federation
 from lightning_fedleak.attacks import Attack, PublicText
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, model_source
-from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 
 SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)

@@ -38,8 +38,8 @@ from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, numbe
 from benchmarks.shared import data_folder, read_texts, tokens_of
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.public_text import each_gradient, gradient_of
 from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat, positive_weight
-from lightning_fedleak.attacks.words.public_gradients import each_gradient, gradient_of
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage

@@ -24,7 +24,7 @@ from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, rate_of
 from benchmarks.shared import read_texts
 from lightning_fedleak.attacks.texts.base import InversionAttack
-from lightning_fedleak.cli.studies.invert import Noise, make_adversary, rows_of_length, run_cells
+from lightning_fedleak.cli.commands.invert import Noise, make_adversary, rows_of_length, run_cells
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
 RELAXATION_LR = 0.3  # learning rate of the relaxation; not tuned

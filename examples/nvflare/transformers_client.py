@@ -8,7 +8,7 @@ import nvflare.client.hf as flare
 from transformers import Trainer, TrainingArguments
 from watch import RATE, ROWS, STEPS, Module, rows_of
 
-from lightning_fedleak.cli.finetuning.data import PadRight
+from lightning_fedleak.cli.finetuning.module import PadRight
 from lightning_fedleak.federation import report_batches
 
 

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_fedleak.lazy_names import lazy
+from lightning_fedleak.extras import lazy
 
 if TYPE_CHECKING:
+    from lightning_fedleak.attacks.base import DISHONEST_SERVER as DISHONEST_SERVER
+    from lightning_fedleak.attacks.base import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS
     from lightning_fedleak.attacks.base import Attack as Attack
+    from lightning_fedleak.attacks.base import Capability as Capability
     from lightning_fedleak.attacks.base import Guess as Guess
     from lightning_fedleak.attacks.base import Query as Query
     from lightning_fedleak.attacks.base import RunFacts as RunFacts
     from lightning_fedleak.attacks.base import Surfaces as Surfaces
+    from lightning_fedleak.attacks.base import ThreatModel as ThreatModel
     from lightning_fedleak.attacks.base import UnusableObservation as UnusableObservation
     from lightning_fedleak.attacks.base import WordGuess as WordGuess
+    from lightning_fedleak.attacks.base import require as require
     from lightning_fedleak.attacks.membership.attention import (
         AttentionMembership as AttentionMembership,
     )
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.public_text import MissingText as MissingText
     from lightning_fedleak.attacks.public_text import PublicText as PublicText
     from lightning_fedleak.attacks.public_text import TextSource as TextSource
+    from lightning_fedleak.attacks.public_text import gradient_of as gradient_of
     from lightning_fedleak.attacks.texts.base import InversionAttack as InversionAttack
     from lightning_fedleak.attacks.texts.base import TextAttack as TextAttack
     from lightning_fedleak.attacks.texts.base import TextGuess as TextGuess
@@ -54,12 +60,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.words.direct import BagOfWords as BagOfWords
     from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
     from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat
-    from lightning_fedleak.attacks.words.public_gradients import gradient_of as gradient_of
     from lightning_fedleak.attacks.words.subspace import SubspaceWords as SubspaceWords
-    from lightning_fedleak.threats import DISHONEST_SERVER as DISHONEST_SERVER
-    from lightning_fedleak.threats import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS
-    from lightning_fedleak.threats import Capability as Capability
-    from lightning_fedleak.threats import ThreatModel as ThreatModel
-    from lightning_fedleak.threats import require as require
 
 __getattr__ = lazy(__name__)

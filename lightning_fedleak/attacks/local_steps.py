@@ -26,13 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Inapplicable,
-    UpdateSnapshot,
-    whole_tensor,
-)
 
 _UNSUPPORTED = ("Optimizer", "LBFGS", "SparseAdam", "Adafactor", "Muon")  # not entry by entry
 _ROUNDINGS = 3.0  # float32 roundings in one step of Adam; fewer make errors too small, not tuned
@@ -62,13 +57,13 @@ def explain_stale_optimizer(name: str) -> str:
     )
 
 
-def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
+def check_fresh(facts: RunFacts, snapshot: snapshots.GradientSnapshot) -> None:
     """Raise an error for a round whose optimizer kept its state from earlier rounds.
 
     Raises:
         UnusableObservation: the optimizer kept its state, or is not known.
     """
-    if isinstance(snapshot, UpdateSnapshot) and not snapshot.fresh:
+    if isinstance(snapshot, snapshots.UpdateSnapshot) and not snapshot.fresh:
         steps = LocalSteps.from_facts(facts)
         if steps is not None:
             steps.check_fresh(False)
@@ -86,7 +81,7 @@ def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
     """
     steps = LocalSteps.from_facts(facts) if compressed or facts.compression else None
     if steps is not None and not steps.plain:
-        raise Inapplicable(
+        raise snapshots.Inapplicable(
             "the effect of its optimizer or weight decay on a compressed update is not undone: set "
             "error_feedback=True, or use SGD without momentum and weight decay"
         )
@@ -95,7 +90,7 @@ def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
 def copy_weights(anatomy: Anatomy, names: Iterable[str]) -> dict[str, Tensor]:
     """Return copies of whole parameters by name, to store the weights that a round begins with."""
     parameters = ((name, anatomy.parameter(name)) for name in names)
-    return {n: whole_tensor(p).clone() for n, p in parameters if p is not None}
+    return {n: snapshots.whole_tensor(p).clone() for n, p in parameters if p is not None}
 
 
 def rounding_error(weight: Tensor) -> float:

@@ -1,26 +1,88 @@
-"""Public text: text of the adversary that attacks are calibrated on, and batches of it.
+"""Public text: text of the adversary that attacks are calibrated on, its batches and gradients.
 
 The ``public_text`` argument of an attack is parsed by :meth:`PublicText.parse` when the attack is
 created. :meth:`PublicText.resolve` returns the text in ``prepare``, when there is a model that can
 generate it for ``"sampled"``.
+
+The adversary knows the model and has public text. It can compute the update that a client *would*
+share for a known batch, and calibrate its attack on that update. Nothing here changes
+the model: parameters, ``.grad``, hooks, modes and the global random numbers stay as they were.
+
+Several attacks share results, such as sampled texts or words of one gradient. An engine runs them
+inside :func:`share_work`, which holds the cache. An attack calls :func:`do_once` with a key and a
+function: the function runs only if no attack has stored a result for that key.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lightning_fedleak.attacks.shared_work import stored_work
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, cache_argument
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import context_length, logits_in, undisturbed
+from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 from lightning_fedleak.validate import check_choice, check_integer
+
+T = TypeVar("T")
+
+_work: ContextVar[dict[Hashable, Any] | None] = ContextVar("_work", default=None)
+
+
+@contextmanager
+def share_work(work: dict[Hashable, Any] | None = None) -> Iterator[None]:
+    """Let the attacks that run inside use each other's results.
+
+    Args:
+        work: results of an earlier block that may be used too. The model's weights must not have
+            changed since then.
+    """
+    token = _work.set({} if work is None else work)
+    try:
+        yield
+    finally:
+        _work.reset(token)
+
+
+def stored_work() -> dict[Hashable, Any]:
+    """Return the results of the enclosing :func:`share_work`; without one an empty mapping."""
+    work = _work.get()
+    return {} if work is None else work
+
+
+def do_once(key: Hashable, compute: Callable[[], T], *, subject: object = None) -> T:
+    """Return the stored result for a key, or compute and store it.
+
+    An :class:`UnusableObservation` is stored and raised again; other errors are not stored.
+
+    Args:
+        key: must be equal for equal results within one :func:`share_work`.
+        compute: computes the result.
+        subject: the object that the result belongs to. It is kept alive, so that its id may be part
+            of the key.
+    """
+    work = stored_work()
+    if key not in work:
+        try:
+            work[key] = compute(), subject
+        except UnusableObservation as error:
+            work[key] = type(error)(*error.args), subject
+    stored: T | UnusableObservation = work[key][0]
+    if isinstance(stored, UnusableObservation):
+        raise type(stored)(*stored.args)  # a new one: a raised error keeps its stack frames alive
+    return stored
+
 
 Sampled = Literal["sampled"]
 """The argument for text that a causal model generates itself."""
@@ -411,3 +473,77 @@ def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     levels -= torch.where(block > 0, sums.gather(1, (block - 1).clamp_min(0)), 0.0)
     index: Tensor = torch.searchsorted(inside, levels, right=True).clamp_max(_BLOCK - 1)
     return (block * _BLOCK + index).clamp_max(vocabulary - 1)
+
+
+def gradient_of(
+    anatomy: Anatomy,
+    batch: TokenBatch,
+    roles: Sequence[str],
+    *,
+    instead: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Return the gradient of the mean token cross-entropy, which a client would share.
+
+    It is computed in eval mode on detached views of the parameters, a few rows of the batch at a
+    time. For a tied matrix both roles give the sum of its head and embedding parts, as in an
+    update.
+
+    Args:
+        anatomy: The model.
+        batch: The token ids, labels (-100 ignored) and mask; moved to the model's device.
+        roles: The roles ``"head.weight"``, ``"embedding.weight"``, ... or names of parameters.
+        instead: The values that replace those of parameters, by name in ``anatomy.model``.
+
+    Returns:
+        A mapping from role to the detached gradient, in the parameter's shape.
+
+    Raises:
+        ValueError: The model has no parameter for a role, or all labels of the batch are ignored.
+    """
+    views, leaf_of = leaves(anatomy, roles, instead)
+    distinct = {id(leaf): leaf for leaf in leaf_of.values()}
+    total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
+    n_tokens = 0
+    with model_runs.undisturbed(anatomy) as model, torch.enable_grad():
+        for part in model_runs.micro_batches(anatomy, batch):
+            logits, labels = model_runs.token_logits(model, part, views)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            grads = torch.autograd.grad(loss, list(distinct.values()), allow_unused=True)
+            for key, grad in zip(distinct, grads, strict=True):
+                if grad is not None:
+                    total[key] += grad
+            n_tokens += len(labels)
+    if n_tokens == 0:
+        raise ValueError("all labels of this batch are ignored (-100): there is nothing to predict")
+    mean = {key: (total[key] / n_tokens).to(leaf.dtype) for key, leaf in distinct.items()}
+    return {role: mean[id(leaf)] for role, leaf in leaf_of.items()}
+
+
+def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) -> Iterator[Tensor]:
+    """Yield the gradient of one role's parameter for each public batch, with a progress bar."""
+    with whole_model(anatomy.root):
+        for batch in track(batches, "gradients of public text"):
+            yield gradient_of(anatomy, batch, [role])[role]
+
+
+def leaves(
+    anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return detached views of all parameters by name, and the views of roles, by role.
+
+    The views of roles require a gradient. A backward pass writes no gradients into the model.
+    """
+    targets = {}
+    for role in roles:
+        parameter = anatomy.parameter(role)
+        if parameter is None:
+            raise ValueError(f"this model has no parameter for the role '{role}'")
+        targets[role] = parameter
+    named = dict(anatomy.model.named_parameters())
+    target_ids = {id(p) for p in targets.values()}
+    views = {
+        name: instead.get(name, p).detach().requires_grad_(id(p) in target_ids)
+        for name, p in named.items()
+    }
+    views_by_id = {id(p): views[name] for name, p in named.items()}
+    return views, {role: views_by_id[id(p)] for role, p in targets.items()}

@@ -16,7 +16,7 @@ from lightning_fedleak import engine as core
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.callbacks.trainer_facts import callbacks_of, defenses_of
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.report.records.utility import is_lower_better, is_validation
+from lightning_fedleak.report.records.lines import is_lower_better, is_validation
 
 if TYPE_CHECKING:
     import lightning.pytorch as L

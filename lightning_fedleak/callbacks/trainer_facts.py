@@ -22,16 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, SequentialSampler
 
+from lightning_fedleak import engine
 from lightning_fedleak.attacks import Capability
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import (
-    BeforeDefense,
-    Run,
-    StageReached,
-    chosen_metrics,
-    declared,
-    optimizers_of,
-)
 from lightning_fedleak.lightning_packages import EitherStrategy, both
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.taps import real_optimizer
@@ -45,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerRun(Run):
+class TrainerRun(engine.Run):
     """One fit of a Trainer whose strategy is set up.
 
     Attributes:
@@ -81,7 +74,7 @@ class TrainerRun(Run):
         # The metrics that EarlyStopping and ModelCheckpoint act on.
         watched = (getattr(callback, "monitor", None) for callback in callbacks)
         under_ddp = isinstance(strategy, both("strategies.DDPStrategy"))
-        in_optimizers = declared(trainer.optimizers, under_ddp=under_ddp)
+        in_optimizers = engine.declared(trainer.optimizers, under_ddp=under_ddp)
         if in_optimizers and isinstance(strategy, DefendedStrategy):
             raise ValueError(
                 f"{in_optimizers[0].name} computes its gradient from those of single examples, so "
@@ -110,7 +103,7 @@ class TrainerRun(Run):
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
         """Return the Trainer's ``callback_metrics`` of these names, or all for None."""
-        return chosen_metrics(self.trainer.callback_metrics, names)
+        return engine.chosen_metrics(self.trainer.callback_metrics, names)
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Add values to the Trainer's ``callback_metrics``."""
@@ -239,7 +232,7 @@ class TrainerRun(Run):
             second.fit(model, row_loader)  # type: ignore[arg-type]
 
     def watch_release(
-        self, stage_reached: StageReached, before_defense: BeforeDefense
+        self, stage_reached: engine.StageReached, before_defense: engine.BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call the functions when the DefendedStrategy reaches its stages; see :class:`Run`."""
         strategy = self.trainer.strategy
@@ -331,7 +324,7 @@ def settings_of(trainer: L.Trainer) -> dict[str, object]:
 def training_of(trainer: L.Trainer) -> dict[str, object]:
     """Return a Trainer's settings that determine the training, for the run's record."""
     return {
-        "optimizers": optimizers_of(trainer.optimizers),
+        "optimizers": engine.optimizers_of(trainer.optimizers),
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "processes": trainer.world_size,

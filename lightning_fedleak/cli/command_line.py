@@ -16,9 +16,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from lightning_fedleak.cli.commands.parser import parse
+from lightning_fedleak.cli.commands.options import did_you_mean, parse
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.names import did_you_mean
 from lightning_fedleak.extras import install
 
 _OPTION = "--recipe"  # an option of ``fit`` that LightningCLI does not have: see with_configs

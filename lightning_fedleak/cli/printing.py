@@ -8,22 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import refuse_errors
-from lightning_fedleak.report import Findings
-from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.overview import plain
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.wording import share as share
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
 _ANY_WIDTH = 100_000  # characters, more than any table has
-_LABEL_WIDTH = 22  # characters of the first column of a comparison, with its borders
 
 
 def model_name(model: str | None) -> str:
@@ -57,38 +51,6 @@ def write_json(console: Console, path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
     console.print(str(path))
-
-
-def print_comparison(console: Console, content: Findings) -> None:
-    """Print several runs side by side, or the text that attacks recovered from a single run."""
-    for name, overview in zip(names_of(content.runs), content.overviews, strict=True):
-        for warning in overview.warnings:
-            console.print(f"{name}: {warning}", markup=False, soft_wrap=True)
-    comparison = content.comparison
-    if comparison is None:
-        console.print(plain(content.overviews[0].sentence), markup=False, soft_wrap=True)
-        return
-    claims = ["\n".join(account.claim for account in fit.privacy) for fit in content.runs]
-    titles = [x.replace(comparison.metric, title_of(comparison.metric)) for x in comparison.columns]
-    table = Table(show_lines=True)
-    # Each run has an equal part of the console's width, less 3 characters of borders and padding.
-    width = max(20, (console.width - _LABEL_WIDTH) // len(content.runs) - 3)
-    table.add_column("run")
-    for name, *_ in comparison.rows:
-        table.add_column(escape(name), overflow="fold", max_width=width)
-    for title, *values in [*zip(titles, *comparison.rows, strict=True)][1:]:
-        table.add_row(escape(title), *map(escape, values))
-    table.add_row("epsilon", *(claim or "none accounted" for claim in claims))
-    print_table(console, table)
-    console.print(
-        f"{plain(comparison.sentence)}\nEach value is of the attack that recovered most, with its "
-        "95% interval. Where intervals overlap, the difference may be chance.",
-        markup=False,
-        soft_wrap=True,
-    )
-    lengths = {fit.steps for fit in content.runs}
-    if len(lengths) > 1:
-        console.print("The runs differ in length: a change may come from that.")
 
 
 class LinesTable:

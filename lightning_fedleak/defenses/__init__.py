@@ -22,6 +22,6 @@ from lightning_fedleak.defenses.freeze import Freeze as Freeze
 from lightning_fedleak.defenses.gradient_compression import (
     GradientCompression as GradientCompression,
 )
-from lightning_fedleak.defenses.gradient_noise import GradientNoise as GradientNoise
+from lightning_fedleak.defenses.noise import GradientNoise as GradientNoise
 from lightning_fedleak.defenses.token_ldp.token_ldp import TokenLDP as TokenLDP
 from lightning_fedleak.defenses.token_ldp.words import BatchForm as BatchForm

@@ -20,16 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.defenses import noise
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
-from lightning_fedleak.defenses.checks import check_integer, check_number
+from lightning_fedleak.defenses import base, noise
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.model.anatomy import Place, find_anatomy, place_of
-from lightning_fedleak.model.compiled import reset_compiled
 from lightning_fedleak.model.model_runs import is_observed
+from lightning_fedleak.model.model_state import reset_compiled
 
 
-class _ActivationDefense(Defense):
+class _ActivationDefense(base.Defense):
     """A base class that rewrites the hidden states at one layer, by a forward hook on a block.
 
     The hook acts in every forward pass of the model: in training, in evaluation, and when the
@@ -53,21 +51,21 @@ class _ActivationDefense(Defense):
     acts_in_inference = True  # the hook also acts in validation, test and prediction
 
     def __init__(self, layer: int, *, anatomy: Mapping[str, str] | None = None) -> None:
-        self.layer = check_integer(f"{type(self).__name__}: layer", layer, at_least=0)
+        self.layer = base.check_integer(f"{type(self).__name__}: layer", layer, at_least=0)
         self.activation_layers = (layer,)
         self._anatomy_names: dict[str, Any] = dict(anatomy or {})
         self._handle: RemovableHandle | None = None
         self._root: nn.Module | None = None
-        self._context: DefenseContext | None = None
+        self._context: base.DefenseContext | None = None
         # The number of forward passes so far, and that before the current training step.
         self._passes = self._passes_before = 0
         self._in_step = False
 
-    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+    def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
         """Raise an error if a per-sample defence follows: it skips steps of empty batches."""
         super().check_order(before, after)
         if per_sample := [defense.name for defense in after if defense.per_sample]:
-            raise DefenseError(
+            raise base.DefenseError(
                 f"{', '.join(per_sample)} skips empty batches: put '{self.name}' after it"
             )
 
@@ -85,7 +83,7 @@ class _ActivationDefense(Defense):
             DefenseError: No result keeps the guarantee.
         """
 
-    def before_setup(self, context: DefenseContext) -> None:
+    def before_setup(self, context: base.DefenseContext) -> None:
         """Find the layer, and register the hook on its block."""
         self.teardown()
         place = self._place(context.root)
@@ -94,7 +92,7 @@ class _ActivationDefense(Defense):
         self._handle = place.on_states(self._pass)
 
     def on_training_step(
-        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+        self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Run the step and check that hidden states passed the layer."""
         self._passes_before = self._passes
@@ -126,14 +124,14 @@ class _ActivationDefense(Defense):
         try:
             return place_of(find_anatomy(root, **self._anatomy_names), self.layer)
         except ValueError as error:
-            raise DefenseError(
+            raise base.DefenseError(
                 f"{type(self).__name__}: {error} (anatomy={{'model': 'model'}} names a part.)"
             ) from error
 
     def _check_passed(self) -> None:
         """Raise an error if the hook was not called in this training step."""
         if self._passes == self._passes_before:
-            raise DefenseError(
+            raise base.DefenseError(
                 f"{type(self).__name__}: no hidden states passed layer {self.layer} in this step: "
                 "name the blocks that run with anatomy={'blocks': 'path.to.blocks'}"
             )
@@ -157,7 +155,7 @@ class _ActivationDefense(Defense):
             or not states.is_floating_point()
         ):
             place = f"{self.name}: states at layer {self.layer}"
-            raise DefenseError(f"{place} must be a whole (B, L, d) tensor of floats")
+            raise base.DefenseError(f"{place} must be a whole (B, L, d) tensor of floats")
         if not recomputed:
             self._passes += 1
         return self.rewrite(states, recomputed=recomputed, training=training)
@@ -235,10 +233,10 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         max_hardenings: int | None = None,
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
-        check_number("ActivationNoise: sigma", sigma, at_least=0)
-        check_number("ActivationNoise: clip", clip, above=0, optional=True)
+        base.check_number("ActivationNoise: sigma", sigma, at_least=0)
+        base.check_number("ActivationNoise: clip", clip, above=0, optional=True)
         if relative and clip is not None:
-            raise DefenseError("ActivationNoise: pass relative=False or clip=None")
+            raise base.DefenseError("ActivationNoise: pass relative=False or clip=None")
         self._allow_hardening(max_hardenings)
         self.sigma = sigma
         self.relative = relative
@@ -247,14 +245,14 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         self._n_forwards = {"training": 0, "inference": 0}
         self._forwards: deque[_Forward] = deque(maxlen=_MAX_FORWARDS)  # of this training step
 
-    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+    def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
         """Raise an error if a per-sample defence is used with relative noise.
 
         The scale of relative noise depends on all samples of a batch together.
         """
         super().check_order(before, after)
         if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
-            raise DefenseError(
+            raise base.DefenseError(
                 f"ActivationNoise: {', '.join(names)} treats samples separately: use relative=False"
             )
 
@@ -276,13 +274,13 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         Raises:
             ValueError: An argument is out of range.
         """
-        check_integer("positions", positions, error=ValueError)
+        base.check_integer("positions", positions, error=ValueError)
         if self.clip is None or self.sigma == 0:
             return math.inf
         return noise.gaussian_epsilon(sigma=self.sigma / (2 * math.sqrt(positions)), delta=delta)
 
     def on_training_step(
-        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+        self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Forget the forward passes of the step before, and run the step."""
         self._forwards.clear()
@@ -341,7 +339,7 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         if exact:
             forwards = [f for f in forwards if torch.allclose(f.sketch, sketch, 1e-3, 1e-6)]
         if not forwards:
-            raise DefenseError(
+            raise base.DefenseError(
                 "ActivationNoise: backward runs the model again with other hidden states: run both "
                 f"in one step, or switch gradient checkpointing off below layer {self.layer}"
             )
@@ -361,7 +359,7 @@ class ActivationNoise(_ActivationDefense, noise.HardenedNoise):
         if not self.relative:
             return standard * (self._sigma_now * (self.clip or 1.0))
         if states.shape[0] * states.shape[1] < 2:
-            raise DefenseError(
+            raise base.DefenseError(
                 "ActivationNoise: a single token has no standard deviation. Use relative=False."
             )
         return standard * (self._sigma_now * states.detach().std(dim=(0, 1), correction=0))
@@ -455,16 +453,16 @@ class ActivationCompression(_ActivationDefense):
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
         name = "ActivationCompression: keep_dims"
-        self.keep_dims = check_integer(name, keep_dims)
+        self.keep_dims = base.check_integer(name, keep_dims)
         self.seed = seed
         self._basis: Tensor | None = None
 
-    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+    def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
         """Raise an error if noise at the same layer follows: some of it could be removed again."""
         super().check_order(before, after)
         for defense in after:
             if isinstance(defense, ActivationNoise) and defense.layer == self.layer:
-                raise DefenseError(
+                raise base.DefenseError(
                     f"the server could remove noise after '{self.name}' at layer {self.layer}: put "
                     f"'{defense.name}' before it"
                 )

@@ -28,13 +28,15 @@ import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak import validate
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.model.compression import Compression
+from lightning_fedleak.model.snapshots import Compression
 
 State = Mapping[str, Tensor | int | float | str]
 Curve = Sequence[tuple[float, float]]
@@ -496,3 +498,8 @@ class Defense(ABC):
 
     def teardown(self) -> None:  # noqa: B027
         """Undo every change to the model. May be called twice, or without a setup."""
+
+
+check_choice = partial(validate.check_choice, error=DefenseError)
+check_integer = partial(validate.check_integer, error=DefenseError)
+check_number = partial(validate.check_number, error=DefenseError)

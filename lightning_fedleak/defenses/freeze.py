@@ -11,14 +11,13 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
-from lightning_fedleak.defenses.checks import check_choice
+from lightning_fedleak.defenses import base
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
 Part = Literal["head", "embeddings", "head+embeddings"]
 
 
-class Freeze(Defense):
+class Freeze(base.Defense):
     """Freezes the output head (with its bias), the input word embeddings, or both.
 
     Attacks that recover words from the gradient of the head or of the embeddings then have no
@@ -57,34 +56,34 @@ class Freeze(Defense):
     _changing = ("active",)  # not a setting, so it is left out of the record of a run
 
     def __init__(self, part: Part, when: Literal["always", "hardened"] = "always") -> None:
-        self.part: Part = check_choice("Freeze: part", part, get_args(Part))
-        self.when = check_choice("Freeze: when", when, ("always", "hardened"))
+        self.part: Part = base.check_choice("Freeze: part", part, get_args(Part))
+        self.when = base.check_choice("Freeze: when", when, ("always", "hardened"))
         self._call = f"Freeze({part!r})"
         self.active = when == "always"
         self._part_parameters: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []
 
-    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+    def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
         """Raise an error if a per-sample defence would prepare the model before it is frozen."""
         super().check_order(before, after)
         if per_sample := [defense.name for defense in before if defense.per_sample]:
-            raise DefenseError(
+            raise base.DefenseError(
                 f"put '{self.name}' before {', '.join(per_sample)}, which would prepare the model"
             )
 
-    def before_setup(self, context: DefenseContext) -> None:
+    def before_setup(self, context: base.DefenseContext) -> None:
         """Freeze the part before the optimizer is built and DDP wraps the model."""
         part = self._find_part(find_anatomy(context.root))
         self._part_parameters = {n: p for n, p in context.root.named_parameters() if id(p) in part}
         if self.when == "hardened" and context.processes > 1:
-            raise DefenseError(
+            raise base.DefenseError(
                 f"{self._call} cannot freeze in the middle of a run of one client under DDP or "
                 "FSDP2. Use DefendedStrategy(client='rank'), or Freeze(when='always')."
             )
         if self.when == "always":
             self._freeze()
 
-    def on_train_start(self, context: DefenseContext) -> None:
+    def on_train_start(self, context: base.DefenseContext) -> None:
         """Freeze the part if it is to be frozen from the start of training.
 
         With ``"hardened"`` that is so if a gate had frozen it before the checkpoint was saved. It
@@ -137,7 +136,7 @@ class Freeze(Defense):
         """Return whether the part is frozen."""
         return {"active": int(self.active)}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: base.State) -> None:
         """Remember that the part was frozen in the checkpoint; ``on_train_start`` freezes it."""
         self.active = self.active or bool(state.get("active", False))
 
@@ -145,7 +144,7 @@ class Freeze(Defense):
         """Raise an error if the part is no longer frozen, for example by a callback."""
         for name, parameter in self._part_parameters.items() if self.active else ():
             if parameter.requires_grad or parameter.grad is not None:
-                raise DefenseError(
+                raise base.DefenseError(
                     f"{self._call}: '{name}' is not frozen; the update was not released. Remove "
                     "what unfreezes it. Build a sharded model again in `configure_model`."
                 )
@@ -174,7 +173,7 @@ class Freeze(Defense):
             "use Freeze('head+embeddings'), because they are one tied matrix, or set "
             "tie_word_embeddings=False in the config": part != "head+embeddings" and tied,
         }
-        refuse(f"{self._call}: ", refusals)
+        base.refuse(f"{self._call}: ", refusals)
         if part == "head":
             return head
         return embeddings if part == "embeddings" else head | embeddings

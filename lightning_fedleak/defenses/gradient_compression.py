@@ -20,9 +20,11 @@ from lightning_fedleak.defenses.base import (
     DefenseContext,
     DefenseError,
     State,
+    check_choice,
+    check_integer,
+    check_number,
 )
-from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
-from lightning_fedleak.model.compression import Compression, Method, compression_error, low_rank
+from lightning_fedleak.model.snapshots import Compression, Method, compression_error, low_rank
 
 _RESIDUAL, _FACTOR = "residual/", "factor/"  # prefixes of the names of tensors in `memory`
 

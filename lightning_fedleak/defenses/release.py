@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
-from lightning_fedleak.defenses.checks import check_choice
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, check_choice
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.snapshots import Stage

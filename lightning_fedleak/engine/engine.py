@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks.shared_work import share_work
+from lightning_fedleak.attacks.public_text import share_work
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.base import results_of
 from lightning_fedleak.engine.channels.released.weights import WeightLooks
@@ -34,10 +34,9 @@ from lightning_fedleak.engine.record import privacy_values
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Refusal, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
-from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.model_state import saved_once
-from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
-from lightning_fedleak.report.records.utility import is_validation
+from lightning_fedleak.model.snapshots import AVERAGED, ON_THE_WAY, Stage
+from lightning_fedleak.report.records.lines import is_validation
 
 
 class StepEngine:

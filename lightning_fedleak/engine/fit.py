@@ -42,8 +42,13 @@ from lightning_fedleak.engine.run import (
 from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
-from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
+from lightning_fedleak.model.snapshots import (
+    AVERAGED,
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    shaped,
+)
 from lightning_fedleak.model.taps import StepTap
 
 

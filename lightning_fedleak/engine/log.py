@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.choice import Row
+from lightning_fedleak.engine.lineup import Row
 from lightning_fedleak.engine.loggers import Cards, Logger, upload_report
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
@@ -33,7 +33,7 @@ from lightning_fedleak.engine.run import Look, Refusal, Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report import records
-from lightning_fedleak.report.records.utility import best_of, is_training
+from lightning_fedleak.report.records.lines import best_of, is_training
 
 if TYPE_CHECKING:
     import pandas as pd

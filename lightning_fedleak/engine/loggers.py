@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.outcomes import Outcome, Series
-from lightning_fedleak.report.records.utility import is_lower_better, is_validation
+from lightning_fedleak.report.records.lines import is_lower_better, is_validation
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -223,10 +223,11 @@ class WatchSettings:
             the reduced gradient is then what is shared). None: as the strategy says, under FSDP2
             and ZeRO ``"world"``, else ``"rank"``.
         assume: capabilities of the adversary besides seeing what is shared. None:
-            :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
+            :data:`~lightning_fedleak.attacks.base.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); if a :class:`MembershipAttack` is listed
-            :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also adds layers to the model
-            and holds the candidate texts. With ``attacks="auto"`` the former with candidate texts.
+            :data:`~lightning_fedleak.attacks.base.DISHONEST_SERVER`, which also adds layers to the
+            model and holds the candidate texts. With ``attacks="auto"`` the former with candidate
+            texts.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
         batch_adapter: converts a batch of your own form into a :class:`TokenBatch`. It is needed
             only if the step's graph cannot be read (fused losses, ``torch.compile``, rounds of a

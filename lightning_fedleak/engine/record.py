@@ -31,8 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.engine.channels.base import Channel, plan_of
 from lightning_fedleak.engine.channels.plans import plain_settings
-from lightning_fedleak.engine.choice import reads_of
-from lightning_fedleak.engine.lineup import Lineup
+from lightning_fedleak.engine.lineup import Lineup, reads_of
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.run import Run

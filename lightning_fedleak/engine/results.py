@@ -20,7 +20,7 @@ from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, unknown
 from lightning_fedleak.engine.run import Look
-from lightning_fedleak.evaluation.metrics.within import over_looks
+from lightning_fedleak.evaluation.metrics.clustered import over_looks
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.report import records
 

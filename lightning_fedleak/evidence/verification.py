@@ -22,17 +22,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_fedleak.evidence.chain import (
-    Verdict,
-    check_closings,
-    check_plans,
-    read_chain,
-    runs_below,
-)
+from lightning_fedleak.evidence import chain
 from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
-from lightning_fedleak.report.files import LEAKAGE
-from lightning_fedleak.report.html import leakage_file
+from lightning_fedleak.report.pages import LEAKAGE, leakage_file
 from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
@@ -46,7 +39,7 @@ def verify_run(
     weights: Path | None = None,
     heads: Sequence[str] = (),
     repetition: Path | None = None,
-) -> Verdict:
+) -> chain.Verdict:
     """Return a verdict on whether the files of a run are consistent.
 
     Examples:
@@ -66,17 +59,19 @@ def verify_run(
     Raises:
         ReportError: A file is missing or cannot be read.
     """
-    verdict = Verdict()
+    verdict = chain.Verdict()
     checked, not_checked = verdict.checked, verdict.not_checked
     checked += ["order and completeness of the logs", "gates on attacks on shared updates"]
     not_checked.append("gates on trained weights and of rounds, or that had to act on an unknown")
-    logs = {name: read_chain(run / name, verdict) for name in (records.RECORD, records.RESULTS)}
+    logs = {
+        name: chain.read_chain(run / name, verdict) for name in (records.RECORD, records.RESULTS)
+    }
     verdict.lines |= {name: len(log.hashes) for name, log in logs.items()}
     verdict.heads |= {name: log.head for name, log in logs.items()}
-    check_closings(logs[records.RECORD], logs[records.RESULTS], verdict)
-    if other_runs := runs_below(run):
+    chain.check_closings(logs[records.RECORD], logs[records.RESULTS], verdict)
+    if other_runs := chain.runs_below(run):
         verdict.leave_open(f"{other_runs}: they are not checked; verify each")
-    if check_plans(logs[records.RECORD], verdict):
+    if chain.check_plans(logs[records.RECORD], verdict):
         checked.append("looks at the planned steps")
     else:
         not_checked.append("looks: no run says at which steps they are planned")
@@ -118,7 +113,7 @@ def verify_run(
 # ---- gates --------------------------------------------------------------------------------------
 
 
-def _check_gates(fit: FitLog, verdict: Verdict) -> None:
+def _check_gates(fit: FitLog, verdict: chain.Verdict) -> None:
     """Check that each gate of a run acted exactly when the logged values require it.
 
     Gates on the value of one attack are checked. Gates on the worst value of a family of attacks
@@ -201,7 +196,7 @@ def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
 
 
 def _check_report(
-    path: Path, run: Path, fits: Sequence[FitLog], make: Maker, verdict: Verdict
+    path: Path, run: Path, fits: Sequence[FitLog], make: Maker, verdict: chain.Verdict
 ) -> None:
     """Check that a report has the content that ``make`` computes from the logs of a folder.
 
@@ -253,7 +248,7 @@ def _statements(report: records.JsonObject) -> records.JsonObject:
     return {**fields, "runs": runs}
 
 
-def _check_weights(fits: Sequence[FitLog], source: Path, verdict: Verdict) -> None:
+def _check_weights(fits: Sequence[FitLog], source: Path, verdict: chain.Verdict) -> None:
     """Check that saved weights are those of a logged checkpoint, or the last run's final ones.
 
     Tensors are compared by their types and hashes. Different weights are a contradiction, unless
@@ -348,7 +343,7 @@ _DETERMINISTIC = "Freeze", "GradientCompression"
 """Classes of defences without random numbers."""
 
 
-def _check_repetition(fit: FitLog, folder: Path, verdict: Verdict) -> list[str]:
+def _check_repetition(fit: FitLog, folder: Path, verdict: chain.Verdict) -> list[str]:
     """Compare a run with the last one of another folder: weights, losses and leakage.
 
     The two must have the same settings, initial weights, order of rows and platform, and no fresh
@@ -399,7 +394,7 @@ def _check_repetition(fit: FitLog, folder: Path, verdict: Verdict) -> list[str]:
 
 
 def _compare_values(
-    values: _Values, repeated: _Values, verdict: Verdict, split_step: float
+    values: _Values, repeated: _Values, verdict: chain.Verdict, split_step: float
 ) -> None:
     """Add the first value that differs, and the first that only one run has, to the verdict.
 

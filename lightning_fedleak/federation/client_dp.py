@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Privacy, RenyiFilter
 from lightning_fedleak.defenses.accounting import Accountant, AccountantKind, Budget, SamplingScheme
 from lightning_fedleak.defenses.accounting.ledger import check_terms
-from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
+from lightning_fedleak.defenses.base import check_choice, check_integer, check_number
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.messages import rank_zero_warn

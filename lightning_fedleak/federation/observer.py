@@ -28,13 +28,11 @@ from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation import updates
-from lightning_fedleak.federation.client_engine import ClientEngine
 from lightning_fedleak.federation.hand_over import Recorded
-from lightning_fedleak.federation.round_look import RoundLook, failed_look, read_look
+from lightning_fedleak.federation.round_look import ClientEngine, RoundLook, failed_look, read_look
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.model.snapshots import AVERAGED, GradientSnapshot, Stage
 from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 

@@ -1,20 +1,212 @@
-"""The results of the attacks on one client's update in one round: :class:`RoundLook`.
+"""The attacks on one client's update in one round: the engine that makes them, and their results.
 
-A *look* is one run of the attacks, here on the update of a round. A *game* is a membership attack
-on candidate texts, of which some were trained on. A *series* is one attack's results at one stage:
-on a client's shared update, or on the aggregate of all. A *family* is the attacks with the same
-goal, such as words. A *certificate* is a claim of an attack that can be checked without the texts.
+An engine runs attacks, scores their guesses and logs the results. One engine of the federation
+calibrates the attacks; each client has a :class:`ClientEngine` for its updates and its log. A
+:class:`RoundLook` holds the results of one round.
+
+A *look* is one run of the attacks on one update. The *line-up* decides which attacks run, with a
+*plan* of the parameters that each of them reads. A *series* is the results of one attack at one
+*stage*: on the update of one client, or on the aggregate of all. A *channel* is the part of the
+engine for one kind of attack: it arms the attacks before a look, scores their guesses and disarms
+them. A *family* is the attacks with the same goal, such as words. A *game* is a membership attack
+on candidate texts, of which some were trained on; channels pool the games over rounds. A *control*
+is the same attack on words that are known, to show that the attack works. A *certificate* is a
+claim of an attack that can be checked without the texts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from lightning_fedleak.engine import WORST, Channel, Look, Outcome, Series
-from lightning_fedleak.federation.client_engine import ClientEngine
+from lightning_fedleak.defenses import Defense
+from lightning_fedleak.engine import AUTOCAST, WORST, Channel, Engine, Look, Run, contained, reason
+from lightning_fedleak.engine.channels.base import exclude, family_of, results_of
+from lightning_fedleak.engine.fit import Fit
+from lightning_fedleak.engine.log import Destination, Report
+from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
+from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, ModelCall, Step, plain_call
+
+# Reasons of unknown results, as the logs show them.
+_NOT_SCORED = (
+    "the observer does not hold the client's texts, so guesses from the update cannot be scored"
+)
+_NO_LOSS = "the client's batches hold no token that a loss was computed on"
+
+
+class ClientEngine(Engine):
+    """An engine that attacks the updates of one client, with attacks calibrated by another engine.
+
+    Args:
+        origin: the engine of the federation, whose run has begun. It has calibrated the attacks.
+        run: the run of ``origin``, with the rank of this client.
+        stage: the stage of the updates: shared for a client's, aggregate for their sum.
+        destination: the loggers and the folder of this client's results.
+
+    Attributes:
+        spent: the client, and the defences whose spent privacy its last line of the log shows.
+    """
+
+    def __init__(self, origin: Engine, run: Run, stage: Stage, destination: Destination) -> None:
+        # Results are in the order of the channels: the parts of an engine for one kind of attack.
+        order = [type(channel) for channel in origin.channels]
+        attacks = sorted(origin.selection.attacks, key=lambda a: order.index(family_of(a)))
+        super().__init__(
+            replace(origin.selection, attacks=tuple(attacks)),
+            replace(origin.options, stages=(stage,)),
+        )
+        self.spent: tuple[str | int | None, Sequence[Defense]] = None, ()
+        self.jsonl, self.record, self._gates = origin.jsonl, origin.record, origin._gates
+        self.report = Report(
+            run, destination, self.series, self.selection.attacks, self.jsonl, None
+        )
+        self.report.record = self.record
+        lineup = origin._fit.lineup  # the attacks that run, with the plan of each
+        plans = {plan.attack.name: plan for plan in lineup.plans}
+        channels = [channel for channel in self.channels if channel.attacks]
+        for channel in channels:
+            channel.open(run)
+            exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
+            channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
+        channels = [channel for channel in channels if channel.attacks]
+        self.fit = Fit(run, lineup, self.options, self.series, channels)
+        # What a control must reach follows from the thresholds of the federation's gates.
+        self.fit.controls.needs = origin._needs
+        self.results.playing = {s for s in self.series if s.attack in lineup.playing}
+        self.results.untested = lineup.untested
+        self.results.begin()
+        try:
+            self._show(self.report, run)
+        except Exception as error:  # a full disk must not end a round
+            self.report.leave_boards(error)
+
+    def read_update(
+        self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
+    ) -> dict[Series, Outcome]:
+        """Attack the update of a client's round, and score the guesses.
+
+        Args:
+            look: the look: one run of the attacks, on the update of this round.
+            batches: the batches of the local steps; None if they are unknown.
+            take: a function that returns the update.
+
+        Returns:
+            The outcomes by series: the results of one attack at one stage. Without batches they are
+            unknown, except certificates, which can be checked without the client's texts.
+        """
+        fit = self._fit
+        all_series = [series for series in fit.series if series.attack in fit.lineup.playing]
+        # `followed`: the observer has adapted the attacks to the sent model already.
+        look.followed, look.training_step = True, Step(look.step)
+        if batches is None:  # membership games have no candidate texts
+            look.scope = frozenset(s for s in all_series if not fit.series[s].plays_games)
+        else:
+            self._read_batches(look, batches)
+        self._arm(look)
+        look.stages = look.wanted = self.options.stages
+        look.training_step.gradients |= dict.fromkeys(look.stages, take)
+        self._attack(look)
+        look.stepped.add(0)  # holds ids of optimizers; not empty means that an update was shared
+        outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
+        fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
+        failure, fit.failure = fit.failure, None
+        if failure is not None or outcomes is None:
+            return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in all_series}
+        return outcomes
+
+    def _read_batches(self, look: Look, batches: Sequence[Any]) -> None:
+        """Read the batches of a round's local steps, as the truth that guesses are scored against.
+
+        If a batch cannot be read, the look has an error, and its results are unknown.
+        """
+        fit, step = self._fit, look.training_step
+        try:
+            if not batches:
+                raise BatchError("no batch of the round was reported")
+            for batch in [b if isinstance(b, TokenBatch) else fit.tap.read(b) for b in batches]:
+                if batch.crossing is None and batch.is_packed:
+                    raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
+                fit.tap.check(step, batch)
+                step.calls.append(ModelCall(batch=batch))
+        except Exception as error:
+            step.error = reason(error)
+        if any(map(fit.controls.may_play, fit.lineup.exposed)):
+            try:
+                self._record_round(step, batches)
+            except Exception as error:  # makes only the controls of the attacks unknown
+                step.round = LocalRound({}, why_not=reason(error))
+
+    def _record_round(self, step: Step, batches: Sequence[Any]) -> None:
+        """Record what is needed to repeat a client's round from the sent model.
+
+        Controls need this: the repeated round is attacked with known words in place of its texts.
+
+        Args:
+            step: the round as a step of the engine, with the batches that were read.
+            batches: the batches of one client, with the learning rate of each step if it was
+                reported; for a sum of updates, one batch for each step of each client.
+        """
+        run, summed = self.run, Stage.AGGREGATE in self.options.stages
+        local = step.round = LocalRound.begin([*run.anatomy.root.parameters()])
+        steps = self.options.local_steps or 1
+        local.clients = max(1, len(batches) // steps) if summed else 1
+        n_per_step, remainder = divmod(len(batches), local.clients * steps)
+        if remainder or not n_per_step:
+            local.why_not = "it is unknown on which of the batches each step was computed"
+        rates = getattr(batches, "rates", ()) or [None] * (local.clients * steps)
+        dtype = AUTOCAST.get(run.precision)
+        for n_steps, rate in enumerate(rates, 1):
+            local.add_step(run.optimizers[0], n_steps * n_per_step, rate)
+        step.calls = [
+            plain_call(run.anatomy, call.texts, dtype, trained_elsewhere=True)
+            for call in step.calls
+        ]
+
+    @contained
+    def _arm(self, look: Look) -> None:
+        """Prepare the channels of a look before the update is read."""
+        for channel in self._fit.channels_in(look):
+            channel.arm()
+
+    @contained
+    def _round_outcomes(
+        self, look: Look, all_series: Sequence[Series], *, scored: bool
+    ) -> dict[Series, Outcome]:
+        """Return the outcomes of a round by series; if ``scored`` is false, without scores."""
+        fit, results = self._fit, dict[Series, Result]()
+        if not scored:
+            return {series: self._without_truth(look, series) for series in all_series}
+        with look.clock(fit.run.device):
+            for channel in fit.channels:
+                results |= results_of(channel, look)
+        return fit.pool(results, look.step)[0] or {
+            s: unknown(fit.series[s].metrics_of(s), _NO_LOSS) for s in all_series
+        }
+
+    def _without_truth(self, look: Look, series: Series) -> Outcome:
+        """Return a series' outcome without the client's texts: no rate, but certificates."""
+        channel, answer = self._fit.series[series], look.answers.get(series)
+        metrics = channel.metrics_of(series)
+        if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
+            outcome = unknown(metrics, "the parameters that the attack reads are not shared")
+            return replace(outcome, exposed=False)
+        if isinstance(answer, Unknown):
+            return unknown(metrics, answer.why, applies=answer.applies)
+        claims = {name: getattr(answer, name, None) for name in channel.extras}
+        certificates = {name: float(value) for name, value in claims.items() if value is not None}
+        return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
+
+    @contained
+    def rounds_end(self) -> None:
+        """Log the privacy that defences spent in all rounds of this client, also without a look."""
+        client, defenses = self.spent
+        if self.report is not None:
+            self.results.latest |= self.report.write_between_looks({}, defenses, client)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from lightning_fedleak.model.anatomy import (
 )
 from lightning_fedleak.model.anatomy import accepts as accepts
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.compiled import is_compiled as is_compiled
+from lightning_fedleak.model.model_state import is_compiled as is_compiled
 from lightning_fedleak.model.snapshots import is_absent
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run on a GPU: 256 MiB in float32

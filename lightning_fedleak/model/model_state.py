@@ -5,6 +5,8 @@ in it. :func:`preserve_model` saves the state of all modules and restores it aft
 :func:`preserve_process` does the same for random generators and torch's global modes. Buffers and
 small tensors are copied before the run. Parameters, their gradients and large tensors are copied
 only if an operator of the run is about to write to them.
+
+Code compiled by torch.compile ignores hooks that are added later (:func:`is_compiled`).
 """
 
 from __future__ import annotations
@@ -449,3 +451,26 @@ def _storage(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of other tensors
         return None
+
+
+def is_compiled(root: nn.Module) -> bool:
+    """Return whether torch.compile runs a module, a part of it, or its ``training_step``."""
+    return _is_compiled_function(getattr(root, "training_step", None)) or any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or _is_compiled_function(module.forward)
+        for module in modules_of(root)
+    )
+
+
+def _is_compiled_function(function: object) -> bool:
+    """Return whether torch.compile runs a function, and has not been disabled for it."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
+        function, "_torchdynamo_disable"
+    )
+
+
+def reset_compiled(root: nn.Module) -> None:
+    """Discard compiled code, which would ignore hooks that were added or removed since."""
+    if is_compiled(root):
+        torch.compiler.reset()

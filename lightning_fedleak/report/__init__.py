@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_fedleak.lazy_names import lazy
+from lightning_fedleak.extras import lazy
 
 if TYPE_CHECKING:
-    from lightning_fedleak.report.content import Findings as Findings
-    from lightning_fedleak.report.content import findings as findings
-    from lightning_fedleak.report.files import print_card as print_card
-    from lightning_fedleak.report.files import write as write
-    from lightning_fedleak.report.files import write_at_end as write_at_end
-    from lightning_fedleak.report.files import write_live as write_live
-    from lightning_fedleak.report.html import model_card as model_card
-    from lightning_fedleak.report.html import page as page
     from lightning_fedleak.report.logs import FitLog as FitLog
     from lightning_fedleak.report.logs import ReportError as ReportError
     from lightning_fedleak.report.logs import read as read
+    from lightning_fedleak.report.pages import Findings as Findings
+    from lightning_fedleak.report.pages import findings as findings
+    from lightning_fedleak.report.pages import model_card as model_card
+    from lightning_fedleak.report.pages import page as page
+    from lightning_fedleak.report.pages import print_card as print_card
+    from lightning_fedleak.report.pages import write as write
+    from lightning_fedleak.report.pages import write_at_end as write_at_end
+    from lightning_fedleak.report.pages import write_live as write_live
 
 __getattr__ = lazy(__name__)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.overview import Overview, Part, Reading, Sentence, of_what_left, plain
 from lightning_fedleak.report.records import STANDARD_FAMILIES, WORDS, Family
-from lightning_fedleak.report.records.utility import is_training
+from lightning_fedleak.report.records.lines import is_training
 from lightning_fedleak.report.series import are_apart, utility
 from lightning_fedleak.report.wording import brief_interval
 

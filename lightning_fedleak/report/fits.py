@@ -16,9 +16,15 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from lightning_fedleak.report import records
-from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary, Points
+from lightning_fedleak.report.attacks import (
+    RELEASED,
+    SUM,
+    AttackSummary,
+    NamedAttack,
+    Points,
+    named_attacks,
+)
 from lightning_fedleak.report.composition import FPR, MAX_SHOWN_EPSILON
-from lightning_fedleak.report.edpb import NamedAttack, named_attacks
 from lightning_fedleak.report.logs import FitLog, grouped, merge_monitors
 from lightning_fedleak.report.privacy import (
     CLIENT,

@@ -21,7 +21,7 @@ from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSumma
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import OPEN_END
 from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
-from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.report.records.lines import title_of
 from lightning_fedleak.report.series import are_apart, before_and_after, is_leak, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 

@@ -25,7 +25,7 @@ from lightning_fedleak.report.attacks import (
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.records import MetricValue
-from lightning_fedleak.report.records.utility import is_lower_better, is_training, is_validation
+from lightning_fedleak.report.records.lines import is_lower_better, is_training, is_validation
 from lightning_fedleak.report.wording import brief, brief_interval, measure
 
 MAX_ROUNDS, MAX_CLIENTS = 24, 20

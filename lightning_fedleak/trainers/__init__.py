@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_fedleak.engine import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine import Threshold as Threshold
 from lightning_fedleak.engine import WatchSettings as WatchSettings
-from lightning_fedleak.lazy_names import lazy
+from lightning_fedleak.extras import lazy
 from lightning_fedleak.trainers.defended_loop import DefendedLoop as DefendedLoop
 from lightning_fedleak.trainers.watch import Watch as Watch
 

@@ -25,12 +25,7 @@ from lightning_fedleak.defenses.host import Host, rank_and_world_size
 from lightning_fedleak.defenses.release import Client, UpdateRelease
 from lightning_fedleak.model.model_state import Hook
 from lightning_fedleak.private_files import load_state, save_state
-from lightning_fedleak.trainers.loop import (
-    check_autocast,
-    check_whole,
-    precision_of,
-    torch_optimizers,
-)
+from lightning_fedleak.trainers import loop
 
 DEFENSES = "defenses.safetensors"
 """The file in a checkpoint with the states of the defences: the privacy account, no secret."""
@@ -137,9 +132,9 @@ class DefendedLoop(Host):
         self._release = UpdateRelease(defenses, client, self.name)
         self.model, self._loader = model, loader
         self._root = model.module if isinstance(model, DistributedDataParallel) else model
-        self.optimizers = torch_optimizers(optimizer)
+        self.optimizers = loop.torch_optimizers(optimizer)
         self._epochs, self._planned_steps = epochs, steps
-        self._precision = precision or precision_of(None, self._root)
+        self._precision = precision or loop.precision_of(None, self._root)
         self._device = next(model.parameters()).device
         self._per_sample = any(defense.per_sample for defense in self._release.defenses)
         self.batch_number: int = 0
@@ -153,7 +148,7 @@ class DefendedLoop(Host):
         """
         self._release.end()  # of an earlier `with` that an error may have left open
         self._awaits_step = False
-        check_whole(self._root, self.name, error=DefenseError)
+        loop.check_whole(self._root, self.name, error=DefenseError)
         if self._release.client == "world" and self.reducer is None:
             raise DefenseError(
                 "DefendedLoop: several processes train one client's model, but nothing averages "
@@ -262,4 +257,4 @@ class DefendedLoop(Host):
     def _check_autocast(self, *_: object) -> None:
         """Raise an error if the forward pass runs under an autocast other than ``precision``."""
         if torch.is_autocast_enabled(self._device.type):
-            check_autocast(self.name, self._device, self._precision, DefenseError)
+            loop.check_autocast(self.name, self._device, self._precision, DefenseError)

@@ -31,14 +31,8 @@ from lightning_fedleak.defenses.dpsgd.sampling import LOADER_SETTINGS
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease
 from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.trainers import loop
 from lightning_fedleak.trainers.defended_loop import load_defenses, save_defenses
-from lightning_fedleak.trainers.loop import (
-    check_whole,
-    precision_of,
-    steps_in_backward,
-    unwrapped,
-    wrappers_of,
-)
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -76,7 +70,7 @@ class _TrainerHost(Host):
     def optimizers(self) -> Sequence[Optimizer]:  # type: ignore[override]
         """Return the Trainer's optimizer, unwrapped from Accelerate."""
         optimizer = self._trainer.optimizer
-        return [] if optimizer is None else [unwrapped(optimizer)]
+        return [] if optimizer is None else [loop.unwrapped(optimizer)]
 
     @property
     def batch_number(self) -> int:  # type: ignore[override]
@@ -320,14 +314,14 @@ class DefendedMixin(Trainer):
         bases = _overriding_classes(classes[position + 1 :], "training_step")
         hidden_names = [d.name for d in self.defenses if d.activation_layers or d.acts_in_inference]
         pair_trainers = _PAIRWISE.intersection(cls.__name__ for cls in classes)
-        check_whole(root, self._fedleak.owner, wrappers_of(self), error=DefenseError)
+        loop.check_whole(root, self._fedleak.owner, loop.wrappers_of(self), error=DefenseError)
         refusals = {
             f"{', '.join(hidden_names)} acts on hidden states, which needs Lightning's Trainer and "
             "DefendedStrategy": hidden_names,
             "fp16 lets Accelerate take the step, which it skips depending on the gradients: use "
             "bf16=True": self.accelerator.mixed_precision == "fp16",
             f"optim={args.optim} steps while backward runs, before a defence could act: use "
-            "another optimizer": steps_in_backward(args.optim),
+            "another optimizer": loop.steps_in_backward(args.optim),
             "each trial of hyperparameter_search is a separate run, and no account covers the "
             "choice among them: choose on public data, then call train()": (trial is not None),
             f"{', '.join(overriders)} changes the loss outside of the defences: write a Trainer "
@@ -411,7 +405,7 @@ class DefendedMixin(Trainer):
         self._fedleak.end()
         root: nn.Module = self.model  # type: ignore[assignment]
         root.train()
-        precision = precision_of(self.accelerator.mixed_precision, root)
+        precision = loop.precision_of(self.accelerator.mixed_precision, root)
         self._fedleak.open(_TrainerHost(self), root, self.args.device, precision, None)
         self._fedleak.begin()
 
@@ -419,7 +413,7 @@ class DefendedMixin(Trainer):
         """Return the Trainer's optimizer, and make the defences act before each of its updates."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._fedleak.is_open:
-            self._fedleak.guard(unwrapped(self.optimizer))
+            self._fedleak.guard(loop.unwrapped(self.optimizer))
         return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

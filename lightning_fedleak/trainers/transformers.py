@@ -37,15 +37,7 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.report.watched import Reported
-from lightning_fedleak.trainers.loop import (
-    Loop,
-    LoopRun,
-    before_backward,
-    precision_of,
-    steps_in_backward,
-    unwrapped,
-    wrappers_of,
-)
+from lightning_fedleak.trainers import loop
 from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.watch import Watch
 from lightning_fedleak.trainers.zero import ZeROStep
@@ -224,7 +216,7 @@ class LeakageCallback(TrainerCallback, Reported):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TransformersRun(LoopRun):
+class _TransformersRun(loop.LoopRun):
     """One run of a Trainer, as the engine reads it."""
 
     watcher: ClassVar[str] = "LeakageCallback"
@@ -256,7 +248,7 @@ class _TransformersWatch(Watch):
         has_optimizer: Whether the Trainer had an optimizer before ``train`` was called.
     """
 
-    run: ClassVar[type[LoopRun]] = _TransformersRun
+    run: ClassVar[type[loop.LoopRun]] = _TransformersRun
     # Parts of a gate's message when it stops the run: the call that resumes from the checkpoint at
     # {}, and what to change so that less leaks.
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
@@ -285,11 +277,11 @@ class _TransformersWatch(Watch):
         zero = ZeROStep.of_engine(model, self.run.watcher)
         # FSDP2 and ZeRO cast by their own policies, not by autocast.
         casts_itself = getattr(accelerator, "is_fsdp2", False) or zero is not None
-        self.loop = Loop(
+        self.loop = loop.Loop(
             model,
-            [unwrapped(trainer.optimizer) if zero is None else zero],
+            [loop.unwrapped(trainer.optimizer) if zero is None else zero],
             loader,
-            precision_of(None if casts_itself else accelerator.mixed_precision, model),
+            loop.precision_of(None if casts_itself else accelerator.mixed_precision, model),
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
@@ -386,8 +378,8 @@ class _TransformersWatch(Watch):
             ValueError: The Trainer cannot be watched. The message says why.
         """
         trainer, optim = self.trainer, self.trainer.args.optim
-        super()._check(*wrappers_of(trainer, takes_fsdp2=True))
-        if steps_in_backward(optim):
+        super()._check(*loop.wrappers_of(trainer, takes_fsdp2=True))
+        if loop.steps_in_backward(optim):
             raise ValueError(
                 f"LeakageCallback cannot read gradients with optim={optim}, which updates weights "
                 "during backward: use another optimizer"
@@ -404,7 +396,7 @@ class _TransformersWatch(Watch):
 
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.batch_begins(inputs)
-            with before_backward(self._backward_begins):
+            with loop.before_backward(self._backward_begins):
                 return original(model, inputs, *args, **kwargs)
 
         self._removers.append(override(trainer, "training_step", training_step))
@@ -497,7 +489,7 @@ class _TransformersWatch(Watch):
             transformers.Trainer.log(self.trainer, values)
             self.trainer.control.should_log = should_log
 
-    def _log_to(self, run: LoopRun) -> list[Any]:
+    def _log_to(self, run: loop.LoopRun) -> list[Any]:
         """Return the loggers of :class:`Watch`, and on the first process also this object."""
         return [*super()._log_to(run), *([self] if run.rank == 0 else [])]
 
@@ -521,7 +513,7 @@ class _TransformersWatch(Watch):
         super()._stop()
         self.trainer.control.should_training_stop = True
 
-    def _training_facts(self, run: LoopRun) -> dict[str, object]:
+    def _training_facts(self, run: loop.LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record of the run."""
         args, zero = self.trainer.args, self.loop.zero
         suffix = " under DDP" if run.under_ddp else ""

@@ -24,11 +24,12 @@ from transformers import (
 )
 
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText
-from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows
 from lightning_fedleak.attacks.words.head_gradients import (
+    PLAIN,
     GradientParts,
+    LogitMap,
     gradient_parts,
     head_gradient,
     head_parameters,

@@ -8,8 +8,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from lightning_fedleak.attacks import public_text
-from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.shared_work import share_work
+from lightning_fedleak.attacks.public_text import PublicText, share_work
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_fedleak.attacks import GradientMembership, Query, SubspaceMembership, SubspaceWords
 from lightning_fedleak.attacks.membership import token_parts
-from lightning_fedleak.attacks.shared_work import do_once, share_work
+from lightning_fedleak.attacks.public_text import do_once, share_work
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation, Stage
 from tests.helpers.models import VOCAB, tiny_gpt2

@@ -24,7 +24,7 @@ from lightning_fedleak.evaluation.auditing import (
 )
 from lightning_fedleak.evaluation.auditing.lower_bounds import AuditedClaim
 from lightning_fedleak.evaluation.auditing.one_run import exceeds, least_of_dp, least_of_gaussian
-from lightning_fedleak.evaluation.metrics.within import spent_at
+from lightning_fedleak.evaluation.metrics.clustered import spent_at
 from tests.helpers.gaussian import gaussian_delta
 
 RUNS, ALPHA = 200, 0.05

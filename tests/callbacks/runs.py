@@ -10,12 +10,18 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Capability,
+    Query,
+    Surfaces,
+    ThreatModel,
+    WordGuess,
+)
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.lightning_packages import twin
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Observation
-from lightning_fedleak.threats import Capability, ThreatModel
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.settings import grouped

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.callbacks import CanaryScorer
-from lightning_fedleak.cli.finetuning.data import PadRight
+from lightning_fedleak.cli.finetuning.module import PadRight
 from lightning_fedleak.evaluation.canaries import (
     CanarySet,
     InclusionRecord,

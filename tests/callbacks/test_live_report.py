@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
-from lightning_fedleak.report import files, watched
+from lightning_fedleak.report import pages as files
+from lightning_fedleak.report import watched
 from tests.callbacks.runs import Probe, fit
 
 LIVE = WatchSettings(report="live")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
+from lightning_fedleak.attacks.base import Attack, Capability, Guess, Query, Surfaces, ThreatModel
 from lightning_fedleak.engine.channels import Channel
 from lightning_fedleak.engine.channels.base import worst_of
 from lightning_fedleak.engine.outcomes import Outcome, Series
@@ -15,7 +15,6 @@ from lightning_fedleak.evaluation.metrics import Counts, Rate, proportion
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Observation
 from lightning_fedleak.report.records import Family
-from lightning_fedleak.threats import Capability, ThreatModel
 
 
 @dataclass(frozen=True)

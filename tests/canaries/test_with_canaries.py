@@ -26,7 +26,7 @@ from lightning_fedleak.evaluation.canaries import (
     leave_out,
     with_canaries,
 )
-from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
+from lightning_fedleak.evaluation.canaries.dataset import digest_of, token_ids_of
 from lightning_fedleak.evaluation.canaries.record import seed_key
 from tests.helpers.inputs import context
 

@@ -17,8 +17,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_fedleak.evaluation.canaries import with_entities
+from lightning_fedleak.evaluation.canaries.dataset import token_ids_of
 from lightning_fedleak.evaluation.canaries.entities import _EntityKind
-from lightning_fedleak.evaluation.canaries.items import token_ids_of
 
 
 def characters() -> PreTrainedTokenizerFast:

@@ -18,7 +18,7 @@ from lightning_fedleak.cli.commands import memorization as command
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
-from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.evaluation.canaries.repeats import PoolRows

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lightning_fedleak.attacks.memorization import Combined, LossRatio, PromptRatio
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
-from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.engine import Memorization

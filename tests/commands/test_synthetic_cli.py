@@ -13,9 +13,9 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, copy_values, find_copies
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.memorization import used_up_mark
-from lightning_fedleak.evaluation.metrics.copies import COPY_SCORES, copy_values, find_copies
 from lightning_fedleak.model.taps import Text
 from tests.engine.channels.test_heads import WORDS, words
 from tests.helpers.commands import run_command

@@ -19,7 +19,7 @@ from lightning_fedleak.defenses import (
     GradientCompression,
     GradientNoise,
 )
-from lightning_fedleak.model.compression import compression_error
+from lightning_fedleak.model.snapshots import compression_error
 from tests.callbacks.runs import fit
 from tests.helpers.inputs import context
 from tests.helpers.lightning_modules import CausalLMModule

@@ -25,7 +25,7 @@ import yaml
 from benchmarks.papers import __main__ as papers
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.cli.command_line import recipe_files
-from lightning_fedleak.cli.commands import parser
+from lightning_fedleak.cli.commands import options as parser
 from tests.docs.blocks import ROOT, blocks, inline_code, pages
 
 COMMANDS = ("fedleak", "make", "python", "pip")

@@ -7,7 +7,7 @@ import ast
 import pytest
 
 import lightning_fedleak
-from lightning_fedleak.lazy_names import homes_of
+from lightning_fedleak.extras import homes_of
 from tests.docs.blocks import blocks_of, pages
 
 ENGINES = ("lightning_fedleak.federation.flower", "lightning_fedleak.federation.nvflare")

@@ -47,7 +47,7 @@ from lightning_fedleak.attacks import GradientMembership
 from lightning_fedleak.attacks.words import aligned_readout, aligned_updates
 from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.cli.finetuning.data import PadRight, tokenize_rows
+from lightning_fedleak.cli.finetuning.module import PadRight, tokenize_rows
 from lightning_fedleak.federation import RoundObserver, trained_state
 from lightning_fedleak.report import write
 from tests.docs.blocks import ROOT, Block, blocks

@@ -27,7 +27,7 @@ from lightning_fedleak import (
     read_texts,
 )
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands import parser
+from lightning_fedleak.cli.commands import options as parser
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.test_commands import lines_of
 from tests.docs.test_python import reader as reader

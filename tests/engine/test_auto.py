@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
+from lightning_fedleak.attacks.base import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.attacks.words import aligned_readout, aligned_updates
 from lightning_fedleak.engine import log
-from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
 from tests.helpers.lightning_modules import random_token_loader

@@ -23,11 +23,11 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
+from lightning_fedleak.attacks.base import HONEST_BUT_CURIOUS
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.report import findings, read
-from lightning_fedleak.threats import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
 from tests.engine.test_auto import configure
 from tests.helpers import loops

@@ -9,13 +9,13 @@ from torch import nn
 
 from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.base import HONEST_BUT_CURIOUS
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.engine import Games
 from lightning_fedleak.evaluation.canaries import with_canaries
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.threats import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.games.crafted import craft

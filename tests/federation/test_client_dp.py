@@ -14,8 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
-from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
+from lightning_fedleak.defenses.accounting.accounting import ORDERS, epsilon_of, rdp_of
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 from lightning_fedleak.federation import (
     ClientDP,

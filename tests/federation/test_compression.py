@@ -20,7 +20,7 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
-from lightning_fedleak.model.compression import AVERAGED
+from lightning_fedleak.model.snapshots import AVERAGED
 from tests.callbacks.runs import Probe
 from tests.defenses.test_gradient_compression import largest
 from tests.federation.rounds import ADAMW, SGD, batches, model, train

@@ -21,7 +21,7 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
-from lightning_fedleak.federation.client_engine import ClientEngine
+from lightning_fedleak.federation.round_look import ClientEngine
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fedleak.cli.finetuning.assets import SourceError
-from lightning_fedleak.cli.finetuning.data import TextDataModule
+from lightning_fedleak.cli.finetuning.module import TextDataModule
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 

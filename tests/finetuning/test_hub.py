@@ -14,10 +14,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from lightning_fedleak.cli.finetuning import hub
+from lightning_fedleak.cli.finetuning import assets as hub
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
-from lightning_fedleak.cli.finetuning.data import load_tokenizer
-from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.module import load_model, load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.models import find_model
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.cli.finetuning import hub as real_hub
+from lightning_fedleak.cli.finetuning import assets as real_hub
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.finetuning.texts import read_texts
 

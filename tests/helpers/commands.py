@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_fedleak.cli.commands.parser import parsers
+from lightning_fedleak.cli.commands.options import parsers
 
 
 def options_of(command: str, **settings: Any) -> Namespace:

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import binomtest, fisher_exact
 
 from lightning_fedleak.attacks.memorization import Entities, EntityGuess
-from lightning_fedleak.evaluation.metrics.found_entities import entity_values
+from lightning_fedleak.evaluation.entities import entity_values
 from lightning_fedleak.model.snapshots import CandidateSnapshot, Observation
 
 

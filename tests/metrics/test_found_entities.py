@@ -10,8 +10,7 @@ import torch
 from scipy.stats import mannwhitneyu
 from transformers import ByT5Tokenizer
 
-from lightning_fedleak.evaluation.entities import EntityFinder
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, clustered_auc
+from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, clustered_auc
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text
 

@@ -16,6 +16,7 @@ from scipy.stats import nhypergeom
 
 from lightning_fedleak.attacks.memorization import Extraction, ExtractionGuess
 from lightning_fedleak.evaluation.metrics import released
+from lightning_fedleak.evaluation.metrics.clustered import spent_at
 from lightning_fedleak.evaluation.metrics.rates import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     FPRS,
@@ -31,7 +32,6 @@ from lightning_fedleak.evaluation.metrics.released import (
     visible_excess,
     visible_tpr,
 )
-from lightning_fedleak.evaluation.metrics.within import spent_at
 from lightning_fedleak.report.records import MEMORIZATION
 
 

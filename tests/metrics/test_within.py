@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, hypergeom, mannwhitneyu
 
-from lightning_fedleak.evaluation.metrics.within import (
+from lightning_fedleak.evaluation.metrics.clustered import (
     MAX_PAIRS,
     naming_p_value,
     over_looks,

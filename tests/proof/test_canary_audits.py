@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.defenses.dp_sgd_games import Refutations, refutations
 from lightning_fedleak.callbacks import CanaryScorer
-from lightning_fedleak.cli.finetuning.data import PadRight
+from lightning_fedleak.cli.finetuning.module import PadRight
 from lightning_fedleak.defenses import DPSGD, noise
 from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.evaluation.auditing import audit_canaries

@@ -11,7 +11,7 @@ from scipy.stats import mannwhitneyu, norm
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.report import findings, model_card, page, read
-from lightning_fedleak.report.edpb import named_attacks, smallest_rate
+from lightning_fedleak.report.attacks import named_attacks, smallest_rate
 from tests.report.lines import about, begin, result, written
 from tests.report.test_trained_model import RUN
 

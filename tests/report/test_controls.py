@@ -10,7 +10,7 @@ import pytest
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.report import findings, model_card, page, read
-from lightning_fedleak.report.content import Findings
+from lightning_fedleak.report.pages import Findings
 from lightning_fedleak.report.records import as_json, judge_value
 from tests.report.lines import about, begin, result, sentences_of, written
 

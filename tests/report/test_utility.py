@@ -9,8 +9,8 @@ import pytest
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.report import page
-from lightning_fedleak.report.html import model_card
-from lightning_fedleak.report.records.utility import best_of, is_training, is_validation, title_of
+from lightning_fedleak.report.pages import model_card
+from lightning_fedleak.report.records.lines import best_of, is_training, is_validation, title_of
 from tests.report.lines import begin, dpsgd, end, entry, found_in, look, result, spent, written
 
 

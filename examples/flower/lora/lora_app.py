@@ -20,8 +20,12 @@ from safetensors.torch import save_file
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.data import PadRight, load_tokenizer, tokenize_rows
-from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.module import (
+    PadRight,
+    load_model,
+    load_tokenizer,
+    tokenize_rows,
+)
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import (
     RoundGate,

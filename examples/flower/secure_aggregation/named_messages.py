@@ -11,8 +11,7 @@ from flwr.compat.common import recorddict_compat as compat
 from torch import Tensor
 
 from lightning_fedleak.federation.flower import ROUND, WEIGHT
-from lightning_fedleak.federation.flower.messages import LISTED, arrays_in, arrays_of
-from lightning_fedleak.federation.flower.mod import read_masks
+from lightning_fedleak.federation.flower.mod import LISTED, arrays_in, arrays_of, read_masks
 
 
 class SecAggMessages:

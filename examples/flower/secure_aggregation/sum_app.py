@@ -28,8 +28,12 @@ from named_messages import SecAggMessages
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.data import PadRight, load_tokenizer, tokenize_rows
-from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.module import (
+    PadRight,
+    load_model,
+    load_tokenizer,
+    tokenize_rows,
+)
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import (
     SUM,

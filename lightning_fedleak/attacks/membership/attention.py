@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership import attention_calibration
-from lightning_fedleak.attacks.membership.attention_calibration import Calibration
+from lightning_fedleak.attacks.membership import attention_layers
 from lightning_fedleak.attacks.membership.attention_layers import (
     AttentionSettings,
+    Calibration,
     attentions,
     bias_gradients,
     coordinate_gradients,
@@ -45,7 +45,7 @@ from lightning_fedleak.validate import check_choice, check_integer, check_number
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of that response; not tuned."""
 
-DEFENDED_WIDTH = attention_calibration.WIDE_ENOUGH
+DEFENDED_WIDTH = attention_layers.WIDE_ENOUGH
 """The half-width against defended gradients: the band holds members in any precision."""
 
 REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
@@ -189,7 +189,7 @@ class AttentionMembership(MembershipAttack):
         """Return the number of bands, or the length of a row's ladder."""
         if self.score == "band":
             return len(self.widths)
-        return attention_calibration.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
+        return attention_layers.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: fit whitening and gamma on the hidden states of public text.
@@ -199,17 +199,17 @@ class AttentionMembership(MembershipAttack):
         """
         super().prepare(anatomy)
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
-        states = attention_calibration.PublicStates.sample(
+        states = attention_layers.PublicStates.sample(
             anatomy, self.layer, text, self.tokens, max(8192, 4 * anatomy.hidden_size), self.seed
         )
         self._d = states.hidden.shape[-1]
         if self.gamma == "lemma":
             whitening = fit_whitening(states.tokens) if self.whiten else None
             states = states if whitening is None else states.whiten(whitening)
-            gamma = attention_calibration.lemma_gamma(states, self._factor(self._d))
+            gamma = attention_layers.lemma_gamma(states, self._factor(self._d))
             self._calibration = Calibration(whitening, torch.tensor([gamma]), 0)
             return
-        self._calibration = attention_calibration.calibrate(
+        self._calibration = attention_layers.calibrate(
             states,
             beta=self._factor(self._d),
             whiten=self.whiten,

@@ -51,8 +51,7 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.compression import COMPRESSIONS
-from lightning_fedleak.model.snapshots import check_finite
+from lightning_fedleak.model.snapshots import COMPRESSIONS, check_finite
 from lightning_fedleak.validate import check_choice, check_integer
 
 Granularity = Literal["full", "token"]

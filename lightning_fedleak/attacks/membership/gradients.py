@@ -18,34 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fedleak.attacks import local_steps, row_space
 from lightning_fedleak.attacks.base import Query, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.local_steps import (
-    LocalSteps,
-    check_fresh,
-    copy_weights,
-    decays_apart,
-)
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
-from lightning_fedleak.attacks.public_text import TextSource
-from lightning_fedleak.attacks.row_space import (
-    RIDGE,
-    LinearMap,
-    adalora_factors,
-    block_name,
-    find_linear_maps,
-)
-from lightning_fedleak.attacks.shared_work import do_once, stored_work
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.public_text import TextSource, do_once, gradient_of, stored_work
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import labels_of
-from lightning_fedleak.model.snapshots import (
-    Observation,
-    UpdateSnapshot,
-    check_finite,
-    whole_tensor,
-)
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.validate import check_integer
 
@@ -125,12 +106,12 @@ class GradientMembership(PassiveMembership):
             raise ValueError(f"attack '{self.name}' finds no parameter to read: remove it")
         return Surfaces(gradients=tuple(names))
 
-    def _select_maps(self, anatomy: Anatomy) -> list[LinearMap]:
+    def _select_maps(self, anatomy: Anatomy) -> list[row_space.LinearMap]:
         """Return the trained maps of evenly spread blocks, as many as memory allows."""
-        blocks: dict[str, list[LinearMap]] = {}
+        blocks: dict[str, list[row_space.LinearMap]] = {}
         for linear in _maps_on_text(anatomy):
             if anatomy.trainable(linear.name):
-                blocks.setdefault(block_name(linear.name), []).append(linear)
+                blocks.setdefault(row_space.block_name(linear.name), []).append(linear)
         if not blocks:
             return []
         largest = max(
@@ -144,7 +125,7 @@ class GradientMembership(PassiveMembership):
     def _other_parameters(self, anatomy: Anatomy) -> list[str]:
         """Return small trained parameters of the language model, as many as memory allows."""
         inside = {id(p) for p in anatomy.model.parameters()}
-        inside -= {id(p) for p in adalora_factors(anatomy.model)}
+        inside -= {id(p) for p in row_space.adalora_factors(anatomy.model)}
         names, numbers = [], 0
         for name, parameter in anatomy.root.named_parameters():
             fits = numbers + parameter.numel() <= MAX_OTHER_NUMBERS
@@ -202,10 +183,10 @@ class GradientMembership(PassiveMembership):
             self._prepared_at = step
             self._calibrate(anatomy)
         self._round_starts(anatomy)
-        if decays_apart(self._facts):
-            self._round_weights = copy_weights(anatomy, names)
+        if local_steps.decays_apart(self._facts):
+            self._round_weights = local_steps.copy_weights(anatomy, names)
 
-    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
+    def run(self, view: snapshots.Observation, query: Query | None = None) -> MembershipGuess:
         """Score every text of the query, and public texts as controls.
 
         Returns:
@@ -217,7 +198,7 @@ class GradientMembership(PassiveMembership):
                 float32.
         """
         assert query is not None
-        check_fresh(self._facts, view.gradients[-1])
+        local_steps.check_fresh(self._facts, view.gradients[-1])
         candidates = _query_batch(query, self.tokens)
         length = max(2, candidates.input_ids.shape[1])  # longer public texts only take longer
         public = self._texts(self._anatomy, self.controls, skip=self.public_rows, tokens=length)
@@ -242,19 +223,21 @@ class GradientMembership(PassiveMembership):
         threshold = control_scores.mean() + FAR_DEVIATIONS * control_scores.std()
         return MembershipGuess(scores=scores.cpu(), members=(scores > threshold).cpu())
 
-    def _shared_gradient(self, view: Observation, name: str) -> Tensor:
+    def _shared_gradient(self, view: snapshots.Observation, name: str) -> Tensor:
         """Return the gradient of a parameter, or the update that replaces it.
 
         An update is returned without weight decay, and zeros if only decay changed the weights. As
         long as LoRA's B is zero, only decay changes A. The remainder of such an update is not a
         gradient: it shows how the step of B changed a text's loss, with the opposite sign.
         """
-        g = whole_tensor(view.gradient(name)).float()
-        check_finite(g, f"the gradient of {name}")
+        g = snapshots.whole_tensor(view.gradient(name)).float()
+        snapshots.check_finite(g, f"the gradient of {name}")
         update = view.gradients[-1]
-        if not isinstance(update, UpdateSnapshot) or not decays_apart(self._facts):
+        if not isinstance(update, snapshots.UpdateSnapshot) or not local_steps.decays_apart(
+            self._facts
+        ):
             return g
-        steps = LocalSteps.from_facts(self._facts)
+        steps = local_steps.LocalSteps.from_facts(self._facts)
         assert steps is not None
         weights, numbers = self._round_weights[name].to(g), torch.finfo(g.dtype)
         share = (g * weights).sum() / weights.square().sum().clamp_min(numbers.tiny)
@@ -264,9 +247,9 @@ class GradientMembership(PassiveMembership):
             return torch.zeros_like(g)
         return steps.without_decay(g, self._round_weights[name], update.learning_rate)
 
-    def _rescale(self, g: Tensor, view: Observation, name: str) -> Tensor:
+    def _rescale(self, g: Tensor, view: snapshots.Observation, name: str) -> Tensor:
         """Return a shared gradient; an adaptive optimizer's is scaled by sizes on public text."""
-        update = isinstance(view.gradients[-1], UpdateSnapshot)
+        update = isinstance(view.gradients[-1], snapshots.UpdateSnapshot)
         if not update or self._facts.optimizer in (None, "SGD"):
             return g
         if self._common is not None:
@@ -275,7 +258,7 @@ class GradientMembership(PassiveMembership):
         return torch.zeros_like(g) if whitening is None else g * whitening.sizes
 
     def _token_scores(
-        self, view: Observation, candidates: TokenBatch, public: TokenBatch
+        self, view: snapshots.Observation, candidates: TokenBatch, public: TokenBatch
     ) -> tuple[float, Tensor, Tensor]:
         """Return the gradients' size, and the scores of candidates and controls in its units."""
         anatomy, maps = self._anatomy, self._select_maps(self._anatomy)
@@ -312,7 +295,7 @@ class GradientMembership(PassiveMembership):
         return size, torch.cat(scores), token_parts.min_coefficient(control_fit, noise)
 
     def _fits(
-        self, maps: Sequence[LinearMap], shared: Mapping[str, Tensor], batch: TokenBatch
+        self, maps: Sequence[row_space.LinearMap], shared: Mapping[str, Tensor], batch: TokenBatch
     ) -> list[dict[str, token_parts.PartFit]]:
         """Return the fits of a few texts at a time to whitened gradients, by the map's name.
 
@@ -360,15 +343,15 @@ def _join_short(public: TokenBatch, candidates: TokenBatch, anatomy: Anatomy) ->
     return TokenBatch(ids, labels, mask, "causal")
 
 
-def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
+def _maps_on_text(anatomy: Anatomy) -> list[row_space.LinearMap]:
     """Return the linear maps whose input depends on the text, without PEFT's prompt encoder."""
     # A factor that is a parameter of its layer has no module, so no output of it is recorded.
-    linears = find_linear_maps(anatomy)
+    linears = row_space.find_linear_maps(anatomy)
     linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
 
 
-def _all_reached(anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch) -> bool:
+def _all_reached(anatomy: Anatomy, maps: Sequence[row_space.LinearMap], batch: TokenBatch) -> bool:
     """Return whether each of the maps has a gradient from some text."""
 
     def reached(parts: Parts) -> set[str]:
@@ -406,10 +389,10 @@ class _CommonPart:
     def fit(cls, gradients: Tensor, names: Sequence[str], anatomy: Anatomy) -> _CommonPart:
         """Return the common part of public gradients (n, D) of some parameters."""
         size = gradients.square().mean(0).sqrt()
-        scale = 1 / (size + RIDGE * size.square().mean().sqrt())
+        scale = 1 / (size + row_space.RIDGE * size.square().mean().sqrt())
         public = gradients * scale
         products = (public @ public.T).double()
-        products.diagonal().add_(RIDGE * products.diagonal().mean())
+        products.diagonal().add_(row_space.RIDGE * products.diagonal().mean())
         parameters = [p for name in names if (p := anatomy.parameter(name)) is not None]
         parts = torch.split(size, [p.numel() for p in parameters])
         sizes = {n: v.view_as(p) for n, v, p in zip(names, parts, parameters, strict=True)}

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.public_text import leaves
 from lightning_fedleak.attacks.row_space import LinearMap, whitening_matrix
-from lightning_fedleak.attacks.words.public_gradients import leaves
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import (

@@ -1,9 +1,8 @@
 """Attacks on the trained weights: what a released model leaks about its training texts."""
 
-from lightning_fedleak.attacks.memorization.blind import blind_scores as blind_scores
-from lightning_fedleak.attacks.memorization.entities import Entities as Entities
-from lightning_fedleak.attacks.memorization.entities import EntityGuess as EntityGuess
 from lightning_fedleak.attacks.memorization.extraction import Canaries as Canaries
+from lightning_fedleak.attacks.memorization.extraction import Entities as Entities
+from lightning_fedleak.attacks.memorization.extraction import EntityGuess as EntityGuess
 from lightning_fedleak.attacks.memorization.extraction import Extraction as Extraction
 from lightning_fedleak.attacks.memorization.extraction import ExtractionGuess as ExtractionGuess
 from lightning_fedleak.attacks.memorization.scores import Combined as Combined
@@ -22,4 +21,5 @@ from lightning_fedleak.attacks.memorization.scores import RewardGain as RewardGa
 from lightning_fedleak.attacks.memorization.scores import ShortAnswers as ShortAnswers
 from lightning_fedleak.attacks.memorization.scores import Windows as Windows
 from lightning_fedleak.attacks.memorization.scores import Zlib as Zlib
+from lightning_fedleak.attacks.memorization.scores import blind_scores as blind_scores
 from lightning_fedleak.attacks.memorization.scores import gain_beyond as gain_beyond

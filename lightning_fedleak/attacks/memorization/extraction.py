@@ -1,4 +1,4 @@
-"""Attacks on the texts that a released model would write, by their probabilities under the model.
+"""Attacks on what a released model would write: texts, and planted values among candidates.
 
 Nothing is generated. A model that samples at temperature 1 from its whole vocabulary writes k
 tokens after their context with probability ``p = exp(sum lp)``. The tokens are (n, q)-discoverable
@@ -7,6 +7,11 @@ if n such samples contain them with probability at least q: ``1 - (1 - p)^n >= q
 
 A language model also writes texts that it was not trained on, such as set phrases. Only the excess
 over held-out texts shows memorization.
+
+*Planted values* are ranked among candidates of the same set, in the same context. The user plants
+random values, such as phone numbers, in some training texts before the run. If the trained model
+finds a planted value likelier than other values that could have been drawn instead, it has
+memorized it.
 """
 
 from __future__ import annotations
@@ -14,11 +19,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Guess, Query
-from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _finite
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.attacks.base import Guess, Query, UnusableObservation
+from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _finite, released_part
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.validate import check_integer
 
 DRAWS = 10_000  # n, the number of samples, as in docs/memorization.md; not tuned
@@ -67,7 +73,7 @@ class Extraction(MemorizationAttack):
         super().__init__(name)
         self.tokens = check_integer("tokens", tokens)
 
-    def run(self, view: Observation, query: Query | None = None) -> Guess:
+    def run(self, view: snapshots.Observation, query: Query | None = None) -> Guess:
         """Return for each text how likely its likeliest run of k tokens is, and if it is greedy.
 
         Raises:
@@ -79,11 +85,11 @@ class Extraction(MemorizationAttack):
         # :meth:`extracted` decides on the log probabilities, which are NaN without a run.
         return ExtractionGuess(highest, base, (hits == self.tokens).any(1), ~highest.isnan())
 
-    def score(self, released: ReleasedModel) -> Tensor:
+    def score(self, released: snapshots.ReleasedModel) -> Tensor:
         """Return (N,) the highest log probability of a run of k tokens."""
         return self._highest(released.now)
 
-    def _highest(self, tokens: TokenSnapshot) -> Tensor:
+    def _highest(self, tokens: snapshots.TokenSnapshot) -> Tensor:
         """Return (N,) the highest log probability of a run of k tokens; NaN without a run."""
         highest = _window_sums(tokens.log_probs.double(), tokens, self.tokens).amax(1)
         return highest.masked_fill(highest.isneginf(), math.nan)
@@ -129,7 +135,7 @@ class Canaries(Extraction):
         super().__init__(1 if tokens is None else tokens, name)
         self.n_scored = tokens
 
-    def run(self, view: Observation, query: Query | None = None) -> Guess:
+    def run(self, view: snapshots.Observation, query: Query | None = None) -> Guess:
         """Return the log probability of each canary's last tokens and if they are decoded greedily.
 
         Raises:
@@ -147,9 +153,9 @@ class Canaries(Extraction):
             labels.any(1),
         )
 
-    def score(self, released: ReleasedModel) -> Tensor:
+    def score(self, released: snapshots.ReleasedModel) -> Tensor:
         """Return (N,) the increase of the log probability of the last tokens over the base."""
-        guess = self.run(Observation(released=released))
+        guess = self.run(snapshots.Observation(released=released))
         assert isinstance(guess, ExtractionGuess)
         return guess.log_probs - guess.base_log_probs
 
@@ -158,9 +164,81 @@ class Canaries(Extraction):
         return super().config() | {"tokens": self.n_scored}
 
 
-def _window_sums(values: Tensor, tokens: TokenSnapshot, k: int) -> Tensor:
+def _window_sums(values: Tensor, tokens: snapshots.TokenSnapshot, k: int) -> Tensor:
     """Return sums over each k consecutive tokens, (N, windows); -inf if one is no label."""
     if tokens.labels.shape[1] < k:
         return values.new_full((len(values), 1), -math.inf)
     all_labels = tokens.labels.unfold(1, k, 1).all(2)
     return values.unfold(1, k, 1).sum(2).masked_fill(~all_labels, -math.inf)
+
+
+@dataclass(frozen=True)
+class EntityGuess(Guess):
+    """The rank of each of N values among its candidates.
+
+    Attributes:
+        ranks: (N,) int64, 1 for the most likely value; ties are broken at random.
+        candidates: (N,) int64, the number of candidates that each value is compared with.
+        greedy: (N,) bool, whether greedy decoding writes the value.
+    """
+
+    ranks: Tensor
+    candidates: Tensor
+    greedy: Tensor
+
+
+class Entities(MemorizationAttack):
+    """Rank each planted value among candidates that were drawn from the same set as it.
+
+    The values are those of :func:`~lightning_fedleak.evaluation.canaries.with_entities`. All
+    candidates of a value are in the same context, are distinct, and were not planted. So the rank
+    of a value that was not trained on is uniform, whatever the model has learned about the sentence
+    or the format of values. The exposure of Carlini et al. 2019 (arXiv 1802.08232, section 4) uses
+    the rank among all values; here it is the rank among random ones.
+
+    Args:
+        candidates: The number of candidates of each value; all remaining ones if the set has
+            fewer.
+        name: The name in the logs.
+
+    Raises:
+        ValueError: fewer than 20 candidates: one in so many ranks first by chance.
+
+    Examples:
+        >>> from lightning_fedleak.attacks.memorization import Entities
+        >>> Entities(candidates=100).candidates
+        100
+    """
+
+    default_name = "entity"
+    config_names = ("candidates",)
+
+    def __init__(self, candidates: int = 1000, name: str | None = None) -> None:
+        super().__init__(name)
+        self.candidates = check_integer("candidates", candidates, at_least=20)
+
+    def run(self, view: snapshots.Observation, query: Query | None = None) -> Guess:
+        """Return the ranks.
+
+        Raises:
+            UnusableObservation: No model is released, or its outputs are not finite.
+        """
+        snapshot = released_part(view.candidates, "value")
+        # Column 0 holds the value itself, columns 1 to ``sizes`` its candidates.
+        columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
+        snapshots.check_finite(snapshot.log_probs[columns], "the model's log probabilities")
+        value = snapshot.log_probs[:, :1]
+        columns[:, 0] = False
+        above = ((snapshot.log_probs > value) & columns).sum(1)
+        ties = ((snapshot.log_probs == value) & columns).sum(1)
+        generator = torch.Generator().manual_seed(0)
+        places = torch.rand(len(ties), generator=generator, dtype=torch.float64) * (ties + 1)
+        return EntityGuess(1 + above + places.long(), snapshot.sizes, snapshot.greedy)
+
+    def score(self, released: snapshots.ReleasedModel) -> Tensor:
+        """Raise an error: a value has a rank, and no score without its candidates.
+
+        Raises:
+            UnusableObservation: always.
+        """
+        raise UnusableObservation("a value has a rank among its candidates, and no score alone")

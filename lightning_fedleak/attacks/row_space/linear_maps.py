@@ -21,7 +21,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.shared_work import do_once
+from lightning_fedleak.attacks.public_text import do_once
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import Capability, ThreatModel
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.snapshots import Observation, check_finite
-from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, check_number
 
 NOTHING = -1

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.logit_map import LogitMap
-from lightning_fedleak.model import model_runs
+from lightning_fedleak.attacks.words.head_gradients import LogitMap
+from lightning_fedleak.model import model_runs, whole_models
 from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
@@ -31,11 +31,6 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.whole_models import (
-    ParameterPlace,
-    parameter_places,
-    parameters_replaced,
-)
 
 # Max. relative error of equal hidden states; larger values accept wrong tokens. Not tuned.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -88,7 +83,7 @@ class BottomModel:
     ) -> None:
         self.autocast, self.layer = autocast, layer
         self._inside = False  # whether a session is open
-        self._weights: list[ParameterPlace] = []
+        self._weights: list[whole_models.ParameterPlace] = []
         # Whether a key-value cache gives the same states; None before ``prefix.cache`` tries it.
         self.cache_agrees: bool | None = None
         self.refresh(anatomy, step=0)
@@ -117,7 +112,7 @@ class BottomModel:
         with ExitStack() as stack:
             stack.enter_context(model_runs.undisturbed(self.anatomy))
             stack.enter_context(model_runs.only_needed_hooks(self.anatomy.root))
-            stack.enter_context(parameters_replaced(self._weights))
+            stack.enter_context(whole_models.parameters_replaced(self._weights))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.autocast))
             self._inside = True
@@ -160,7 +155,7 @@ class BottomModel:
                     raise TypeError(f"{type(module).__name__} is sharded: give a whole model")
                 if id(p) not in copies:
                     copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()
-        self._weights = parameter_places(modules, copies)
+        self._weights = whole_models.parameter_places(modules, copies)
 
     @property
     def rounding(self) -> float:

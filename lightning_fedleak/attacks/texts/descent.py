@@ -86,12 +86,7 @@ class _Swept:
 
 
 def sweep(
-    bottom: BottomModel,
-    sent: Sent,
-    tokens: Tensor,
-    candidates: Tensor,
-    *,
-    deadline: Deadline,
+    bottom: BottomModel, sent: Sent, tokens: Tensor, candidates: Tensor, *, deadline: Deadline
 ) -> _Swept:
     """Exchange tokens of texts for candidates until no exchange reduces the error.
 

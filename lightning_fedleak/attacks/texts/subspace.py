@@ -33,7 +33,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.attacks import row_space
-from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.base import (
+    Capability,
+    Query,
+    RunFacts,
+    Surfaces,
+    ThreatModel,
+    UnusableObservation,
+)
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts import subspace_rows
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
@@ -43,7 +50,6 @@ from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model.anatomy import Anatomy, text_blocks
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
-from lightning_fedleak.threats import Capability, ThreatModel
 
 # None of these three values was tuned.
 MAX_BLOCKS = 12  # blocks that are used if rows are few; more distinguish more, and cost time

@@ -21,15 +21,9 @@ from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.row_space import Atoms, KnownInput, SharedRows, explain, input_rows
+from lightning_fedleak.attacks.texts import subspace_rows
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.descent import RowAdam
-from lightning_fedleak.attacks.texts.subspace_rows import (
-    CERTIFICATE,
-    FIT,
-    BlockInputs,
-    Explained,
-    RecoveredText,
-)
 
 # Settings of the search. None of the values was tuned.
 MIN_LENGTH = 16  # number of positions that is tried first
@@ -65,14 +59,14 @@ class EncoderSearch:
 
     def __init__(
         self,
-        bottom: BlockInputs,
+        bottom: subspace_rows.BlockInputs,
         first_input: KnownInput,
         whitening: Sequence[Tensor],
         shared: Sequence[SharedRows],
         bag: Tensor,
         seed: int,
     ) -> None:
-        largest = CERTIFICATE.largest_share
+        largest = subspace_rows.CERTIFICATE.largest_share
         if any(len(rows.principal) >= largest * rows.whole.shape[1] for rows in shared):
             raise UnusableObservation("too many tokens: they fill the space of hidden states")
         self.bottom, self.first_input = bottom, first_input
@@ -90,7 +84,7 @@ class EncoderSearch:
             for rows, white in zip(shared[1:], whitening[1:], strict=True)
         ]
 
-    def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
+    def run(self, deadline: Deadline) -> tuple[list[subspace_rows.RecoveredText], bool, bool]:
         """Recover the texts.
 
         Returns:
@@ -137,7 +131,7 @@ class EncoderSearch:
             basis = _basis(unit[inside], SAME)
             outside = shared.whole - (shared.whole @ basis.T) @ basis
             residual = float(outside.norm()) / shared.noise_norm
-            if residual <= CERTIFICATE.residual:
+            if residual <= subspace_rows.CERTIFICATE.residual:
                 return _Pairs(unit, inside, inside.float(), residual, True)
         flat = states.flatten(0, 1)
         no_basis = flat.new_zeros(0, flat.shape[1], dtype=torch.float64)
@@ -158,14 +152,14 @@ class EncoderSearch:
 
     def _separate(
         self, pairs: _Pairs, lengths: Sequence[int], deadline: Deadline
-    ) -> tuple[list[RecoveredText], bool]:
+    ) -> tuple[list[subspace_rows.RecoveredText], bool]:
         """Recover one text after the other; also return whether the search ended in time."""
-        texts: list[RecoveredText] = []
+        texts: list[subspace_rows.RecoveredText] = []
         earlier: list[Tensor] = []
         while len(self._directions[0]):
             loss, tokens = self._next(pairs, lengths, earlier, deadline)
             texts.append(tuple(tokens.tolist()))
-            if loss > FIT.exact:
+            if loss > subspace_rows.FIT.exact:
                 break
             self._project_out(tokens)
             earlier.append(tokens)
@@ -182,7 +176,7 @@ class EncoderSearch:
                 corrected = self._correct(text, allowed, deadline)
                 if best is None or corrected[0] < best[0]:
                     best = corrected
-                if best[0] <= FIT.exact:
+                if best[0] <= subspace_rows.FIT.exact:
                     return best
             if deadline.passed:
                 break
@@ -269,7 +263,7 @@ class EncoderSearch:
             previous = best
             for place in torch.randperm(len(text), generator=self.generator).tolist():
                 texts = self._replace_token(text[None], place, allowed)
-                if best > FIT.exact:
+                if best > subspace_rows.FIT.exact:
                     best, text = self._nearest(best, text, texts, deadline)
             if best >= previous:
                 losses, count = self._losses(text[None])[0], min(MAX_EXCHANGES, len(text))
@@ -277,7 +271,7 @@ class EncoderSearch:
                 for i, place in enumerate(worst):
                     texts = self._replace_token(text[None], place, allowed)
                     two = [self._replace_token(texts, other, allowed) for other in worst[:i]]
-                    if two and best > FIT.exact:
+                    if two and best > subspace_rows.FIT.exact:
                         best, text = self._nearest(best, text, torch.cat(two), deadline)
             if best >= previous:
                 break
@@ -319,7 +313,7 @@ class EncoderSearch:
         """Return the input (L, d) of each block for a text (L,)."""
         return [x[0] for x in self.bottom.parts(self.bottom.hidden(text[None]))]
 
-    def _certain(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
+    def _certain(self, texts: Sequence[subspace_rows.RecoveredText], pairs: _Pairs) -> bool:
         """Return whether the texts are certain.
 
         They are certain if they explain all rows of every block up to rounding, and if no pair can
@@ -334,26 +328,26 @@ class EncoderSearch:
             return False
         rows = [torch.tensor(tokens, device=self.bag.device) for tokens in texts]
         states = [torch.cat(parts) for parts in zip(*map(self._states, rows), strict=True)]
-        if len(states[0]) > CERTIFICATE.largest_share * states[0].shape[1]:
+        if len(states[0]) > subspace_rows.CERTIFICATE.largest_share * states[0].shape[1]:
             return False
         explained = [
-            Explained.from_states(shared, x)
+            subspace_rows.Explained.from_states(shared, x)
             for shared, x in zip(self.shared[1:], states[1:], strict=True)
         ]
-        if not all(block.residual <= CERTIFICATE.residual for block in explained):
+        if not all(block.residual <= subspace_rows.CERTIFICATE.residual for block in explained):
             return False
         return self._unique(rows, pairs, explained[0])
 
-    def _certain_pairs(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
+    def _certain_pairs(self, texts: Sequence[subspace_rows.RecoveredText], pairs: _Pairs) -> bool:
         """Return whether block 1 needs every pair and no pair outside of the allowed ones fits."""
         used = sorted({(p, t) for tokens in texts for p, t in enumerate(tokens)})
-        if len(used) > CERTIFICATE.largest_share * self.shared[0].whole.shape[1]:
+        if len(used) > subspace_rows.CERTIFICATE.largest_share * self.shared[0].whole.shape[1]:
             return False
         index = {int(token): i for i, token in enumerate(self.bag)}
         states = torch.stack([pairs.states[p, index[t]] for p, t in used])
-        fit = Explained.from_states(self.shared[0], states)
-        necessary = float(fit.losses.min()) >= CERTIFICATE.necessary
-        if not (necessary and fit.residual <= CERTIFICATE.residual):
+        fit = subspace_rows.Explained.from_states(self.shared[0], states)
+        necessary = float(fit.losses.min()) >= subspace_rows.CERTIFICATE.necessary
+        if not (necessary and fit.residual <= subspace_rows.CERTIFICATE.residual):
             return False
         for number, (place, token) in enumerate(used):
             excluded = ~pairs.allowed[place]
@@ -364,9 +358,11 @@ class EncoderSearch:
                 return False
         return True
 
-    def _unique(self, rows: Sequence[Tensor], pairs: _Pairs, second: Explained) -> bool:
+    def _unique(
+        self, rows: Sequence[Tensor], pairs: _Pairs, second: subspace_rows.Explained
+    ) -> bool:
         """Return whether block 2 excludes all other pairs that block 1 allows."""
-        if not float(second.losses.min()) >= CERTIFICATE.necessary:
+        if not float(second.losses.min()) >= subspace_rows.CERTIFICATE.necessary:
             return False
         number = 0
         for text in rows:

@@ -7,6 +7,11 @@ the rows from an observation, in units of their rounding and noise. During a sea
 the right next token's state lies in its span. After the search, :class:`Explained` regresses the
 rows on the states of all texts together. A *certificate* tests this fit: it is the adversary's own
 check that the texts are right.
+
+An attack recovers texts token by token. The rows of the shared gradients are combinations of the
+hidden states (d,) of the true texts, and the distinct tokens of the batch, the bag, are known from
+an earlier attack. :class:`Candidates` computes the states of all tokens of the bag after some
+prefixes. A :class:`Measure` whitens these states before the search compares them with the rows.
 """
 
 from __future__ import annotations
@@ -15,23 +20,18 @@ import math
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.local_steps import rounding_error
-from lightning_fedleak.attacks.row_space import (
-    SharedInput,
-    SharedRows,
-    block_name,
-    nonzero_gradients,
-    refuse_zeros,
-    select_densest,
-    whitening_matrix,
-)
+from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.model.anatomy import Anatomy, Place, text_blocks, unwrap
 from lightning_fedleak.model.model_runs import stop_at, stop_behind
 from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole_tensor
@@ -86,10 +86,12 @@ class BlockInputs(BottomModel):
 
     row_places: Sequence[tuple[int, Tensor]] = ()
 
-    def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
+    def __init__(
+        self, anatomy: Anatomy, inputs: Sequence[row_space.SharedInput], facts: RunFacts
+    ) -> None:
         self.inputs = tuple(inputs)
         names = [name for name, _ in text_blocks(anatomy)]
-        deepest = names.index(block_name(inputs[-1].maps[0].name)) + 1
+        deepest = names.index(row_space.block_name(inputs[-1].maps[0].name)) + 1
         super().__init__(anatomy, deepest, autocast=facts.autocast)
 
     def whitenings(self, seed: int) -> list[Tensor]:
@@ -98,7 +100,10 @@ class BlockInputs(BottomModel):
         length = min(SAMPLE[1], self.context or SAMPLE[1])
         ids = torch.randint(self.vocab_size, (SAMPLE[0], length), generator=generator)
         states = self.parts(self.hidden(ids.to(self.device)))
-        return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
+        return [
+            row_space.whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double()
+            for x in states
+        ]
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights, and stop the copy's forward behind the last of the inputs."""
@@ -138,8 +143,8 @@ class BlockInputs(BottomModel):
 
 
 def shared_rows(
-    block: SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
-) -> SharedRows:
+    block: row_space.SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
+) -> row_space.SharedRows:
     """Return the rows that the trained maps of a block share, in units of their noise.
 
     Args:
@@ -153,7 +158,7 @@ def shared_rows(
         NotYet: only a LoRA's A is trained, and B is still zero.
     """
     snapshot = view.gradients[-1]
-    maps = nonzero_gradients(view, block.trainable_maps(anatomy))
+    maps = row_space.nonzero_gradients(view, block.trainable_maps(anatomy))
     gradients, noise = [g.to(anatomy.device) for g in maps.values()], []
     for linear in maps:
         weight_rounding = 0.0
@@ -164,16 +169,16 @@ def shared_rows(
             weight_rounding /= snapshot.learning_rate
         noise.append(math.hypot(snapshot.noise_on(linear.name), weight_rounding))
     if not gradients:
-        refuse_zeros(block.trainable_maps(anatomy), "the second block's projections")
+        row_space.refuse_zeros(block.trainable_maps(anatomy), "the second block's projections")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     no_rows = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(math.sqrt(12) * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))
-    return SharedRows.stack(gradients, no_rows, rounding=rounding, noise=noise)
+    return row_space.SharedRows.stack(gradients, no_rows, rounding=rounding, noise=noise)
 
 
 def kept_rows(
     bottom: BlockInputs, view: Observation
-) -> tuple[list[tuple[int, Tensor]], list[SharedRows]]:
+) -> tuple[list[tuple[int, Tensor]], list[row_space.SharedRows]]:
     """Return :attr:`BlockInputs.row_places` and the rows for a top-k compressed gradient.
 
     Only rows of which most entries were sent are used. Such a row is a combination of the states at
@@ -184,12 +189,12 @@ def kept_rows(
     """
     rows, shared = [], []
     for number, block in enumerate(bottom.inputs):
-        for row in select_densest(shared_rows(block, bottom.anatomy, view, None).whole):
+        for row in row_space.select_densest(shared_rows(block, bottom.anatomy, view, None).whole):
             places = row.nonzero()[:, 0]
             rows.append((number, places))
             values = row[None, places] / row.norm() * len(places) ** 0.5
             values = values / torch.finfo(torch.float32).eps
-            shared.append(SharedRows(values, values, values, exact=False))
+            shared.append(row_space.SharedRows(values, values, values, exact=False))
     return rows, shared
 
 
@@ -345,7 +350,7 @@ class Explained:
     unshared: Tensor
 
     @classmethod
-    def from_states(cls, shared: SharedRows, states: Tensor) -> Explained:
+    def from_states(cls, shared: row_space.SharedRows, states: Tensor) -> Explained:
         """Fit states (n, d), n at most d, to the rows."""
         q, r = torch.linalg.qr(states.T)
         unit = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
@@ -362,7 +367,7 @@ class Explained:
         """Return the residual from which an exchange of states is certainly a worse fit."""
         return CERTIFICATE.exchange * max(1.0, self.residual)
 
-    def further(self, shared: SharedRows, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    def further(self, shared: row_space.SharedRows, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far ``candidates`` (k, d) lie outside of the basis, and what they would add.
 
         Returns:
@@ -380,3 +385,163 @@ class Explained:
         outside = (candidates - (candidates @ self.basis.T) @ self.basis).square().sum(1)
         components = (candidates @ self.unshared[number]).square()
         return self.losses[number] * (outside / (outside + components).clamp_min(1e-300)).sqrt()
+
+
+@dataclass(frozen=True)
+class _SearchLimits:
+    """Settings of the search. None of the values was tuned.
+
+    Attributes:
+        context_lengths: The lengths of the random prefixes that show what a candidate explains
+            after any text; more prefixes estimate it better and cost time.
+        mean_lengths: The lengths of the random prefixes for each token's mean state.
+        prior: The weight of the model's log probability against the evidence of the rows.
+        max_failures: The number of inexact texts after which the search ends.
+        slack: An inexact text ends this many tokens after twice the size of the bag.
+        alternatives: The number of other continuations that are stored at each position.
+        max_repeats: The number of repetitions of a text's first token that are tried.
+        max_length: The largest number of tokens of a text.
+    """
+
+    context_lengths: tuple[int, ...] = (8,) * 4
+    mean_lengths: tuple[int, ...] = (1, 2, 4, 8) * 8
+    prior: float = 0.5
+    max_failures: int = 2
+    slack: int = 8
+    alternatives: int = 8
+    max_repeats: int = 4
+    max_length: int = 512
+
+
+SEARCH = _SearchLimits()
+
+
+@dataclass(frozen=True, eq=False)
+class Measure:
+    """How states are compared with the remainder of the rows.
+
+    Attributes:
+        whitening: (d, d) for each block, by which states and rows are multiplied from the right.
+        means: (n, d) for each block, an orthonormal basis of the tokens' whitened mean states,
+            which count as explained; n is 0 for a measure of whole states.
+        contexts: Random prefixes that show what a candidate explains after any text.
+    """
+
+    whitening: Sequence[Tensor]
+    means: Sequence[Tensor]
+    contexts: tuple[tuple[int, ...], ...]
+
+    def whiten(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return each block's whitened states (..., d), at unit length."""
+        return [
+            nn.functional.normalize(x @ white, dim=-1)
+            for x, white in zip(parts, self.whitening, strict=True)
+        ]
+
+    def restore(self, states: Tensor, block: int) -> Tensor:
+        """Return a block's whitened states (n, d) before whitening, at unit length."""
+        plain: Tensor = torch.linalg.solve(self.whitening[block].T, states.T).T
+        return nn.functional.normalize(plain, dim=1)
+
+
+class Candidates:
+    """The tokens of a bag, each tried as the next token of prefixes.
+
+    Args:
+        bottom: A copy of the model whose :meth:`session` is open.
+        bag: (n,) the distinct token ids of the batch.
+        seed: The seed of the random prefixes.
+
+    Attributes:
+        n_tried: The number of candidates tried so far.
+        max_length: The largest number of tokens of a text.
+    """
+
+    def __init__(self, bottom: BlockInputs, bag: Tensor, seed: int) -> None:
+        self.bottom, self.bag, self.seed = bottom, bag, seed
+        self.max_length = min(bottom.context or SEARCH.max_length, SEARCH.max_length)
+        self.n_tried = 0
+
+    def random_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return prefixes of tokens drawn from the bag, shorter than the longest text."""
+        generator = torch.Generator().manual_seed(self.seed)
+        bag = self.bag.cpu()
+        counts = [min(n, self.max_length - 1) for n in lengths]
+        draws = (torch.randint(len(bag), (n,), generator=generator) for n in counts)
+        return tuple(tuple(bag[draw].tolist()) for draw in draws)
+
+    def begin(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
+        """Run the model on prefixes, whose keys and values it caches."""
+        device = self.bottom.device
+        layout = Layout.from_masks((len(prefixes), self.max_length), None, None)
+        cached = Prefixes(self.bottom, layout)
+        counts = torch.tensor([len(p) for p in prefixes], device=device)
+        if int(counts.max()):
+            ids = [torch.tensor(prefix, dtype=torch.int64, device=device) for prefix in prefixes]
+            cached.follow(nn.utils.rnn.pad_sequence(ids, batch_first=True))
+            cached.keep(counts)
+        return cached
+
+    def states(self, prefixes: Prefixes) -> list[Tensor]:
+        """Return for each block the states (B, n, d) of each token after each prefix."""
+        count = len(prefixes.lengths)
+        self.n_tried += count * len(self.bag)
+        return self.bottom.parts(prefixes.attempt(self.bag.expand(count, -1)))
+
+    @cached_property
+    def n_repeats(self) -> int:
+        """The number of repetitions of a first token to try; 0 if their states differ from its."""
+        if self.max_length <= SEARCH.max_repeats:
+            return 0
+        ids = self.bag[:1].expand(1, SEARCH.max_repeats + 1)
+        states = self.bottom.parts(self.bottom.hidden(ids))
+        distance = max(float((x[0] - x[0, :1]).norm(dim=-1).max()) for x in states)
+        return SEARCH.max_repeats if distance < FIT.explained else 0
+
+    def drop_repeats(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a prefix without repetitions of its first token, if their states equal its own."""
+        if not self.n_repeats:
+            return prefix
+        changes = (n for n, token in enumerate(prefix) if token != prefix[0])
+        return prefix[:1] + prefix[next(changes, len(prefix)) :]
+
+    def contextual_measure(
+        self, shared: row_space.SharedRows, whitenings: Sequence[Tensor], deadline: Deadline
+    ) -> Measure | None:
+        """Return a measure of what a prefix adds to the state of its next token.
+
+        Each token's mean state over random prefixes counts as explained; the difference from it
+        is whitened.
+
+        Args:
+            shared: The first block's rows.
+            whitenings: (d, d) for each block.
+            deadline: The deadline after which the result is None.
+
+        Returns:
+            The measure; None if the bag's states fill their space, or prefixes add nothing.
+        """
+        rows, width = len(shared.principal), min(map(len, whitenings))
+        if width < 2 * len(self.bag) + rows:
+            return None
+        prefixes = self.random_prefixes(SEARCH.mean_lengths)
+        sums = [white.new_zeros(len(self.bag), len(white)) for white in whitenings]
+        moments = [torch.zeros_like(white) for white in whitenings]
+        for prefix in prefixes:
+            if deadline.passed:
+                return None
+            states = self.states(self.begin([prefix]))
+            for total, moment, (x,) in zip(sums, moments, states, strict=True):
+                total += x
+                moment += x.mT @ x
+        fitted, means = [], []
+        for total, moment in zip(sums, moments, strict=True):
+            basis = torch.linalg.qr(total.mT).Q
+            moment = moment - total.mT @ total / len(prefixes)
+            if not float(moment.trace()) > FIT.explained**2 * len(prefixes) * len(self.bag):
+                return None
+            moment = moment - basis @ (basis.mT @ moment)
+            white = row_space.whitening_matrix(moment - (moment @ basis) @ basis.mT).double()
+            fitted.append(white)
+            means.append(torch.linalg.qr((total @ white).mT).Q.mT.contiguous())
+        return Measure(fitted, means, prefixes[: len(prefixes) // 2])

@@ -26,12 +26,14 @@ from lightning_fedleak.attacks.row_space import SharedRows
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
-from lightning_fedleak.attacks.texts.subspace_candidates import SEARCH, Candidates, Measure
 from lightning_fedleak.attacks.texts.subspace_rows import (
     CERTIFICATE,
     FIT,
+    SEARCH,
     BlockInputs,
+    Candidates,
     Explained,
+    Measure,
     RecoveredText,
     Remainder,
     measure_fits,

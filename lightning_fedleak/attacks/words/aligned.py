@@ -21,32 +21,21 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import Capability, ThreatModel
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.words import aligned_rows, row_summary
+from lightning_fedleak.attacks.words import aligned_rows, aligned_updates
 from lightning_fedleak.attacks.words.aligned_readout import (
     HeadCalibration,
     best_count,
     refit_direction,
     rehearse,
 )
-from lightning_fedleak.attacks.words.aligned_updates import (
-    normalize_update,
-    rehearse_updates,
-    update_features,
-)
 from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.compression import Compression, explain_compression
-from lightning_fedleak.model.snapshots import (
-    Inapplicable,
-    Observation,
-    UpdateSnapshot,
-    whole_tensor,
-)
 from lightning_fedleak.model.whole_models import whole_model
-from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, explain_arguments
 
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens of a calibration text; not tuned
@@ -159,7 +148,7 @@ class AlignedFlatChat(base.Attack):
         self.lengths = tuple(lengths)
         self.steps: LocalSteps | None = None  # the round; None if single gradients are shared
         self._role = HEAD_WEIGHT  # the parameter whose gradient is read
-        self._compression: Compression | None = None
+        self._compression: snapshots.Compression | None = None
         self._why_unreadable: str | None = None  # the error of all updates of this run
         self._before: Tensor | None = None  # the weights that the current round began with
         self.seed = seed
@@ -185,7 +174,7 @@ class AlignedFlatChat(base.Attack):
         return None if self.steps is None or self.steps.linear else self.steps
 
     @property
-    def _fitted_compression(self) -> Compression | None:
+    def _fitted_compression(self) -> snapshots.Compression | None:
         """Return the compression that the readout is fitted on; None for none."""
         plain = self.steps is None or self.steps.plain
         reads = self._compression is not None and self._compression.method in self.reads_compressed
@@ -231,7 +220,7 @@ class AlignedFlatChat(base.Attack):
             return rehearse(parts, weight, bias, generator, self._fitted_compression)
         with whole_model(anatomy.root):
             batches = self._public_batches(anatomy, generator)
-            return rehearse_updates(anatomy, parts, steps, batches, generator)
+            return aligned_updates.rehearse_updates(anatomy, parts, steps, batches, generator)
 
     def _text(self, anatomy: Anatomy) -> PublicText:
         """Return the text that was given, or sampled text: twice as many for adaptive updates."""
@@ -258,7 +247,7 @@ class AlignedFlatChat(base.Attack):
         if self.steps is None or self.steps.plain:
             return
         weight = anatomy.parameter(self._role)
-        self._before = None if weight is None else whole_tensor(weight).clone()
+        self._before = None if weight is None else snapshots.whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Compute directions and expectations for the current model, every ``refresh_every`` steps.
@@ -285,7 +274,7 @@ class AlignedFlatChat(base.Attack):
         self._calibration = replace(calibration, directions=directions, expected=expected)
 
     @torch.no_grad()
-    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
+    def run(self, view: snapshots.Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the types used in one update.
 
         Returns:
@@ -299,14 +288,14 @@ class AlignedFlatChat(base.Attack):
                 than SGD; or the readout is fitted on updates and this is a gradient.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
-        gradient = whole_tensor(view.gradient(self._role))
+        gradient = snapshots.whole_tensor(view.gradient(self._role))
         snapshot = view.gradients[-1]
         steps = self._adaptive_steps
         # A readout fitted on an optimizer's updates reads only updates. One that is fitted on
         # gradients also reads updates of SGD, which are sums of gradients.
         if snapshot.compression not in ("", getattr(self._fitted_compression, "method", "")):
-            raise Inapplicable(explain_compression(snapshot.compression))
-        if isinstance(snapshot, UpdateSnapshot):
+            raise snapshots.Inapplicable(snapshots.explain_compression(snapshot.compression))
+        if isinstance(snapshot, snapshots.UpdateSnapshot):
             gradient = self._convert_update(gradient, snapshot)
             if steps is not None:
                 return self._read_update(gradient)
@@ -321,7 +310,7 @@ class AlignedFlatChat(base.Attack):
             )
         return guess
 
-    def _convert_update(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
+    def _convert_update(self, update: Tensor, snapshot: snapshots.UpdateSnapshot) -> Tensor:
         """Return an update in the readout's form: a sum of gradients for SGD, else normalized."""
         if self._why_unreadable is not None:
             raise base.UnusableObservation(self._why_unreadable)
@@ -335,13 +324,15 @@ class AlignedFlatChat(base.Attack):
         before = self._before = self._before.to(update.device)
         if self._adaptive_steps is None:
             return steps.without_decay(update.float(), before.float(), rate)
-        return normalize_update(update, before, rate, steps)
+        return aligned_updates.normalize_update(update, before, rate, steps)
 
     def _read_update(self, update: Tensor) -> base.WordGuess:
         """Return the guess for a normalized update of an adaptive optimizer."""
         assert self._before is not None
         fitted = self._calibration_on(update.device)
-        features = update_features(update, self._before.float(), fitted.directions, fitted.expected)
+        features = aligned_updates.update_features(
+            update, self._before.float(), fitted.directions, fitted.expected
+        )
         odds = fitted.readout.logits(features)
         used = odds.sigmoid()
         types = odds.argsort(descending=True)[: int(best_count(used))]
@@ -355,7 +346,7 @@ class AlignedFlatChat(base.Attack):
         """Return the guess for a gradient, or a sum of gradients."""
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
-        summary = row_summary.RowSummary.read(gradient, directions.u)
+        summary = aligned_rows.RowSummary.read(gradient, directions.u)
         summary, _ = refit_direction(gradient, summary, directions.u, expected.reference)
         units = aligned_rows.estimate_units(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)

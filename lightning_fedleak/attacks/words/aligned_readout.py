@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_fedleak.attacks.words import aligned_rows
+from lightning_fedleak.attacks.words.aligned_rows import RowSummary, projections
 from lightning_fedleak.attacks.words.head_gradients import GradientParts
-from lightning_fedleak.attacks.words.row_summary import RowSummary, projections
-from lightning_fedleak.model.compression import Compression
+from lightning_fedleak.model.snapshots import Compression
 from lightning_fedleak.progress import track
 
 # For `refit_direction`. None of these constants is tuned.

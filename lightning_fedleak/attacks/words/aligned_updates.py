@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.public_text import gradient_of
 from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, fit_readout
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows, cluster_centres
 from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.progress import track

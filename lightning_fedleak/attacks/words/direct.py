@@ -15,6 +15,7 @@ from scipy.special import chdtri
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import Capability, ThreatModel
 from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, decays_apart
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
@@ -29,7 +30,6 @@ from lightning_fedleak.model.snapshots import (
     UpdateSnapshot,
     whole_tensor,
 )
-from lightning_fedleak.threats import Capability, ThreatModel
 
 _MAX_NAMED_SHARE = 0.9
 """Share of the vocabulary above which a guess under noise is refused; not tuned."""

@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fedleak.attacks import base
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.words.public_gradients import each_gradient
-from lightning_fedleak.attacks.words.row_summary import map_rows
+from lightning_fedleak.attacks.public_text import PublicText, TextSource, each_gradient
+from lightning_fedleak.attacks.words.aligned_rows import map_rows
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.validate import check_choice

@@ -28,8 +28,7 @@ from lightning_fedleak.attacks.local_steps import (
     copy_weights,
     rounding_error,
 )
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.shared_work import do_once
+from lightning_fedleak.attacks.public_text import PublicText, TextSource, do_once
 from lightning_fedleak.model.anatomy import Anatomy, is_encoder_decoder, without_peft
 from lightning_fedleak.model.snapshots import (
     Inapplicable,

@@ -6,11 +6,16 @@ from argparse import Namespace
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from lightning_fedleak.cli.printing import print_comparison
+from lightning_fedleak.cli.printing import print_table
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify_run
 from lightning_fedleak.report import ReportError, findings, print_card, read, write
+from lightning_fedleak.report.comparing import names_of
+from lightning_fedleak.report.overview import plain
+from lightning_fedleak.report.records.lines import title_of
 
+_LABEL_WIDTH = 22  # characters of the first column of a comparison, with its borders
 _STATUS_WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 
 
@@ -35,11 +40,36 @@ def run_compare(options: Namespace) -> int:
         ReportError: A folder cannot be read, or there are not two runs to compare.
     """
     content = findings(read(options.runs))
-    if content.comparison is None:
+    comparison = content.comparison
+    if comparison is None:
         raise ReportError(
             f"{options.runs[0]} holds one run, and two are needed: name the folder of another"
         )
-    print_comparison(Console(highlight=False), content)
+    console = Console(highlight=False)
+    for name, overview in zip(names_of(content.runs), content.overviews, strict=True):
+        for warning in overview.warnings:
+            console.print(f"{name}: {warning}", markup=False, soft_wrap=True)
+    claims = ["\n".join(account.claim for account in fit.privacy) for fit in content.runs]
+    titles = [x.replace(comparison.metric, title_of(comparison.metric)) for x in comparison.columns]
+    table = Table(show_lines=True)
+    # Each run has an equal part of the console's width, less 3 characters of borders and padding.
+    width = max(20, (console.width - _LABEL_WIDTH) // len(content.runs) - 3)
+    table.add_column("run")
+    for name, *_ in comparison.rows:
+        table.add_column(escape(name), overflow="fold", max_width=width)
+    for title, *values in [*zip(titles, *comparison.rows, strict=True)][1:]:
+        table.add_row(escape(title), *map(escape, values))
+    table.add_row("epsilon", *(claim or "none accounted" for claim in claims))
+    print_table(console, table)
+    console.print(
+        f"{plain(comparison.sentence)}\nEach value is of the attack that recovered most, with its "
+        "95% interval. Where intervals overlap, the difference may be chance.",
+        markup=False,
+        soft_wrap=True,
+    )
+    lengths = {fit.steps for fit in content.runs}
+    if len(lengths) > 1:
+        console.print("The runs differ in length: a change may come from that.")
     return 0
 
 

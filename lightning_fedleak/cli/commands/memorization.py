@@ -25,19 +25,13 @@ from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, share, write_json
+from lightning_fedleak.cli.studies import models
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
-from lightning_fedleak.cli.studies.models import (
-    load_trained,
-    log_probs_before_and_after,
-    mask_of,
-    released_config,
-)
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
-from lightning_fedleak.evaluation.entities import EntityFinder
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
+from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.evaluation.metrics.released import (
     FPR,
@@ -301,9 +295,9 @@ def _query(
     """
     if options.reference is not None:  # checked before the queries, which may take minutes
         with refuse_errors("--reference cannot be loaded", SourceError):
-            released_config(options.reference, options.base)
+            models.released_config(options.reference, options.base)
     texts = {text.whole.content: text.whole for group in groups for text in group}
-    answers = log_probs_before_and_after([*texts.values()], options.model, options.base)
+    answers = models.log_probs_before_and_after([*texts.values()], options.model, options.base)
     indices = {key: i for i, key in enumerate(texts)}
 
     def select(snapshot: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
@@ -314,9 +308,9 @@ def _query(
     pairs = [(select(answers[0], group), select(answers[1], group)) for group in groups]
     if options.reference is None:
         return pairs, [], None
-    reference = load_trained(options.reference, options.base, "--reference")
+    reference = models.load_trained(options.reference, options.base, "--reference")
     facts = describe_reference(options.reference, options.reference_rows, reference)
-    mask = mask_of(options.base, released_config(options.reference, options.base)[1])
+    mask = models.mask_of(options.base, models.released_config(options.reference, options.base)[1])
     outputs = token_log_probs(reference, [*texts.values()], mask)
     return pairs, [select(outputs, group) for group in groups], facts
 
@@ -455,7 +449,7 @@ def _reader(options: Namespace) -> RowReader:
         SourceError: The options do not fit the task of the model.
     """
     tokenizer = load_tokenizer(options.base)
-    config, head = released_config(options.model, options.base)
+    config, head = models.released_config(options.model, options.base)
     template = None
     if (Path(options.model) / "tokenizer_config.json").is_file():
         template = load_tokenizer(options.model).chat_template

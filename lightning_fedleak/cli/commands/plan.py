@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks import Attack, Query, UnusableObservation, row_space
-from lightning_fedleak.attacks.shared_work import share_work
+from lightning_fedleak.attacks.public_text import share_work
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.printing import print_table
 from lightning_fedleak.cli.studies import models

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_fedleak.lazy_names import lazy
+from lightning_fedleak.extras import lazy
 
 if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES as EMBEDDED_MESSAGES
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.assets import check_option as check_option
     from lightning_fedleak.cli.finetuning.assets import quiet_logs as quiet_logs
     from lightning_fedleak.cli.finetuning.assets import refuse_errors as refuse_errors
-    from lightning_fedleak.cli.finetuning.data import PadRight as PadRight
-    from lightning_fedleak.cli.finetuning.data import TextDataModule as TextDataModule
-    from lightning_fedleak.cli.finetuning.data import load_tokenizer as load_tokenizer
-    from lightning_fedleak.cli.finetuning.data import tokenize_rows as tokenize_rows
     from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning as CausalLMFineTuning
+    from lightning_fedleak.cli.finetuning.module import PadRight as PadRight
+    from lightning_fedleak.cli.finetuning.module import TextDataModule as TextDataModule
     from lightning_fedleak.cli.finetuning.module import load_model as load_model
+    from lightning_fedleak.cli.finetuning.module import load_tokenizer as load_tokenizer
+    from lightning_fedleak.cli.finetuning.module import tokenize_rows as tokenize_rows
     from lightning_fedleak.cli.finetuning.texts import column_of as column_of
     from lightning_fedleak.cli.finetuning.texts import is_chat as is_chat
     from lightning_fedleak.cli.finetuning.texts import read_rows as read_rows

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.cli.finetuning import assets, hub
+from lightning_fedleak.cli.finetuning import assets
 from lightning_fedleak.extras import require_package
 
 Rows = list[Mapping[str, object]]
@@ -235,8 +235,8 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
     with require_package("datasets", absent, assets.SourceError):
         from datasets import load_dataset
     name, config, split, column, *_ = (*source.split(":"), "", "", "")
-    if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
-        raise assets.SourceError(hub.unreachable(source, "file or folder of texts", why))
+    if not assets.dataset_is_cached(name) and (why := assets.why_unreachable()) is not None:
+        raise assets.SourceError(assets.unreachable(source, "file or folder of texts", why))
     neither = f"'{source}' is neither a file nor a dataset loaded as name:config:split:column"
     with assets.refuse_errors(neither, Exception):  # whatever the hub's client raises
         data = load_dataset(name, config or None, split=split or "train")

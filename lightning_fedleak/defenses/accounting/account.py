@@ -16,16 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting import accounting, renyi
+from lightning_fedleak.defenses.accounting import accounting
+from lightning_fedleak.defenses.accounting.accounting import SamplingScheme, check_opacus
 from lightning_fedleak.defenses.accounting.ledger import (
     Event,
     LedgerFile,
     LedgerPath,
     check_release,
 )
-from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, check_opacus
-from lightning_fedleak.defenses.base import DefenseError, State
-from lightning_fedleak.defenses.checks import check_number
+from lightning_fedleak.defenses.base import DefenseError, State, check_number
 
 CACHED = 64  # the number of histories whose PRV epsilon an accountant stores. Not tuned
 
@@ -386,14 +385,16 @@ class RenyiFilter(_Ledger):
         """Return the Renyi divergence of one release at the order of the budget."""
         if noise_multiplier < accounting.MIN_NOISE:
             return math.inf
-        return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._order_index])
+        return float(
+            accounting.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._order_index]
+        )
 
     @property
     def _order_index(self) -> int:
         """Return the index of the budget's order in ``ORDERS``."""
         if self.order is None:
             raise DefenseError("RenyiFilter: the order is not fixed yet; call begin first")
-        return renyi.ORDERS.index(self.order)
+        return accounting.ORDERS.index(self.order)
 
     def _spent(self) -> float:
         """Return the Renyi divergence of all releases so far."""
@@ -401,7 +402,7 @@ class RenyiFilter(_Ledger):
 
     def _share(self, spent: float) -> float:
         """Return the share of the budget that a Renyi divergence takes."""
-        budget = float(self.epsilon - renyi.conversion_terms(self.delta)[self._order_index])
+        budget = float(self.epsilon - accounting.conversion_terms(self.delta)[self._order_index])
         return spent / budget if budget > 0 else math.inf
 
 
@@ -420,11 +421,11 @@ def best_order(
         DefenseError: Not even one release fits at any order.
     """
     check_release(noise_multiplier, sample_rate)
-    budget = epsilon - renyi.conversion_terms(delta)
+    budget = epsilon - accounting.conversion_terms(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
-        rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
+        rdp = accounting.rdp_of(noise_multiplier, sample_rate, sampling)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best_index = int(np.nanargmax(releases))
     if not releases[best_index] >= 1 or noise_multiplier < accounting.MIN_NOISE:
         raise DefenseError(f"not one release at {noise_multiplier=} fits: more noise is needed")
-    return renyi.ORDERS[best_index]
+    return accounting.ORDERS[best_index]

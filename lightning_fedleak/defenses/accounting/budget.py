@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting.account import Accountant, RenyiFilter
+from lightning_fedleak.defenses.accounting.accounting import SamplingScheme
 from lightning_fedleak.defenses.accounting.ledger import LedgerPath
-from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 

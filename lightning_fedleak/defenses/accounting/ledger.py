@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.checks import check_integer, check_number
+from lightning_fedleak.defenses.base import DefenseError, check_integer, check_number
 from lightning_fedleak.validate import explain_errors
 
 Event = tuple[float, float]

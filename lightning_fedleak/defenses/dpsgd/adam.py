@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.checks import check_number
+from lightning_fedleak.defenses.base import DefenseError, check_number
 
 
 class DPAdamBC(Optimizer):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import base, processes
-from lightning_fedleak.defenses.checks import check_number
+from lightning_fedleak.defenses.base import check_number
 from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.defenses.noise import NoiseGauge, standard_normal

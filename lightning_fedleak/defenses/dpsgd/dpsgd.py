@@ -15,18 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import accounting, noise
+from lightning_fedleak.defenses import accounting, base, noise
 from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.accounting.ledger import client_path
-from lightning_fedleak.defenses.base import (
-    CanaryGradient,
-    Curve,
-    Defense,
-    DefenseContext,
-    DefenseError,
-    Privacy,
-    State,
-)
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, QuantileClip
@@ -41,7 +32,7 @@ from lightning_fedleak.messages import rank_zero_info
 CHECK_EVERY = 160  # batches between probes (test steps) of `check=True`: about 4% more time
 
 
-class DPSGD(Defense):
+class DPSGD(base.Defense):
     """Differentially private SGD (Abadi et al. 2016) in the local or central model.
 
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
@@ -198,7 +189,7 @@ class DPSGD(Defense):
         return "unknown: several processes trained, and none has the results of all probes"
 
     @property
-    def privacy(self) -> Privacy:
+    def privacy(self) -> base.Privacy:
         """Return epsilon and delta of the releases so far, and the noise of the next.
 
         With ``accountant="filter"`` epsilon is ``target_epsilon``, regardless of what is spent.
@@ -229,10 +220,10 @@ class DPSGD(Defense):
         values |= {"check": self._check_every} if self._check_every else {}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
-    def curve(self) -> Curve:
+    def curve(self) -> base.Curve:
         """Return pairs (epsilon, delta) of one example; raise an error if the unit is a user."""
         if self.users is not None:
-            raise DefenseError("its unit is a user: hold out whole users, not rows")
+            raise base.DefenseError("its unit is a user: hold out whole users, not rows")
         return self._budget.curve()
 
     def harden(self) -> str | None:
@@ -242,12 +233,12 @@ class DPSGD(Defense):
             self._step.check.unchecked = True
         return changed
 
-    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+    def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
         """Note which defences change gradients after this one."""
         super().check_order(before, after)
         self._later_defenses = [defense.name for defense in after if defense.acts_on_gradients]
 
-    def before_setup(self, context: DefenseContext) -> None:
+    def before_setup(self, context: base.DefenseContext) -> None:
         """Check the model and the Trainer, and register hooks on the layers.
 
         Raises:
@@ -267,7 +258,7 @@ class DPSGD(Defense):
         if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling
 
-    def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
+    def on_dataloader(self, dataloader: Any, context: base.DefenseContext) -> Any:
         """Return a loader of Poisson samples, and fix the noise.
 
         Raises:
@@ -304,7 +295,7 @@ class DPSGD(Defense):
             self._step.sampling = sampling
         return sampling.loader
 
-    def _read_ledger(self, context: DefenseContext) -> None:
+    def _read_ledger(self, context: base.DefenseContext) -> None:
         """Open the ledger once, in the first process, and load its releases in all processes."""
         with self._team.together():
             if self.ledger is not None and not self._opened_ledger and self._team.process == 0:
@@ -313,7 +304,7 @@ class DPSGD(Defense):
         self._opened_ledger = True
         self.accountant.load_state_dict(self._team.broadcast(self.accountant.state_dict()))
 
-    def on_train_start(self, context: DefenseContext) -> None:
+    def on_train_start(self, context: base.DefenseContext) -> None:
         """Check again what a checkpoint may have changed since :meth:`on_dataloader`.
 
         Raises:
@@ -332,7 +323,7 @@ class DPSGD(Defense):
         if self.accountant.steps:
             self._stop_if_spent(context)
 
-    def _stop_if_spent(self, context: DefenseContext) -> None:
+    def _stop_if_spent(self, context: base.DefenseContext) -> None:
         """With ``on_budget="stop"``, end the fit if the budget allows no further release."""
         if self.release.on_budget == "stop":
             (spent,) = self._team.largest([not self._budget.affords_another()])
@@ -344,12 +335,12 @@ class DPSGD(Defense):
         """Return whether there are several processes, any of which may draw an empty batch."""
         return self._team.size > 1
 
-    def on_batch(self, batch: Any, context: DefenseContext) -> Any:
+    def on_batch(self, batch: Any, context: base.DefenseContext) -> Any:
         """Return the batch; with several processes an uncounted example instead of an empty one."""
         return self._fit_step.batch_to_run(batch, context) if self._team.size > 1 else batch
 
     def on_logical_batch(
-        self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
+        self, step: Callable[[Any], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Run the batch, in pieces if it has more rows than ``max_physical_batch_size``.
 
@@ -366,7 +357,7 @@ class DPSGD(Defense):
         return self._fit_step.run_in_pieces(step, batch, max_rows, self.releases, context)
 
     def on_training_step(
-        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+        self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero."""
         return self._fit_step.run(training_step, batch, self.releases, context)
@@ -377,7 +368,9 @@ class DPSGD(Defense):
             with self._team.together():
                 self._budget.check_affords_another()
 
-    def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
+    def on_gradients(
+        self, parameters: Sequence[nn.Parameter], context: base.DefenseContext
+    ) -> None:
         """Write the clipped and noised mean into ``p.grad``, and record the release.
 
         Raises:
@@ -432,8 +425,11 @@ class DPSGD(Defense):
             self._step.clip = self._clip
 
     def on_canary(
-        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
-    ) -> CanaryGradient:
+        self,
+        canary: base.CanaryGradient,
+        parameters: Sequence[nn.Parameter],
+        context: base.DefenseContext,
+    ) -> base.CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with independent noise.
 
         A canary is the simulated gradient of layers that a dishonest server could add to the model.
@@ -443,7 +439,7 @@ class DPSGD(Defense):
         """
         step = self._fit_step
         if self._team.size > 1 or canary.noise is not None:
-            raise DefenseError(
+            raise base.DefenseError(
                 "DPSGD: a canary needs client='rank' or one process, and DPSGD before other noise"
             )
         clipped = step.clipped(parameters, context)
@@ -458,18 +454,18 @@ class DPSGD(Defense):
             released = released.noised(standard * std, std)
         return released
 
-    def noise_std(self, context: DefenseContext) -> float:
+    def noise_std(self, context: base.DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
         divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
         sigma = self._budget.noise_now / divisor * self._noise_share
         return sigma * self._clip.norm / self._fit_step.sampling.expected
 
-    def example_norm(self, context: DefenseContext) -> float:
+    def example_norm(self, context: base.DefenseContext) -> float:
         """Return the clip norm over the divisor of the update; infinite if users are clipped."""
         return math.inf if self.users else self._clip.norm / self._fit_step.sampling.expected
 
     def noise_variances(
-        self, parameters: Sequence[nn.Parameter], context: DefenseContext
+        self, parameters: Sequence[nn.Parameter], context: base.DefenseContext
     ) -> dict[Tensor, float]:
         """Return the noise's variance on each number of a parameter's gradient, by parameter.
 
@@ -485,7 +481,7 @@ class DPSGD(Defense):
             state["clip_norm"] = torch.tensor(self.clip_norm, dtype=torch.float64)
         return state | self._budget.state_dict()
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: base.State) -> None:
         """Continue the account. Counts never decrease.
 
         A sigma computed from ``target_epsilon`` is kept.
@@ -515,13 +511,13 @@ class DPSGD(Defense):
             rank_zero_info(f"DPSGD(check): {self.verdict}")
         self._remove_hooks()
 
-    def _begin_check(self, context: DefenseContext, sampling: Sampling) -> None:
+    def _begin_check(self, context: base.DefenseContext, sampling: Sampling) -> None:
         """Start the audit of this fit with planted gradients."""
         from lightning_fedleak.evaluation.auditing import PrivacyClaim
         from lightning_fedleak.evaluation.auditing.own_training import OwnTrainingCheck
 
         if sampling.rate == 1:
-            raise DefenseError(
+            raise base.DefenseError(
                 "DPSGD: check needs a smaller batch_size, because each batch holds all examples"
             )
         norm, privacy = self._clip.norm, self.privacy
@@ -545,7 +541,7 @@ class DPSGD(Defense):
     def _run_uncounted(
         self,
         step: Callable[[Any], Any],
-        context: DefenseContext,
+        context: base.DefenseContext,
         batch: Any,
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None],
@@ -586,10 +582,10 @@ class DPSGD(Defense):
     def _fit_step(self) -> WatchedStep:
         """Return the recorder of this fit's steps, or raise an error outside of a fit."""
         if self._step is None or self._sampling is None:
-            raise DefenseError("DPSGD: a step was run outside of fit; nothing was released")
+            raise base.DefenseError("DPSGD: a step was run outside of fit; nothing was released")
         return self._step
 
-    def _noise_base(self, context: DefenseContext) -> bytes:
+    def _noise_base(self, context: base.DefenseContext) -> bytes:
         """Return the bytes from which keys of the noise follow: of the seed, or secret ones."""
         return noise.base_of(context.entropy, self.seed if self._budget.seeded else None)
 

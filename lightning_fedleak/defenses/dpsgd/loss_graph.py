@@ -524,11 +524,7 @@ def _loss_error(reason: str) -> DefenseError:
 
 
 def mean_of_sample_means(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    causal: bool,
-    label_smoothing: float = 0.0,
+    logits: Tensor, labels: Tensor, *, causal: bool, label_smoothing: float = 0.0
 ) -> Tensor:
     """Return the cross-entropy averaged over each sample's labels, then over samples.
 

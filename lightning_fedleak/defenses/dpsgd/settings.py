@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_fedleak.defenses import base
 from lightning_fedleak.defenses.accounting.accounting import Trust
-from lightning_fedleak.defenses.base import DefenseError, State, refuse
-from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 
@@ -42,9 +41,9 @@ class ClipSettings:
     loss: Literal["checked", "trusted"] = "checked"
 
     def __post_init__(self) -> None:
-        check_choice("DPSGD: form", self.form, ("auto", "per_sample", "ghost"))
-        check_number("DPSGD: gamma", self.gamma, above=0)
-        check_choice("DPSGD: loss", self.loss, ("checked", "trusted"))
+        base.check_choice("DPSGD: form", self.form, ("auto", "per_sample", "ghost"))
+        base.check_number("DPSGD: gamma", self.gamma, above=0)
+        base.check_choice("DPSGD: loss", self.loss, ("checked", "trusted"))
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ class ReleaseSettings:
     max_hardenings: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("DPSGD: trust", self.trust, ("local", "central"))
-        check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
-        check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
+        base.check_choice("DPSGD: trust", self.trust, ("local", "central"))
+        base.check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
+        base.check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Users:
     rows_per_user: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True)
+        base.check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True)
 
 
 Unit = Literal["example"] | Users
@@ -119,11 +118,11 @@ def check_budget(
     Raises:
         DefenseError: Names the arguments.
     """
-    check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
+    base.check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
     is_filter, has_target = accountant == "filter", target_epsilon is not None
     has_both_or_none = (noise_multiplier is not None) == has_target
-    check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
-    check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
+    base.check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
+    base.check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
     refusals: dict[str, object] = {
         "give one of noise_multiplier and target_epsilon": not is_filter and has_both_or_none,
         "target_epsilon needs target_delta, and accountant='filter' needs both": (
@@ -132,8 +131,8 @@ def check_budget(
         "with a seed no epsilon holds: leave out seed or target_epsilon": has_target
         and seed is not None,
     }
-    refuse("DPSGD: ", refusals)
-    check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
+    base.refuse("DPSGD: ", refusals)
+    base.check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
 
 
 def check_combination(
@@ -145,15 +144,15 @@ def check_combination(
         DefenseError: Names the argument.
     """
     if max_grad_norm != "auto" and not isinstance(max_grad_norm, QuantileClip):
-        check_number(
+        base.check_number(
             "DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto', QuantileClip()"
         )
     max_rows = max_physical_batch_size
-    check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True)
+    base.check_integer("DPSGD: max_physical_batch_size", max_rows, optional=True)
     if not isinstance(unit, Users):
-        check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
+        base.check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     elif max_rows is not None and (unit.rows_per_user or math.inf) > max_rows:
-        raise DefenseError(
+        raise base.DefenseError(
             f"DPSGD: with max_physical_batch_size={max_rows} pass Users(..., "
             f"rows_per_user={max_rows}) or fewer"
         )
@@ -170,14 +169,14 @@ def check_audit(
         DefenseError: Names the contradicting arguments.
     """
     interval = int(check) if isinstance(check, bool) else check
-    check_integer("DPSGD: check", interval, at_least=0, hint="True, or steps between probes")
+    base.check_integer("DPSGD: check", interval, at_least=0, hint="True, or steps between probes")
     if check and (
         isinstance(unit, Users) or isinstance(max_grad_norm, QuantileClip) or noise_multiplier == 0
     ):
-        raise DefenseError("DPSGD: check needs noise, a fixed clip norm, and unit='example'")
+        raise base.DefenseError("DPSGD: check needs noise, a fixed clip norm, and unit='example'")
 
 
-def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:
+def check_continued(state: base.State, releases: int, trust: Trust, unit: str) -> None:
     """Raise an error for a checkpoint whose releases cannot be accounted together with this run.
 
     Raises:
@@ -190,7 +189,7 @@ def check_continued(state: State, releases: int, trust: Trust, unit: str) -> Non
         f"unit={earlier_unit!r}": earlier_unit != unit,
     }
     owner = f"DPSGD: continue with the setting of the checkpoint's {releases} releases, or begin a "
-    refuse(f"{owner}new run from a model that this data did not train: ", refusals)
+    base.refuse(f"{owner}new run from a model that this data did not train: ", refusals)
 
 
 def guarantee_of(trust: Trust, seed: int | None, unit: str, *, fixed_budget: bool) -> str:

@@ -36,7 +36,7 @@ from lightning_fedleak.defenses.dpsgd.recorder import (
 from lightning_fedleak.defenses.dpsgd.writes import Buffers, Weights
 from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.processes import Team
-from lightning_fedleak.model.compiled import is_compiled, reset_compiled
+from lightning_fedleak.model.model_state import is_compiled, reset_compiled
 
 # If the expected batch size is below this number of samples, rows are also compared in batches of
 # fewer than ``SMALL_BATCH`` samples, because larger ones may never come. Not tuned.

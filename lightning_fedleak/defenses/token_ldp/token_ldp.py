@@ -20,8 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, Privacy, State
-from lightning_fedleak.defenses.checks import check_choice, check_number
+from lightning_fedleak.defenses.base import (
+    Defense,
+    DefenseContext,
+    Privacy,
+    State,
+    check_choice,
+    check_number,
+)
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer

@@ -16,8 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.checks import check_choice
+from lightning_fedleak.defenses.base import DefenseError, check_choice
 from lightning_fedleak.model import batches
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,

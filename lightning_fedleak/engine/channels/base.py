@@ -47,10 +47,8 @@ from lightning_fedleak.engine.outcomes import (
     Waiting,
 )
 from lightning_fedleak.engine.run import Look, Run, reason
-from lightning_fedleak.evaluation.entities import EntityFinder, finders_of
-from lightning_fedleak.evaluation.metrics.found_entities import entity_names
+from lightning_fedleak.evaluation.entities import EntityFinder, entity_names, finders_of
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -58,6 +56,7 @@ from lightning_fedleak.model.snapshots import (
     Observation,
     Stage,
     UpdateSnapshot,
+    explain_compression,
 )
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.report.records import Family

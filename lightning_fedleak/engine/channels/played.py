@@ -24,8 +24,8 @@ from lightning_fedleak.engine.channels.base import Requirement, worst_of
 from lightning_fedleak.engine.outcomes import Outcome, Unknown, Waiting
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics import Rate, membership_rates
+from lightning_fedleak.evaluation.metrics.clustered import lowest_p_value, rank_p_value
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR
-from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
 MIN_MEMBERS = 16
 """The number of members, and of non-members, that one look needs to judge an update.
@@ -75,7 +75,7 @@ class Window:
     them. The threshold of a TPR is fitted on games other than the scored ones.
 
     Intervals describe only these looks: each game is a trial. An exact test within one look shows
-    whether it leaked at all (:mod:`lightning_fedleak.evaluation.metrics.within`).
+    whether it leaked at all (:mod:`lightning_fedleak.evaluation.metrics.clustered`).
 
     Args:
         looks: The number of looks to pool.

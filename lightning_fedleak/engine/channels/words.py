@@ -29,7 +29,7 @@ from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1, word_counts
-from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
+from lightning_fedleak.evaluation.metrics.clustered import lowest_p_value, naming_p_value
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import leaf
 from lightning_fedleak.model.batches import TokenBatch

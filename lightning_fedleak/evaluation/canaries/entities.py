@@ -23,8 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lightning_fedleak.evaluation.canaries.dataset import CanaryDataset, CanarySet, check_dataset
-from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
+from lightning_fedleak.evaluation.canaries.dataset import (
+    CanaryDataset,
+    CanarySet,
+    check_dataset,
+    digest_of,
+    token_ids_of,
+)
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord, draw_or_load
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.validate import check_integer

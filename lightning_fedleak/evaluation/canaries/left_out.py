@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, Subset
 
-from lightning_fedleak.evaluation.canaries.dataset import check_dataset
+from lightning_fedleak.evaluation.canaries.dataset import check_dataset, digest_of
 from lightning_fedleak.evaluation.canaries.entities import EntityDataset
-from lightning_fedleak.evaluation.canaries.items import digest_of
 from lightning_fedleak.evaluation.canaries.record import SCHEMA, Secret, draw_or_load
 from lightning_fedleak.validate import check_choice, check_integer
 

@@ -21,12 +21,15 @@ import torch
 from scipy.stats import beta, binom, mannwhitneyu, nhypergeom, rankdata
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization.blind import MAX_BLIND_AUC, MIN_BLIND_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
-from lightning_fedleak.attacks.memorization.scores import CombinedReference
+from lightning_fedleak.attacks.memorization.scores import (
+    MAX_BLIND_AUC,
+    MIN_BLIND_AUC,
+    CombinedReference,
+)
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
+from lightning_fedleak.evaluation.metrics.clustered import spent_at as spent_at
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
-from lightning_fedleak.evaluation.metrics.within import spent_at as spent_at
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 
 FPR = 0.01  # FPR of the TPR in `shown`, the usual one (Carlini et al. 2022)
@@ -444,7 +447,7 @@ def blind_aucs(scores: Mapping[str, Tensor], members: Tensor) -> dict[str, Rate]
 
     Args:
         scores: The scores (N,) by name, from
-            :func:`~lightning_fedleak.attacks.memorization.blind.blind_scores`.
+            :func:`~lightning_fedleak.attacks.memorization.scores.blind_scores`.
         members: Whether each text is a member, (N,) bool.
     """
     return {name: _auc(score, members, ALPHA) for name, score in scores.items()}

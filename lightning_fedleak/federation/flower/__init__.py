@@ -6,8 +6,8 @@ client-level differential privacy there. No other module imports Flower. It need
 ``pip install lightning-fedleak[flower]``.
 """
 
-from lightning_fedleak.federation.flower.messages import ROUND as ROUND
-from lightning_fedleak.federation.flower.messages import WEIGHT as WEIGHT
+from lightning_fedleak.federation.flower.mod import ROUND as ROUND
+from lightning_fedleak.federation.flower.mod import WEIGHT as WEIGHT
 from lightning_fedleak.federation.flower.mod import FedLeakMod as FedLeakMod
 from lightning_fedleak.federation.flower.strategies import Observed as Observed
 from lightning_fedleak.federation.flower.strategies import PrivateMean as PrivateMean

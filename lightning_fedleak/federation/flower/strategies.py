@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
 from lightning_fedleak.federation.client_dp import ClientDP
-from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
+from lightning_fedleak.federation.flower.mod import ROUND, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.updates import State, moved
 

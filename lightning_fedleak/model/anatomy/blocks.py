@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.model.anatomy.parts import Anatomy, AnatomyError
-from lightning_fedleak.model.anatomy.wrappers import (
+from lightning_fedleak.model.anatomy.parts import (
+    Anatomy,
+    AnatomyError,
     find_path,
     leaf,
     matrix_shape,

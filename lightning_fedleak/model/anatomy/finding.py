@@ -14,7 +14,7 @@ from typing import get_args
 
 from torch import nn
 
-from lightning_fedleak.model.anatomy import wrappers
+from lightning_fedleak.model.anatomy import parts
 from lightning_fedleak.model.anatomy.blocks import (
     Named,
     block_lists,
@@ -47,7 +47,7 @@ _CAUSAL = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")
 def call_matrix_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
     """Return the layer that a getter (``get_input_embeddings``) returns; None without a matrix."""
     layer = call_getter(model, getter)
-    return layer if layer is not None and wrappers.matrix_shape(layer) else None
+    return layer if layer is not None and parts.matrix_shape(layer) else None
 
 
 def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
@@ -62,7 +62,7 @@ def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
     encoder = find_side(model, "encoder") if is_encoder_decoder(model) else None
     for owner in (encoder, model):
         layer = call_matrix_getter(owner, "get_input_embeddings")
-        if layer is not None and wrappers.find_path(root, layer) is not None:
+        if layer is not None and parts.find_path(root, layer) is not None:
             return layer
     embeddings = find_layers(root, (nn.Embedding,))
     raise missing_part_error(root, "input embeddings", embeddings, "embedding")
@@ -122,7 +122,7 @@ def find_head(
         AnatomyError: A required head is missing, or there are several.
     """
     layer = None if kind == "classifier" else call_matrix_getter(model, "get_output_embeddings")
-    if layer is not None and wrappers.find_path(root, layer) is not None:
+    if layer is not None and parts.find_path(root, layer) is not None:
         _check_rows(root, model, embedding, layer)
         return layer
     in_blocks = _module_ids(block_lists(model))
@@ -150,7 +150,7 @@ def _check_rows(root: nn.Module, model: nn.Module, embedding: nn.Module, head: n
     """Raise ``AnatomyError`` if a model without an encoder has a head of another vocabulary."""
     words, rows = count_rows(embedding), count_rows(head)
     if rows != words and not is_encoder_decoder(model):
-        path = wrappers.find_path(root, head)
+        path = parts.find_path(root, head)
         raise AnatomyError(
             f"{type(model).__name__} has {words} input embeddings, and its head '{path}' {rows} "
             f"rows: if that is intended, pass head='{path}'"
@@ -194,10 +194,10 @@ def find_anatomy(
     named_model = resolve_module(root, None, model, "model")
     if named_model is None:
         named_model = _find_model(root)
-    scope = root if named_model is None else wrappers.unwrap(named_model)
+    scope = root if named_model is None else parts.unwrap(named_model)
     embedding_layer = resolve_module(root, scope, embedding, "embedding")
     head_layer = resolve_module(root, scope, head, "head")
-    core = wrappers.without_peft(scope)
+    core = parts.without_peft(scope)
     if named_model is not None and call_matrix_getter(core, "get_input_embeddings") is not None:
         if embedding_layer is None:
             embedding_layer = find_embedding(root, core)
@@ -232,7 +232,7 @@ def find_anatomy(
         vocab_size=rows,
         embedding_rows=shape[0],
         hidden_size=shape[1],
-        peft=wrappers.peft_kind(scope),
+        peft=parts.peft_kind(scope),
         target_rows=_target_rows(core, embedding_layer) if is_encoder_decoder(core) else None,
     )
 
@@ -244,7 +244,7 @@ def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
     """
     decoder = find_side(model, "decoder")
     layer = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
-    if layer is None or wrappers.leaf(layer) is wrappers.leaf(embedding):
+    if layer is None or parts.leaf(layer) is parts.leaf(embedding):
         return None
     config = getattr(model, "config", None)
     is_separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
@@ -263,7 +263,7 @@ def _find_model(root: nn.Module) -> nn.Module | None:
     with_getter = [
         (name, module)
         for name, module in root.named_modules()
-        if wrappers.transparent_child(module) is None  # a wrapper's getter may be its child's
+        if parts.transparent_child(module) is None  # a wrapper's getter may be its child's
         and call_matrix_getter(module, "get_input_embeddings") is not None
     ]
     others = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
@@ -318,19 +318,19 @@ def _plain_kind(model: nn.Module) -> Kind:
     return "seq2seq" if has_transformer else "causal"
 
 
-def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:
-    """Return the innermost module that holds all parts and whose forward takes ``input_ids``.
+def _common_ancestor(root: nn.Module, modules: list[nn.Module | None]) -> nn.Module:
+    """Return the innermost module that holds all modules and whose forward takes ``input_ids``.
 
     If no such forward takes ``input_ids``, return the innermost module with a forward.
     """
-    shared = common_path(path_in(root, p, "part") for p in parts if p is not None)
+    shared = common_path(path_in(root, m, "part") for m in modules if m is not None)
     holders = [root.get_submodule(".".join(shared[:n])) for n in range(len(shared), 0, -1)]
     callable_holders = [
-        wrappers.unwrap(m)
+        parts.unwrap(m)
         for m in holders
-        if type(m).forward is not nn.Module.forward and m not in parts
+        if type(m).forward is not nn.Module.forward and m not in modules
     ]
-    callable_holders.append(wrappers.unwrap(root))
+    callable_holders.append(parts.unwrap(root))
     for module in callable_holders:
         if "input_ids" in signature(module.forward).parameters:
             return module
@@ -339,11 +339,11 @@ def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Modul
 
 def _is_tied(model: nn.Module, embedding: nn.Module, head: nn.Module | None) -> bool:
     """Return whether the head's weight is also the weight of an embedding of the model."""
-    weight = None if head is None else wrappers.leaf(head)._parameters.get("weight")
+    weight = None if head is None else parts.leaf(head)._parameters.get("weight")
     if weight is None:
         return False
     embeddings = [
-        wrappers.leaf(embedding),
-        *(wrappers.leaf(m) for _, m in find_layers(model, (nn.Embedding,))),
+        parts.leaf(embedding),
+        *(parts.leaf(m) for _, m in find_layers(model, (nn.Embedding,))),
     ]
     return any(e._parameters.get("weight") is weight for e in embeddings)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.compiled import reset_compiled
+from lightning_fedleak.model.model_state import reset_compiled
 from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 

@@ -24,8 +24,7 @@ from torch.nn import functional
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Place, backbone_of, has_cache, last_states_in
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.compiled import is_compiled
-from lightning_fedleak.model.model_state import modules_of
+from lightning_fedleak.model.model_state import is_compiled, modules_of
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,

@@ -1,20 +1,222 @@
-"""The first line of ``run.jsonl``: the set-up of a fit, written before its first step.
+"""The first line of ``run.jsonl``, the set-up of a fit, and the families of attacks that it names.
 
 A *fit* is one training run, or one federation. Its *monitor* runs the attacks, at *looks* (steps at
 which leakage is measured); a *gate* acts if a metric exceeds a limit.
-:class:`BeginLine` is the first line. The other classes are its parts: model, monitor, attacks,
+:class:`BeginLine` is the first line. The other lines are its parts: model, monitor, attacks,
 defences and gates. A :class:`DefenseLine` adds a defence that was not known then.
+
+A :class:`Family` is the attacks on one kind of leak, with the words of a report on it. They share a
+main metric, the *headline*. In a *game*, an attack guesses which candidate texts are members.
+*Canaries* are texts, and *planted values* names or numbers, that the user adds to the training data
+to measure what the model memorizes. A *positive control* is the same attack on data whose content
+is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypedDict
 
 from lightning_fedleak.report.records import fields
-from lightning_fedleak.report.records.families import Family, standard_family
+from lightning_fedleak.report.records.fields import Record, Share
 from lightning_fedleak.report.records.lines import RunLine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(Record):
+    """A kind of leak.
+
+    A sentence completes "one update lets the server ...", or "the trained model ..." for a family
+    on trained weights. What it has in braces is highlighted: ``{auc}`` is a metric with two digits,
+    ``{recall%}`` a percentage, ``{surely}`` a phrase by the size of the headline, and words with
+    spaces are printed as they are.
+
+    Attributes:
+        name: as in ``leakage/worst/<name>``.
+        headline: the main metric.
+        chance: the value of the headline that guessing reaches. If it is above 0, each look is a
+            game with few trials, so that the mean over looks counts, not the highest look.
+        metrics: the metrics that a report shows.
+        question: what its attacks try to find out, such as "which words are in a batch".
+        title: what its attacks recover, in a word or two.
+        sentences: what an adversary could do with an attack. The first one whose metrics all have
+            values is used; for an attack with an excess as its main metric, the last.
+        asks: the question in direct speech.
+        untested: what to do if no attack of the family was run; ``{watcher}`` is the class that
+            would run it.
+        terms: the meaning of its words and metrics, for the report's glossary.
+        excesses: metrics of which a baseline is subtracted, so that guessing has 0. They are the
+            main metrics of attacks that do not have the headline.
+    """
+
+    name: str
+    headline: str = ""
+    chance: Share = 0.0
+    metrics: tuple[str, ...] = ()
+    question: str = ""
+    title: str = ""
+    sentences: tuple[str, ...] = ()
+    asks: str = ""
+    untested: str = ""
+    terms: Mapping[str, str] = field(default_factory=dict)
+    excesses: tuple[str, ...] = ()
+
+    def headline_of(self, metrics: Collection[str]) -> str:
+        """Return the main metric of an attack that has these metrics."""
+        names = (self.headline, *self.excesses)
+        return next((name for name in names if name in metrics), self.headline)
+
+    def chance_of(self, metric: str) -> float:
+        """Return the value that guessing reaches in the headline or an excess."""
+        return 0.0 if metric in self.excesses else self.chance
+
+    @property
+    def known(self) -> str:
+        """What the positive control recovers, for messages: texts in a game, otherwise words."""
+        return "texts" if self.chance else "words"
+
+    @property
+    def shown_metrics(self) -> tuple[str, ...]:
+        """The metrics that a report shows; the headline if the family names none."""
+        return self.metrics or ((self.headline,) if self.headline else ())
+
+    @property
+    def tested(self) -> str:
+        """What its attacks try to find out."""
+        return self.question or f"what attacks of the family '{self.name}' read"
+
+    @property
+    def short_title(self) -> str:
+        """What its attacks recover, in a word or two; the name without a title."""
+        return self.title or self.name
+
+    @property
+    def all_sentences(self) -> tuple[str, ...]:
+        """The sentences; one with the headline if the family has none."""
+        guessing = f", where guessing has {self.chance:g}" if self.chance else ""
+        default = f"reach a {self.headline} of {{{self.headline}}}{guessing}"
+        return self.sentences or (default,)
+
+
+WORDS = Family(
+    name="words",
+    headline="f1",
+    metrics=("f1", "recall", "precision"),
+    question="which words are in a batch",
+    asks="Which tokens are in a batch?",
+    title="words",
+    sentences=(
+        "name {recall%} of a batch's distinct tokens",
+        "name a batch's distinct tokens with an F1 of {f1}",
+    ),
+    terms={
+        "Words": "Tokens, the pieces of text that a model reads: whole words or parts of words. "
+        "Which distinct tokens are in a batch is tested. Neither their order nor a text is read.",
+        "F1": "0: no token right. 1: every distinct token of the batch named, and none besides. "
+        "It is the harmonic mean of recall (the share of the batch's tokens that was named) and "
+        "precision (the share of what was named that was right).",
+    },
+)
+
+MEMBERSHIP = Family(
+    name="membership",
+    headline="auc",
+    chance=0.5,
+    metrics=("auc", "accuracy", "tpr_at_fpr_0.01"),
+    question="whether a given text is in a batch",
+    asks="Is a given text in a batch?",
+    title="membership",
+    sentences=("tell whether a given text was in a batch {surely}",),
+    untested="Test whether a given text is in a batch, which no attack asked: "
+    "{watcher}(settings=WatchSettings(assume=DISHONEST_SERVER)).",
+    terms={
+        "AUC": "How often the attack ranks a text of the batch above one that is not in it. "
+        "0.5 is guessing, 1 is always.",
+        "TPR at 1% FPR": "The share of the batch's texts that is found while 1 in 100 other texts "
+        "is taken for one of them.",
+    },
+)
+
+TEXTS = Family(
+    name="texts",
+    headline="token_accuracy",
+    metrics=("token_accuracy", "exact_sentences", "rouge_l"),
+    question="whole texts",
+    asks="Can a text be written down?",
+    title="whole texts",
+    sentences=("write down {token_accuracy%} of a text",),
+    untested="Test whole texts, which no attack read: {watcher}(attacks=[SubspaceTexts()]).",
+    terms={
+        "Token accuracy": "The share of tokens that was written down in the right place. 1 is "
+        "every text word for word."
+    },
+)
+
+MEMORIZATION = Family(
+    name="memorization",
+    headline="auc",
+    chance=0.5,
+    metrics=(
+        *("auc", "tpr_at_fpr_0.01", "tpr_at_fpr_0.001", "shown", "extracted", "greedy"),
+        *("extracted_x1", "extracted_x2", "extracted_x5", "extracted_x17"),
+        *("greedy_x1", "greedy_x2", "greedy_x5", "greedy_x17"),
+    ),
+    question="whether a given text was trained on, from the trained model alone",
+    asks="Was a given text trained on?",
+    title="trained model",
+    sentences=("tells {who was in its training data}", "writes {passages of its training texts}"),
+    untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
+    terms={
+        "TPR at 1% and 0.1% FPR": "The share of the training texts that is found while 1 in 100, "
+        "or in 1,000, held-out texts is taken for one. Unknown with fewer than 437, or 4,380, "
+        "held-out texts, and later looks need more.",
+        "Shown": "The lower end of the TPR at 1% FPR: that share is found for certain.",
+        "Extracted": "How many more training texts than held-out ones, as a share, hold a run of "
+        "tokens (16 by default) that the model would write in 10,000 samples. Below 0: fewer do. "
+        "By how many rows of the data hold them: x1, x2 (2 to 4), x5 (5 to 16) and x17 (more); "
+        "without such a name it is the highest of these. Greedy: that it would write each time.",
+    },
+    excesses=("extracted",),
+)
+
+CANARIES = Family(
+    name="canary",
+    headline="auc",
+    chance=0.5,
+    metrics=("exposure", "auc", "greedy", "extracted"),
+    question="what the trained model leaks of planted texts, by how often they were repeated",
+    title="canaries",
+    terms={
+        "Exposure": "How far up a planted text ranks among held-out ones, in bits: each bit halves "
+        "the share above it. Capped if it ranks above all of them: more held-out texts would show "
+        "more."
+    },
+)
+
+ENTITIES = Family(
+    name="entity",
+    headline="first",
+    metrics=("first", "greedy"),
+    question="which planted values the trained model knows, by kind and place",
+    title="planted values",
+    sentences=("ranks {first%} of the planted values of a kind and place first",),
+    terms={
+        "First": "The share of planted values that rank first among drawn ones of their set, in "
+        "the same words, minus that of values that were left out."
+    },
+)
+
+PLANTED = CANARIES.name, ENTITIES.name
+"""Names of families on planted texts and values, whose results do not cover the remaining texts."""
+
+STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
+"""The families that a report names even if no attack tested them."""
+
+
+def standard_family(name: str) -> Family:
+    """Return the standard family of a name, or a new family with nothing but the name."""
+    return next((family for family in STANDARD_FAMILIES if family.name == name), Family(name=name))
 
 
 class _ReleasesBefore(TypedDict):

@@ -20,13 +20,14 @@ from lightning_fedleak.attacks.membership.attention import (
     AttentionMembership,
     AttentionSettings,
 )
-from lightning_fedleak.attacks.membership.attention_calibration import (
+from lightning_fedleak.attacks.membership.attention_layers import (
     Calibration,
     PublicStates,
     _PublicScores,
+    attentions,
+    expected_response,
     lemma_gamma,
 )
-from lightning_fedleak.attacks.membership.attention_layers import attentions, expected_response
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space.atoms import fit_whitening

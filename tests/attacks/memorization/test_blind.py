@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from sklearn.naive_bayes import MultinomialNB
 
-from lightning_fedleak.attacks.memorization.blind import FOLDS, blind_scores, word_scores
+from lightning_fedleak.attacks.memorization.scores import FOLDS, blind_scores, word_scores
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text
 

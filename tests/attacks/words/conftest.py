@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import PublicText, gradient_of
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.attacks.words.language import VOCAB, WIDTH, Language, generator, observation
 from tests.helpers import models

@@ -11,7 +11,7 @@ from sklearn.cluster import KMeans
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import PublicText, gradient_of
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import _draw_pool, best_count, fit_readout
 from lightning_fedleak.attacks.words.aligned_rows import (
@@ -20,7 +20,6 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     separating_direction,
 )
 from lightning_fedleak.attacks.words.flatchat import FlatChat
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import Observation, Stage, UpdateSnapshot
 from tests.attacks.words.language import VOCAB, WIDTH, generator, mean_f1, observation, rates

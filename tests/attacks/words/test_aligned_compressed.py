@@ -9,8 +9,7 @@ import torch
 
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.model.compression import Compression
-from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
+from lightning_fedleak.model.snapshots import Compression, Inapplicable, Observation, UpdateSnapshot
 from tests.attacks.words.language import mean_f1, observation
 
 TOPK = Compression("topk", share=0.1)

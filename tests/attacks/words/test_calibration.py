@@ -7,9 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import lightning_fedleak.model.model_runs as model_runs
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import PublicText, gradient_of
 from lightning_fedleak.attacks.words.head_gradients import gradient_parts
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from tests.attacks.words.language import generator

@@ -17,7 +17,7 @@ from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.head_gradients import gradient_parts, head_parameters
 from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
-from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy, head_surface
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot

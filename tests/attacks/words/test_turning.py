@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.public_text import PublicText, gradient_of
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import refit_direction
+from lightning_fedleak.attacks.words.aligned_rows import RowSummary
 from lightning_fedleak.attacks.words.head_gradients import head_gradient
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
-from lightning_fedleak.attacks.words.row_summary import RowSummary
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch

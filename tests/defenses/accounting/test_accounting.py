@@ -31,11 +31,13 @@ from lightning_fedleak.defenses.accounting.account import (
 from lightning_fedleak.defenses.accounting.accounting import (
     MAX_EPSILON,
     MIN_NOISE,
+    ORDERS,
     curve_of,
     epsilon_of,
+    epsilons_of_rdp,
     noise_multiplier_for,
+    rdp_of,
 )
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, epsilons_of_rdp, rdp_of
 from lightning_fedleak.evaluation.auditing import curve_tpr, gaussian_epsilon, gaussian_tpr
 from tests.helpers.gaussian import gaussian_delta
 

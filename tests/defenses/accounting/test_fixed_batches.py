@@ -12,11 +12,12 @@ from scipy.stats import norm
 
 from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import (
+    ORDERS,
     _WithoutReplacementPRV,
     epsilon_of,
     noise_multiplier_for,
+    rdp_of,
 )
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 
 pytest.importorskip("opacus")
 

@@ -14,7 +14,7 @@ from lightning_fedleak import Games, LeakageMonitor, RiskGate, with_canaries
 from lightning_fedleak.attacks.memorization import Canaries
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.evaluation.metrics.within import spent_at
+from lightning_fedleak.evaluation.metrics.clustered import spent_at
 from tests.engine.channels.test_memorization import fit, lines, rows, tiny
 
 SUFFIX = 4

@@ -22,7 +22,7 @@ from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released import pool
 from lightning_fedleak.engine.channels.words import _texts_of, _WordTruth
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
+from lightning_fedleak.evaluation.entities import FoundEntities
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.trainers import Threshold

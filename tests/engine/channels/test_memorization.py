@@ -35,7 +35,7 @@ from transformers import (
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
-from lightning_fedleak.attacks.memorization.blind import blind_scores
+from lightning_fedleak.attacks.memorization.scores import blind_scores
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextGuess
-from lightning_fedleak.cli.studies.invert import Noise, gaussian_noise, make_adversary, run_cells
-from lightning_fedleak.cli.studies.names import INVERT_ATTACKS
+from lightning_fedleak.cli.commands.invert import Noise, gaussian_noise, make_adversary, run_cells
+from lightning_fedleak.cli.commands.options import INVERT_ATTACKS
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_gpt2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.cli.studies.invert import Noise, gaussian_noise, utility
+from lightning_fedleak.cli.commands.invert import Noise, gaussian_noise, utility
 from lightning_fedleak.model.anatomy import find_anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_gpt2
@@ -61,7 +61,7 @@ def test_noise_on_states_is_added_at_the_split(layer: int) -> None:
 def test_utility_equals_the_next_token_predictions_of_the_plain_model(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.cli.studies.invert.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("lightning_fedleak.cli.commands.invert.LOGITS_AT_ONCE", at_once)
     model = tiny_gpt2(layers=3).double()
     anatomy = find_anatomy(model)
     model.train()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import BertTokenizer
 
+from lightning_fedleak.cli.commands.invert import rows_of_length, special_ends
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.invert import rows_of_length, special_ends
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 

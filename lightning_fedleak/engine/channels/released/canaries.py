@@ -27,7 +27,7 @@ from lightning_fedleak.engine.channels.released.training_rows import UnplayableG
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.outcomes import AUDIT, Series
 from lightning_fedleak.engine.run import reason
-from lightning_fedleak.evaluation.metrics.found_entities import entity_values
+from lightning_fedleak.evaluation.entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import FPR, canary_tiers
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.snapshots import (

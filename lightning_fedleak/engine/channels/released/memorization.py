@@ -63,8 +63,8 @@ from lightning_fedleak.engine.reference import (
     train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
+from lightning_fedleak.evaluation.entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.released import (
     FPR,
     FPRS,

@@ -44,7 +44,7 @@ from lightning_fedleak.evaluation.canaries import (
     draw_references,
 )
 from lightning_fedleak.evaluation.canaries.repeats import Part, PoolRows, scored_texts
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
+from lightning_fedleak.evaluation.entities import FoundEntities
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import preserve_process

@@ -35,7 +35,7 @@ from lightning_fedleak.engine.channels.released.training_rows import (
     find_mask,
     read_tokens,
 )
-from lightning_fedleak.engine.choice import Row, in_short
+from lightning_fedleak.engine.lineup import Row, in_short
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import (
     PREFIX,

@@ -21,7 +21,7 @@ from lightning_fedleak.model.anatomy import (
     text_blocks,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_state import Hook, reset_compiled
+from lightning_fedleak.model.model_state import reset_compiled
 from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.graph import arguments_of

@@ -1,14 +1,19 @@
-"""What a client shares of a round, and what is refused."""
+"""What a client shares of a round and what is refused; a report of a whole federation."""
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.federation import (
+    ClientDP,
+    RoundObserver,
     UpdateError,
     difference,
     joint_norm,
@@ -17,7 +22,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.model.snapshots import Stage
-from tests.federation.rounds import SGD, batches, model, train
+from tests.federation.rounds import SGD, batches, model, round_settings, train
 from tests.helpers.models import tiny_gpt2
 
 
@@ -127,3 +132,37 @@ def test_the_name_of_an_adapter_leaves_no_other_name_shorter():
     inner = "transformer.h.0.attn.c_attn.lora_A.weight"
     assert names[inner] == f"base_model.model.{inner.removesuffix('weight')}c.weight"
     assert names[inner] in trained
+
+
+CLIENTS, ROUNDS = 3, 2
+
+
+def watched(folder, **settings):
+    arguments, rare = round_settings({"attacks": [BagOfWords()]} | settings)
+    return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, settings=rare, **arguments)
+
+
+def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):
+    """Two fits on the same clients, drawn without replacement, composed as such."""
+    from lightning_fedleak.report import write
+
+    net = model()
+    for fit in range(2):
+        dp = ClientDP(
+            0.5, 4.0, clients=30, sampling="fixed", per_round=3, target_delta=1e-5,
+            ledger=tmp_path / f"ledger{fit}",
+        )  # fmt: skip
+        server = watched(tmp_path / f"{fit}", defenses=[dp])
+        for round_ in range(2):
+            server.begin(round_, trained_state(net))
+            data = batches(round_)
+            server.look(train(net, data), batches=data)
+            dp.mean(dict.fromkeys(range(3)), trained_state(net))
+        server.end()
+    page, result, *_ = write([tmp_path])
+    report = json.loads(result.read_text())
+    [spent] = report["runs"][1]["privacy"]
+    assert spent["epsilon"] == math.ceil(dp.privacy.epsilon * 1e3) / 1e3  # three digits, up
+    assert "one client, all of its data, replaced" in spent["statement"]
+    assert "rounds are a fixed share of 0.1, drawn again each time" in spent["statement"]
+    assert "client_dp" in page.read_text()

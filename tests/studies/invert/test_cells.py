@@ -1,18 +1,29 @@
-"""Cells: what is measured, and that a failure costs its own cells alone."""
+"""Rows of one length, and cells: a failure costs its own cells alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import BertTokenizer
 
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextGuess
-from lightning_fedleak.cli.studies.invert import Noise, gaussian_noise, make_adversary, run_cells
+from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.studies.invert import (
+    Noise,
+    gaussian_noise,
+    make_adversary,
+    rows_of_length,
+    run_cells,
+    special_ends,
+)
 from lightning_fedleak.cli.studies.names import INVERT_ATTACKS
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
+from tests.helpers.folders import TEXTS, tiny_tokenizer
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 
@@ -113,3 +124,34 @@ def test_every_adversary_reads_a_text_at_the_embeddings(name: str) -> None:
     tokens = ids(2, 6)
     guess = attack.reconstruct(hidden_states(anatomy, 0, tokens), None, None)
     assert float((guess.tokens == tokens).float().mean()) >= 0.5
+
+
+def test_rows_are_texts_cut_or_joined() -> None:
+    tokenizer = tiny_tokenizer()
+    whole = [tokenizer(t)["input_ids"] for t in TEXTS]
+    rows = rows_of_length(TEXTS, tokenizer, 5, 12, seed=1)
+    assert rows.shape == (12, 5)
+    assert {tuple(r) for r in rows.tolist()} == {tuple(w[:5]) for w in whole}
+    long = rows_of_length(TEXTS, tokenizer, 60, 12, seed=1)
+    assert 1 < len(long) < 12
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    decoded = tokenizer.decode(long[0].tolist())
+    assert " ".join(TEXTS[i] for i in order).startswith(decoded)
+    with_start = rows_of_length(TEXTS, tokenizer, 5, 12, seed=1, start_token_id=0)
+    assert torch.equal(with_start[:, 1:], rows[:, :4])
+    assert with_start[:, 0].tolist() == [0] * 12
+    assert len(rows_of_length(TEXTS, tokenizer, 5, 3)) == 3
+    with pytest.raises(SourceError, match=r"make only \d+ of 60 tokens"):
+        rows_of_length(TEXTS, tokenizer, 60, 12, min_rows=12)
+
+
+def test_special_tokens_stay_at_the_ends(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]
+    file = tmp_path / "vocab.txt"
+    file.write_text("\n".join(words))
+    tokenizer = BertTokenizer(str(file))
+    assert special_ends(tokenizer) == ([2], [3])
+    rows = rows_of_length(["a b c a b c a b c"], tokenizer, 6, 1)
+    assert rows.tolist() == [[2, 5, 6, 7, 5, 3]]
+    with pytest.raises(SourceError, match="special tokens"):
+        rows_of_length(["a b"], tokenizer, 2, 1)

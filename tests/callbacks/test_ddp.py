@@ -5,14 +5,12 @@ from sklearn.metrics import roc_auc_score
 
 from tests.callbacks.ddp_worker import documents, first_rows
 from tests.helpers.lightning_modules import random_token_loader
-from tests.helpers.processes import two_processes
+from tests.helpers.processes import launched
 
 pytestmark = pytest.mark.ddp
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return two_processes("tests.callbacks.ddp_worker", tmp_path_factory.mktemp("ddp"))
+ranks = launched("tests.callbacks.ddp_worker")
 
 
 def test_training_is_bit_identical(ranks):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.helpers.cases import of
-from tests.helpers.processes import two_processes
+from tests.helpers.processes import launched
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 HEAD = "model.lm_head.weight"
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by case."""
-    return two_processes("tests.callbacks.harden_ddp_worker", tmp_path_factory.mktemp("harden"))
+ranks = launched("tests.callbacks.harden_ddp_worker")
 
 
 TWO_NOTCHES = [f"{d} {c}" for d in ("noise", "dpsgd") for c in ("rank", "world")]

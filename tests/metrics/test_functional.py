@@ -1,4 +1,4 @@
-"""Counts, rates and intervals against scikit-learn, brute force and simulation."""
+"""Counts, rates, intervals by scikit-learn, brute force, simulation; pooled by the Metric."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sklearn.metrics import precision_recall_fscore_support
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.evaluation.metrics import (
     Counts,
+    WordRecovery,
     precision_recall_f1,
     proportion,
     word_counts,
@@ -89,3 +90,50 @@ def test_a_rate_of_nothing_is_unknown(counts: Counts, unknown: set[str]) -> None
     assert {name for name, rate in rates.items() if math.isnan(rate.value)} == unknown
     for name, rate in rates.items():
         assert math.isnan(rate.low) == math.isnan(rate.high) == (name in unknown)
+
+
+TYPES = 40
+id_lists = st.lists(st.integers(0, TYPES - 1), max_size=15)
+batches = st.lists(
+    st.tuples(id_lists, id_lists, st.none() | st.floats(0, 50)), min_size=1, max_size=6
+)
+
+
+def guess(types: list[int], n_types: float | None = None) -> WordGuess:
+    return WordGuess(torch.tensor(types, dtype=torch.int64), n_types=n_types)
+
+
+def truth(types: list[int]) -> torch.Tensor:
+    return torch.tensor(types, dtype=torch.int64)
+
+
+@given(batches)
+def test_compute_uses_pooled_counts(data: list[tuple[list[int], list[int], float | None]]) -> None:
+    metric = WordRecovery(TYPES)
+    pooled, errors = Counts(), []
+    for guessed, used, estimate in data:
+        metric.update(guess(guessed, estimate), truth(used))
+        pooled += word_counts(guess(guessed), truth(used), TYPES)
+        if estimate is not None and used:
+            errors.append(abs(estimate - len(set(used))) / len(set(used)))
+    got = metric.compute()
+    for name, rate in precision_recall_f1(pooled).items():
+        assert float(got[name]) == pytest.approx(rate.value, nan_ok=True)
+        assert float(got[f"{name}_low"]) == pytest.approx(rate.low, nan_ok=True)
+        assert float(got[f"{name}_high"]) == pytest.approx(rate.high, nan_ok=True)
+    expected = sum(errors) / len(errors) if errors else math.nan
+    assert float(got["type_count_error"]) == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+def test_a_loaded_state_gives_the_same_values() -> None:
+    metric = WordRecovery(TYPES)
+    metric.persistent(True)
+    metric.update(guess([1, 2], 3.0), truth([2, 3]))
+    other = WordRecovery(TYPES)
+    other.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    other._update_count = 1
+    assert all(
+        float(a) == pytest.approx(float(b), nan_ok=True)
+        for a, b in zip(metric.compute().values(), other.compute().values(), strict=True)
+    )

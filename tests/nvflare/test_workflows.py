@@ -108,22 +108,6 @@ def test_one_withholds_by_an_error_and_the_others_make_the_mean(tmp_path):
     assert close(of_model(workflow), jobs.train(model(), jobs.data_of("site-2", 0)))
 
 
-@pytest.mark.parametrize(
-    ("workflow", "ends"),
-    [
-        (lambda: fed_avg(ignore_result_error=False), True),  # strict
-        (fed_avg, True),  # dynamic, where FedAvg waits for all
-        (lambda: Gather(DataKind.WEIGHTS, min_clients=2), True),
-        (lambda: Gather(DataKind.WEIGHTS, min_clients=1), False),
-        (lambda: Gather(DataKind.WEIGHTS, min_clients=2, ignore_result_error=True), False),
-    ],
-    ids=["strict", "fed_avg", "gather of two", "gather of one", "resilient"],
-)
-def test_an_error_ends_a_workflow_that_does_not_tolerate_it(tmp_path, workflow, ends):
-    engine = jobs.run(workflow(), sites(tmp_path, GATE, OPEN, withheld="error"), tmp_path)
-    assert bool(engine.panics) == ends
-
-
 # ---- all withhold -------------------------------------------------------------------------------
 
 
@@ -137,18 +121,6 @@ def test_all_withhold_and_the_model_stays_what_it_was(tmp_path, kind, engine):
     engine = jobs.run(workflow, sites(tmp_path, GATE, GATE, kind=kind), tmp_path)
     assert not engine.panics
     assert close(of_model(workflow), trained_state(model()))
-
-
-def test_all_withhold_by_errors_and_the_model_is_lost(tmp_path):
-    """NVFlare puts the empty mean in the model's place: why zero is the default."""
-    workflow = fed_avg(ignore_result_error=True)
-    jobs.run(workflow, sites(tmp_path, GATE, GATE, withheld="error"), tmp_path)
-    assert workflow.saved == {}
-
-
-def test_all_withhold_by_errors_and_a_gathering_ends(tmp_path):
-    workflow = Gather(DataKind.WEIGHTS, min_clients=1)
-    assert jobs.run(workflow, sites(tmp_path, GATE, GATE, withheld="error"), tmp_path).panics
 
 
 # ---- the server noises --------------------------------------------------------------------------

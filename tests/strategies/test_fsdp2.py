@@ -9,16 +9,12 @@ import pytest
 import scipy.stats
 
 from tests.helpers.cases import of
-from tests.helpers.processes import Found, two_processes
+from tests.helpers.processes import launched
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What each rank found, by case."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    return two_processes("tests.strategies.fsdp2_worker", folder, gpus=True)
+ranks = launched("tests.strategies.fsdp2_worker", gpus=True)
 
 
 @pytest.mark.parametrize(

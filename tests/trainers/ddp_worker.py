@@ -1,21 +1,28 @@
-"""One of two gloo processes of test_ddp.py."""
+"""One of two gloo processes of test_ddp.py: each a client, or both one."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fedleak import BagOfWords
-from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
+from lightning_fedleak.defenses import DPSGD, DefenseError
+from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch, WatchSettings
 from tests.callbacks.runs import Probe
-from tests.helpers.models import tiny_gpt2
+from tests.helpers.cases import Cases, gathered
+from tests.helpers.models import tiny_gpt2, tiny_llama
+from tests.trainers import hosts
+from tests.trainers.hosts import BATCH, CLIP, Trace, clipped_sum, dora, drawing, traced
 from tests.trainers.test_transformers import Recorder, rows, trainer_of, user_logs, watched
+
+CASES = Cases()
+RANK = int(os.environ["LOCAL_RANK"])
 
 
 def head_gradient(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -23,7 +30,8 @@ def head_gradient(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def under_trainer(root: Path, rank: int) -> dict[str, Any]:
+@CASES.named("watched trainer")
+def watched_trainer(root: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     runs = []
     stages = ("shared", "aggregate")
@@ -56,22 +64,23 @@ def under_trainer(root: Path, rank: int) -> dict[str, Any]:
     # The Trainer divides by the number of labels, also of those that nothing predicts.
     each = [head_gradient(model, part) * 8 / 9 for part in ids.split(4)]
     close = torch.testing.assert_close
-    close(probe.at("shared")[0], each[rank])
+    close(probe.at("shared")[0], each[RANK])
     close(probe.at("aggregate")[0], (each[0] + each[1]) / 2)
     return out
 
 
-def in_a_loop(root: Path, rank: int) -> dict[str, Any]:
+@CASES.named("watched loop")
+def watched_loop(root: Path) -> dict[str, Any]:
     model = DistributedDataParallel(tiny_gpt2(tied=False, dropout=0.0).train())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     probe = Probe()
     ids = torch.stack([row["input_ids"] for row in rows()[:8]])
-    expected = head_gradient(tiny_gpt2(tied=False, dropout=0.0), ids[rank * 4 : rank * 4 + 4])
+    expected = head_gradient(tiny_gpt2(tied=False, dropout=0.0), ids[RANK * 4 : RANK * 4 + 4])
     settings = WatchSettings(stages=("shared", "aggregate"))
     place = {"folder": root / "loop", "every_n_steps": 1, "settings": settings}
     with Watch(model, optimizer, [BagOfWords(), probe], **place) as watch:
         for _ in range(2):
-            batch = {"input_ids": ids[rank * 4 : rank * 4 + 4]}
+            batch = {"input_ids": ids[RANK * 4 : RANK * 4 + 4]}
             with watch.step(batch):
                 model(**batch, labels=batch["input_ids"]).loss.backward()
                 optimizer.step()
@@ -80,14 +89,73 @@ def in_a_loop(root: Path, rank: int) -> dict[str, Any]:
     return {"loop": watch.latest["leakage/bag_of_words/f1"]}
 
 
-def main(root: Path) -> None:
-    distributed.init_process_group("gloo")
-    rank = distributed.get_rank()
-    out = in_a_loop(root, rank) | under_trainer(root, rank)
-    (root / f"{rank}.json").write_text(json.dumps(out))
-    distributed.destroy_process_group()
+def distances(trace: Trace, clip: float) -> list[float]:
+    """How far each release is from the clipped sum over the rows of both processes."""
+    both = gathered(trace.drawn)
+    far = []
+    for shared, one, other in zip(trace.shared, *both, strict=True):
+        brute = clipped_sum(trace.model, [*one, *other], clip)
+        far.append(float((shared * 2 * BATCH - brute).norm() / brute.norm().clamp(min=1e-12)))
+    return far
+
+
+def facts(trace: Trace) -> dict[str, Any]:
+    flat = torch.cat([p.detach().flatten() for p in trace.model.parameters()])
+    one, other = gathered(flat.tolist())
+    drawn = gathered([row for rows_ in trace.drawn for row in rows_])
+    return {"alike": one == other, "apart": not set(drawn[0]) & set(drawn[1])}
+
+
+@CASES.named("defended trainer")
+def defended_trainer(root: Path) -> dict[str, Any]:
+    exact = DPSGD(CLIP, 0.0, seed=1, max_physical_batch_size=2)
+    more: dict[str, Any] = {"ddp_backend": "gloo"}
+    trace = traced(hosts.trainer_of(root / "exact", tiny_llama(), [exact], 0.0, **more))
+    found = {"distance": max(distances(trace, CLIP)), "releases": exact.releases, **facts(trace)}
+    adapted = hosts.trainer_of(root / "dora", dora(), [DPSGD(0.3, 0.0, seed=1)], 0.0, **more)
+    found["distance of adapters"] = max(distances(traced(adapted), 0.3))
+    more |= {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
+    known = {"target_epsilon": 4.0, "target_delta": 1e-3}
+    first = DPSGD(CLIP, **known)
+    trace = traced(hosts.trainer_of(root / "run", tiny_llama(), [first], **more))
+    found["noisy alike"] = facts(trace)["alike"]
+    again = DPSGD(CLIP, **known)
+    trainer = hosts.trainer_of(root / "again", tiny_llama(), [again], **more)
+    resumed = traced(trainer, str(root / "run" / "checkpoint-2"))
+    found |= {
+        "resumed": [again.releases, len(resumed.shared)],
+        "resumed alike": facts(resumed)["alike"],
+        "epsilons": [first.privacy.epsilon, again.privacy.epsilon],
+    }
+    return found
+
+
+@CASES.named("defended loop")
+def defended_loop(_: Path) -> dict[str, Any]:
+    inner = tiny_llama().train()
+    model, trace = DistributedDataParallel(inner), Trace(inner)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    data = hosts.rows()
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
+    defense = DPSGD(CLIP, 0.0, seed=1)
+
+    def compute(batch: Any) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        return loss
+
+    with drawing(trace), DefendedLoop(model, optimizer, loader, [defense], epochs=1) as private:
+        private._release.add_tap(trace.tap)
+        for batch in private:
+            private.loss(compute, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    try:
+        DefendedLoop(inner, optimizer, loader, [defense]).__enter__()
+    except DefenseError as error:
+        refused = str(error)
+    return {"distance": max(distances(trace, CLIP)), "refused": refused, **facts(trace)}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    distributed.init_process_group("gloo")
+    CASES.run()

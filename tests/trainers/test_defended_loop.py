@@ -15,11 +15,9 @@ from torch.utils.data import DataLoader
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.defenses import (
     DPSGD,
-    BudgetSpent,
     DefenseError,
     GradientNoise,
     Privacy,
-    ReleaseSettings,
 )
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch
@@ -284,12 +282,3 @@ def test_a_watch_reads_what_is_shared(tmp_path: Path) -> None:
     assert latest["leakage_local/bag_of_words/f1"] > latest["leakage/bag_of_words/f1"] + 0.1
     assert latest["privacy/epsilon"] == spent(defense).epsilon
     assert gate.notches == defense.notches > 0
-
-
-def test_a_budget_may_raise() -> None:
-    raises = DPSGD(
-        CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp",
-        release=ReleaseSettings(on_budget="raise"),
-    )  # fmt: skip
-    with pytest.raises(BudgetSpent, match="after 6 releases"):
-        Loop(raises).train(epochs=2)

@@ -57,7 +57,7 @@ def test_second_tokens_follow_the_models_distribution() -> None:
         anatomy.model.get_output_embeddings().weight.mul_(30)
         logits = anatomy.model(torch.tensor([[1]])).logits[0, -1]
     law = logits.double().softmax(0)
-    n = 20_000
+    n = 6_000
     texts = PublicText.sampled_from(anatomy, n, 2).sentences
     observed = torch.bincount(torch.stack(texts)[:, 1], minlength=VOCAB).double()
     counted = law * n >= 5

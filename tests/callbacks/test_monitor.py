@@ -257,6 +257,24 @@ def test_the_layout_names_only_tags_that_are_logged(tmp_path: Path) -> None:
     assert set(matches["gates: 1 where one acted"][0]) == {"gate/probe/f1", "gate/probe/f1_notches"}
 
 
+def test_the_first_cards_are_leakage_and_the_limit_of_a_gate(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    board = TensorBoardLogger(tmp_path)
+    monitor = LeakageMonitor(Probe(), every_n_steps=3)
+    fit([monitor, RiskGate(F1, at_most=0.5, action="warn")], tmp_path, logger=board)
+    events = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    [run, limit] = sorted(events.Runs())
+    assert limit == f"{run}/gate"
+    tags = sorted(events.Runs()[run]["scalars"])
+    cards = [tag for tag in tags if tag.startswith("1_leakage/")]
+    assert tags[: len(cards)] == cards == ["1_leakage/train_loss", "1_leakage/words_f1"]
+    values = [(event.step, event.value) for event in events.Scalars(run, "1_leakage/words_f1")]
+    assert values == [(e.step, e.value) for e in events.Scalars(run, "leakage/worst/words")]
+    limits = [(e.step, e.value) for e in events.Scalars(limit, "1_leakage/words_f1")]
+    assert limits == [(step, 0.5) for step, _ in values]
+
+
 def test_a_surface_that_is_not_shared_is_no_number_in_the_text() -> None:
     series, texts = LeakageMonitor(Probe()).engine.series, []
     board = SimpleNamespace(add_text=lambda _, text, __: texts.append(text))

@@ -7,7 +7,6 @@ import math
 import random
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands import memorization as command
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
@@ -26,28 +24,10 @@ from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.evaluation.canaries.repeats import PoolRows
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
-from lightning_fedleak.model.taps import Text
 from tests.helpers.commands import run_command
 
 TEXTS = 24
 """On each side."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _models_are_asked_once() -> Iterator[None]:
-    """Options change what is made of the answers to a pool of texts, and not the answers."""
-    answers: dict[object, object] = {}
-    ask = command.log_probs_before_and_after
-
-    def asked(texts: list[Text], model: str, base: str) -> object:
-        key = Path(model).resolve(), tuple(tuple(text.ids.tolist()) for text in texts)
-        if key not in answers:
-            answers[key] = ask(texts, model, base)
-        return answers[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "log_probs_before_and_after", asked)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,8 @@ def test_noise_is_as_large_as_it_is_said_to_be():
     central = dp(0.8, 2.0, clients=5)
     assert spread(central.mean({}, WIDE).update) == pytest.approx(0.8 * 2.0 / 5, rel=0.02)
     assert central.mean_noise_std == pytest.approx(0.32)
+    fixed = dp(0.8, 2.0, clients=5, sampling="fixed", per_round=2)
+    assert spread(fixed.mean({}, WIDE).update) == pytest.approx(0.8 * 2.0 / 2, rel=0.02)
     local = dp(0.8, 2.0, clients=5, trust="local")
     assert spread(local.privatized(None, WIDE)) == pytest.approx(1.6, rel=0.02)
     assert local.own_noise_std == pytest.approx(1.6)

@@ -84,6 +84,17 @@ def test_an_error_of_the_client_is_not_hidden_by_the_lines(line, monkeypatch):
     assert "client of the split model is gone" in str(serving.ended())
 
 
+def test_a_server_that_goes_without_a_word_is_noticed(line):
+    client, server = line()
+    split = split_model(tiny_llama(), 1)
+    serving = Serving(SplitServer(split, server))
+    local = SplitClient(split, client)
+    split.top.model.register_forward_pre_hook(lambda *_: server.drop())
+    with pytest.raises(PeerError, match="the server of the split model is gone"):
+        local.logits(IDS)
+    assert serving.ended() is not None
+
+
 def test_over_tcp():
     url = f"tcp://127.0.0.1:{free_port()}"
     ends = {}

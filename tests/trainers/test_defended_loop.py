@@ -17,7 +17,6 @@ from lightning_fedleak.defenses import (
     DPSGD,
     DefenseError,
     GradientNoise,
-    Privacy,
 )
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch
@@ -57,10 +56,6 @@ class Loop:
         return count
 
 
-def spent(defense: DPSGD) -> Privacy:
-    return defense.privacy
-
-
 def test_a_loop_ends_with_its_budget_and_goes_on_from_a_folder(tmp_path: Path) -> None:
     known: dict[str, Any] = {"target_epsilon": 5.0, "target_delta": 1e-3, "accountant": "rdp"}
     first = Loop(DPSGD(CLIP, **known), epochs=2)
@@ -71,8 +66,8 @@ def test_a_loop_ends_with_its_budget_and_goes_on_from_a_folder(tmp_path: Path) -
     assert again.train(epochs=3) == 6
     assert again.private.should_stop
     assert again.defense.noise_multiplier == first.defense.noise_multiplier
-    assert spent(again.defense).releases == 12
-    assert 4.95 < spent(again.defense).epsilon <= 5.0
+    assert again.defense.privacy.releases == 12
+    assert 4.95 < again.defense.privacy.epsilon <= 5.0
     again.private.save(tmp_path)
     last = Loop(DPSGD(CLIP, **known), epochs=2)
     last.private.restore(tmp_path)
@@ -280,5 +275,5 @@ def test_a_watch_reads_what_is_shared(tmp_path: Path) -> None:
                 loop.step(batch)
     latest = watch.latest
     assert latest["leakage_local/bag_of_words/f1"] > latest["leakage/bag_of_words/f1"] + 0.1
-    assert latest["privacy/epsilon"] == spent(defense).epsilon
+    assert latest["privacy/epsilon"] == defense.privacy.epsilon
     assert gate.notches == defense.notches > 0

@@ -33,7 +33,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     epsilon_of,
     noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, epsilons_of_rdp, rdp_of
 from lightning_fedleak.evaluation.auditing import curve_tpr, gaussian_epsilon, gaussian_tpr
 from tests.helpers.gaussian import gaussian_delta
 
@@ -62,6 +62,28 @@ def google(kind: str, history, delta: float, width: float = 1e-4) -> float:
 
 
 # ---- epsilon --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-9])
+@pytest.mark.parametrize(
+    "history",
+    [
+        [(MIN_NOISE, 0.01, 1)],
+        [(0.5, 0.7, 100)],
+        [(1.0, 1e-4, 10**5)],
+        [(1.1, 0.05, 1000)],
+        [(4.0, 0.5, 3)],
+        [(100.0, 0.01, 10**6)],
+        [(1e6, 0.02, 7)],
+        [(2.0, 1.0, 12)],
+        [(0.6, 0.01, 50), (3.0, 0.3, 20)],
+    ],
+)
+def test_the_search_finds_the_least_epsilon_of_all_orders(history: Any, delta: float) -> None:
+    all_orders = epsilons_of_rdp(accounting.composed_rdp(history, "poisson"), delta)
+    expected = float(all_orders.min())
+    expected = expected if expected <= MAX_EPSILON else math.inf
+    assert epsilon_of(history, delta, "rdp") == expected
 
 
 @given(sigma=NOISE, rate=RATES, steps=STEPS, delta=DELTAS)

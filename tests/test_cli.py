@@ -94,18 +94,6 @@ def test_missing_sources_are_reported_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_the_error_of_fit_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["fedleak"])
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    arguments = ["fit", f"--data.text={empty}", "--trainer.logger=false", "--trainer.max_steps=1"]
-    assert main(arguments) == 1
-    assert f"fedleak: '{empty}' holds no text" in capsys.readouterr().err
-
-
 def test_demo_without_tensorboard_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from lightning_fedleak import (
     RiskGate,
 )
 from lightning_fedleak.callbacks import WatchSettings
-from tests.callbacks.runs import fit
+from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 
@@ -53,6 +53,10 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
         "Trainer(callbacks=[LeakageMonitor(), gate])",
     ),
     "two monitors": (lambda: [LeakageMonitor(), LeakageMonitor()], "use one for all attacks"),
+    "a gate on two monitors": (
+        lambda: [RiskGate(WORDS, 0.3), LeakageMonitor(Probe()), LeakageMonitor(Probe(name="b"))],
+        "one LeakageMonitor with all attacks has to log, and 2 of 2 do",
+    ),
     "a typo": (gated("leakage/worst/word", at_most=0.5), f"Did you mean '{WORDS}'?"),
     "no prefix": (gated("worst/words", at_most=0.5), f"Did you mean '{WORDS}'?"),
     "a metric of one's own": (gated("val_loss", at_most=0.5), f"the highest: {WORDS}"),
@@ -117,6 +121,7 @@ def test_a_mistake_in_callbacks_is_refused_before_a_step(tmp_path: Path, mistake
         (lambda: PrefixInversion(), "PrefixInversion(layer=2)"),
         (lambda: lightning_fedleak.LeakMonitor, "Did you mean LeakageMonitor?"),
         (lambda: LeakageMonitor().latest[WORDS], "no look has ended yet"),
+        (lambda: RiskGate(LeakageMonitor(), 0.5), "name of a metric first, not a LeakageMonitor"),
     ],
 )
 def test_a_wrong_call_says_what_to_write(call: Callable[[], Any], hint: str) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 
 @given(st.integers(), st.integers(), st.integers(0, 5))
@@ -72,41 +69,3 @@ def test_none_hint_and_error() -> None:
         )
     with pytest.raises(ValueError, match=r"^q must be a number above 0 and of at most 1, got 2$"):
         check_number("q", 2, above=0, at_most=1)
-
-
-@dataclass(frozen=True)
-class Rare:
-    report: bool = False
-
-
-class Taking:
-    @explain_arguments("Taking(layer=1)", settings=Rare)
-    def __init__(self, layer: int, *, steps: int = 5, settings: Rare | None = None) -> None:
-        """Take a layer."""
-        self.taken = layer, steps
-
-
-@pytest.mark.parametrize(
-    ("positional", "named", "message"),
-    [
-        (
-            (),
-            {},
-            r"^Taking: missing a required argument: 'layer'\. For example: Taking\(layer=1\)$",
-        ),
-        ((1, 2), {}, r"^Taking: too many positional arguments\. For example: Taking\(layer=1\)$"),
-        ((1,), {"step": 2}, r"unexpected keyword argument 'step'\. Did you mean steps=\?$"),
-        ((1,), {"report": True}, r"'report'\. It belongs in settings=Rare\(report=\.\.\.\)$"),
-    ],
-)
-def test_a_call_with_wrong_arguments_is_told_the_right_one(
-    positional: tuple[Any, ...], named: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(TypeError, match=message):
-        Taking(*positional, **named)
-
-
-def test_a_right_call_is_as_it_was() -> None:
-    assert Taking(2, steps=7).taken == (2, 7)
-    assert list(inspect.signature(Taking).parameters) == ["layer", "steps", "settings"]
-    assert Taking.__init__.__doc__ == "Take a layer."

@@ -1,5 +1,8 @@
+"""Public text: the forms in which attacks take it, and how it is sampled."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +10,14 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from lightning_fedleak.attacks import public_text
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
+    Attack,
+    AttentionMembership,
+    FlatChat,
+    PrefixInversion,
+    public_text,
+)
 from lightning_fedleak.attacks.public_text import PublicText, share_work
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama
@@ -46,7 +56,7 @@ def test_second_tokens_follow_the_models_distribution() -> None:
         anatomy.model.get_output_embeddings().weight.mul_(30)
         logits = anatomy.model(torch.tensor([[1]])).logits[0, -1]
     law = logits.double().softmax(0)
-    n = 20_000
+    n = 6_000
     texts = PublicText.sampled_from(anatomy, n, 2).sentences
     observed = torch.bincount(torch.stack(texts)[:, 1], minlength=VOCAB).double()
     counted = law * n >= 5
@@ -122,3 +132,36 @@ def test_shorter_texts_are_written_in_the_same_run(
 def test_lengths_of_shorter_texts_descend(shorter: list[int]) -> None:
     with pytest.raises(ValueError, match=r"shorter=.* in descending order, at most length=9"):
         PublicText.sampled_from(find_anatomy(tiny_gpt2()), 3, 9, shorter=shorter)
+
+
+TAKERS: dict[str, Callable[..., Attack]] = {
+    "flatchat": FlatChat,
+    "aligned": AlignedFlatChat,
+    "attention": lambda *a, **k: AttentionMembership(1, *a, **k),
+    "prefix": lambda *a, **k: PrefixInversion(1, *a, **k),
+}
+
+
+class Letters:
+    """A tokenizer of one id a letter."""
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 64 for letter in text]}
+
+
+@pytest.mark.parametrize("build", TAKERS.values(), ids=TAKERS)
+def test_texts_ids_and_public_text_are_one(build: Callable[..., Attack]) -> None:
+    texts, tokenizer = ["some text", "another one"], Letters()
+    expected = PublicText(texts, tokenizer)
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    for attack in (build(texts, tokenizer=tokenizer), build(ids), build(expected)):
+        assert attack.public_text.digest == expected.digest
+    assert build("sampled").public_text == "sampled"
+
+
+@pytest.mark.parametrize("build", TAKERS.values(), ids=TAKERS)
+def test_what_cannot_be_meant_is_refused_alike(build: Callable[..., Attack]) -> None:
+    with pytest.raises(ValueError, match="must be 'sampled'"):
+        build("one string of text")
+    with pytest.raises(ValueError, match="tokenizer"):
+        build(["some text"])

@@ -1,18 +1,33 @@
-"""What attacks share at a look gives the results that each would have alone."""
+"""What attacks share at a look: results as each alone, and gradients that none can read."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_fedleak.attacks import GradientMembership, Query, SubspaceMembership, SubspaceWords
+from lightning_fedleak.attacks import (
+    GradientMembership,
+    PassiveMembership,
+    Query,
+    SubspaceMembership,
+    SubspaceWords,
+)
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.public_text import do_once, share_work
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation, Stage
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    NotYet,
+    Observation,
+    Stage,
+    UpdateSnapshot,
+)
+from tests.attacks.test_clipping import TEXT, WORDS
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 
@@ -78,3 +93,41 @@ def test_attacks_at_one_look_guess_as_each_would_alone(monkeypatch: pytest.Monke
     assert len(runs) == 1
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
     assert not torch.equal(shared[0], shared[3])
+
+
+@pytest.mark.parametrize("case", WORDS)
+@pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
+def test_gradients_of_zeros_or_with_nan_are_unknown(case: str) -> None:
+    make_model, make = WORDS[case]
+    anatomy, attack = find_anatomy(make_model().eval()), make()
+    attack.meet(RunFacts())
+    names = attack.needs(anatomy).gradients
+    attack.prepare(anatomy)
+    attack.refresh(anatomy, 0)
+    query = Query(TEXT[:2]) if isinstance(attack, PassiveMembership) else None
+    for value, said in (
+        (0.0, "zero|no gradient until B"),
+        (math.nan, "NaN"),
+        (-math.inf, "NaN or infinity"),
+    ):
+        tensors = {name: torch.zeros_like(anatomy.parameter(name)) for name in names}
+        tensors[names[0]].view(-1)[3] = value
+        with pytest.raises(UnusableObservation, match=said):
+            attack.run(Observation((GradientSnapshot(0, Stage.SHARED, tensors),)), query)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("case", ["rows", "lora", "texts", "own gradient", "row spaces"])
+def test_a_round_that_goes_on_with_momentum_is_unknown(case: str, optimizer: str) -> None:
+    make_model, make = WORDS[case]
+    anatomy, attack = find_anatomy(make_model().eval()), make()
+    made = {"momentum": 0.9} if optimizer == "SGD" else {}
+    attack.meet(RunFacts(optimizer=optimizer, optimizer_settings=made, local_steps=1))
+    attack.needs(anatomy)
+    attack.prepare(anatomy)
+    attack.refresh(anatomy, 0)
+    tensors = {n: torch.randn_like(anatomy.parameter(n)) for n in attack.needs(anatomy).gradients}
+    stale = UpdateSnapshot(0, Stage.SHARED, tensors, fresh=False)
+    query = Query(TEXT[:2]) if isinstance(attack, PassiveMembership) else None
+    with pytest.raises(UnusableObservation, match=r"optimizer\.state\.clear\(\)"):
+        attack.run(Observation((stale,)), query)

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fedleak.attacks import FCMembership
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
+from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
 from lightning_fedleak.report import findings, page, read
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount
-from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import lines_of
 
 RIGHT = "leakage/text_count/right"
@@ -68,26 +66,3 @@ def test_report_describes_custom_family_in_its_own_terms(
     assert reading.question == "How many texts are in a batch?"
     assert (reading.answer, reading.measure, reading.verdict) == ("0.00", "right", "little")
     assert "The share of looks at which the count was right." in page(report)
-
-
-def test_custom_family_resumes_its_counts_from_a_checkpoint(tmp_path: Path) -> None:
-    def run(folder: str, **options):
-        monitor = LeakageMonitor(TextCount(1e9), every_n_steps=1)
-        gate = RiskGate("leakage/text_count/right", at_most=0.5)
-        checkpoint = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
-        fit(
-            [monitor, gate, checkpoint],
-            tmp_path / folder,
-            loader=random_token_loader(24),
-            enable_checkpointing=True,
-            **options,
-        )
-        assert revealed_by(monitor) == []
-        [(series, channel)] = monitor.engine.series.items()
-        return monitor, gate, channel.state_dict()[f"counts of {series.log_name}"]
-
-    monitor, gate, counts = run("first")
-    assert (monitor.looks, gate.fired, counts) == (6, None, [0, 6])
-    early = min((tmp_path / "kept").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
-    monitor, gate, counts = run("resumed", ckpt_path=str(early))
-    assert (monitor.looks, gate.fired, counts) == (6, None, [0, 6])

@@ -1,9 +1,10 @@
-"""Membership games beside defences: what becomes of the crafted layers' gradients."""
+"""Membership games and inversion beside defences; where games can be played and go on."""
 
 import math
+from dataclasses import replace
 
+import lightning.pytorch as L
 import pytest
-import scipy.stats
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -17,13 +18,20 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.defenses import Defense, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.activations import ActivationNoise
+from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
+from lightning_fedleak.engine import Engine, Options, WatchSettings, selected
+from lightning_fedleak.engine.options import known_stages
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy.blocks import place_of, states_out, with_states_out
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe, fit
+from lightning_fedleak.trainers.loop import Loop, LoopRun
+from tests.callbacks.runs import Probe, assert_same, fit
 from tests.defenses.test_canary import Halves
-from tests.engine.test_games import AUC, RecordingAttack, id_batches, texts_of
+from tests.engine.test_games import AUC, RecordingAttack, texts_of
+from tests.engine.test_inversion import ACCURACY, Recording, exact
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.loops import lines_of, watched
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.settings import grouped
 
@@ -65,35 +73,6 @@ def test_the_loss_scale_of_amp_is_not_in_the_canary(tmp_path):
     first, second = upstreams
     assert first.abs().max() > 0
     torch.testing.assert_close(first, second, rtol=0.05, atol=float(first.abs().max()) / 50)
-
-
-@pytest.mark.slow
-def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_path):
-    """In the worst case it takes the whole norm: AUC = Phi(1 / (sigma sqrt 2)) for a known sign.
-
-    Here the sign is not known: scores are |x|, folded normals.
-    """
-    clip, sigma, attack = 3.0, 0.5, RecordingAttack(ladder=(1.0,))
-    noise = GradientNoise(clip=clip, sigma=sigma, seed=0)
-    games = Games(window=200)
-    monitor = defended(tmp_path, attack, noise, every_n_steps=1, games=games, n=400)
-    shared = torch.cat(attack.at("shared"))[:, 0].double() / (sigma * clip)
-    batches = id_batches(400)
-    members = torch.tensor(
-        [text in batches[step] for step, _, _, query in attack.runs for text in texts_of(query)]
-    )
-    assert int(members.sum()) * 2 == len(members)
-    by_place = members.view(-1, 8).double().mean(0)
-    assert 0.3 < float(by_place.min()) <= float(by_place.max()) < 0.7
-    outside, inside = shared[~members], shared[members]
-    assert scipy.stats.kstest(outside.numpy(), "norm").pvalue > 1e-3
-    folded = scipy.stats.foldnorm(1 / sigma)
-    assert scipy.stats.kstest(inside.abs().numpy(), folded.cdf).pvalue > 1e-3
-    grid = torch.linspace(0, 12, 20_001, dtype=torch.float64).numpy()
-    below, steps = scipy.stats.foldnorm(0).cdf(grid), folded.cdf(grid)
-    expected = float(((below[1:] + below[:-1]) / 2) @ (steps[1:] - steps[:-1]))
-    assert monitor.latest[AUC] == pytest.approx(expected, abs=0.06)
-    assert {s.noise_std for _, stage, s, _ in attack.runs if stage == "shared"} == {sigma * clip}
 
 
 def test_noise_without_a_clip_holds_no_server_back_that_scales_its_layers(tmp_path):
@@ -185,3 +164,142 @@ def test_layers_behind_rewritten_hidden_states_are_unknown_and_those_below_are_n
     assert monitor.latest["leakage/fc_0/auc"] > 0.8
     assert math.isnan(monitor.latest["leakage/fc_1/auc"])
     assert math.isnan(monitor.latest["leakage/fc_2/auc"])
+
+
+class Shift(Defense):
+    """Adds a constant to the hidden states at a layer."""
+
+    name, guarantee = "shift", "none"
+
+    def __init__(self, layer, by=1.0):
+        self.activation_layers = (layer,)
+        self.by = by
+
+    def before_setup(self, context):
+        place = place_of(find_anatomy(context.root), self.activation_layers[0])
+        if place.side == "input":
+            self.handle = place.module.register_forward_pre_hook(
+                lambda _, args: (args[0] + self.by, *args[1:])
+            )
+        else:
+            self.handle = place.module.register_forward_hook(
+                lambda _, __, out: with_states_out(out, states_out(out) + self.by)
+            )
+
+    def teardown(self):
+        self.handle.remove()
+
+
+def inverted(root, attacks, *defenses, **settings):
+    monitor = LeakageMonitor(attacks, **grouped(settings))
+    module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), lr=0.0)
+    strategy = DefendedStrategy("auto", defenses=[*defenses]) if defenses else "auto"
+    fit([monitor], root, module=module, strategy=strategy, n=4)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    assert not any(getattr(part, name) for part in module.modules() for name in hooks)
+    return monitor
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_local_is_before_and_shared_behind_a_defence(tmp_path, layer):
+    plain, attack, above = Recording(layer), Recording(layer), Recording(2)
+    inverted(tmp_path, plain)
+    inverted(tmp_path, attack, Shift(layer), stages=("local", "shared"))
+    local, shared = (hidden for hidden, *_ in attack.inputs)
+    assert torch.equal(local, plain.inputs[0][0])
+    assert torch.equal(shared, local + 1)
+    inverted(tmp_path, above, Shift(layer))
+    assert len(above.inputs) == 1
+    with pytest.raises(ValueError, match="leave 'local' out"):
+        inverted(tmp_path, Recording(2), Shift(layer), stages=("local",))
+
+
+def test_what_no_defence_rewrites_is_attacked_once_for_both_stages(tmp_path):
+    attack = Recording()
+    monitor = inverted(tmp_path, attack, Shift(2), stages=("local", "shared", "aggregate"))
+    assert len(attack.inputs) == 1
+    assert monitor.latest[ACCURACY] == monitor.latest["leakage_local/recording/token_accuracy"]
+    assert not any("leakage_aggregate/" in n for n in [*monitor.latest, *monitor.metric_names()])
+
+
+class Sizes(L.Callback):
+    def __init__(self):
+        self.sizes = []
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        self.sizes.append(len(batch["input_ids"]))
+
+
+def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_path):
+    def run(callbacks, root):
+        strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=0.5, seed=3)])
+        module = CausalLMModule(tiny_gpt2(dropout=0.0, tied=False).train(), optimizer="adamw")
+        loader = random_token_loader(10, batch_size=1)
+        return fit(callbacks, root, module=module, strategy=strategy, loader=loader)
+
+    attacks, stages = [exact(1), FCMembership(1), Probe()], ("local", "shared")
+    monitor = LeakageMonitor(
+        attacks, every_n_steps=1, settings=WatchSettings(stages=stages), folder=tmp_path
+    )
+    sizes = Sizes()
+    assert_same(run([], tmp_path / "plain"), run([sizes, monitor], tmp_path / "watched"))
+    assert monitor.failures == 0
+    assert 0 in sizes.sizes
+    lines = lines_of(tmp_path, "prefix_inversion")
+    for stage in stages:
+        steps = {line["step"]: line["n"] for line in lines if line["stage"] == stage}
+        assert steps == {step: min(n, 4) for step, n in enumerate(sizes.sizes) if n}
+    assert all(line["metrics"]["token_accuracy"]["value"] == 1 for line in lines)
+
+
+def opened(*attacks, stages=("shared",), **processes):
+    """An engine whose channels are opened on a run of several processes."""
+    model = tiny_gpt2()
+    loop = Loop(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    run = LoopRun.of_loop(loop, find_anatomy(model), "rank", frozenset())
+    engine = Engine(selected(attacks), Options(stages=known_stages(stages)))
+    engine.open(replace(run, processes=2, **processes))
+
+
+def test_each_rank_of_ddp_may_be_a_client_and_nothing_else():
+    for stages in (("shared",), ("local", "shared")):
+        opened(FCMembership(1), stages=stages)
+    with pytest.raises(ValueError, match=r"'fc_membership' .* use DDP with client='rank'"):
+        opened(Probe(), FCMembership(1), client="world")
+    with pytest.raises(ValueError, match="leave 'aggregate' out of stages"):
+        opened(FCMembership(1), stages=("shared", "aggregate"))
+    # Attacks on words are not concerned.
+    opened(Probe(), client="world")
+    opened(Probe(), stages=("shared", "aggregate"))
+
+
+def seeded(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return PublicText(torch.randint(3, 97, (60, 12), generator=generator))
+
+
+def wide_attention(text, **settings):
+    return AttentionMembership(1, text, batch=8, **settings)
+
+
+def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_again(tmp_path, monkeypatch):
+    prepared = []
+    plain = AttentionMembership.prepare
+    monkeypatch.setattr(
+        AttentionMembership, "prepare", lambda self, a: (prepared.append(self), plain(self, a))
+    )
+    first = wide_attention(seeded(0))
+    state = watched(tmp_path / "first", first, n=8).state_dict()
+    assert prepared == [first]
+    for case, attack, again in (
+        ("same", wide_attention(seeded(0)), False),
+        ("text", wide_attention(seeded(1)), True),
+        ("refresh", wide_attention(seeded(0)), True),
+    ):
+        prepared.clear()
+        if case == "refresh":
+            attack.refresh_every = 100
+        watched(tmp_path / case, attack, n=8, state=state)
+        assert prepared == ([attack] if again else [])
+        means = [one.state_dict()["whitening.mean"] for one in (first, attack)]
+        assert torch.equal(*means) is (case != "text")

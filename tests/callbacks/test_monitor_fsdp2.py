@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
 from tests.helpers.cases import of
-from tests.helpers.processes import two_processes
+from tests.helpers.processes import launched
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by case."""
-    return two_processes("tests.callbacks.monitor_fsdp2_worker", tmp_path_factory.mktemp("fsdp2"))
+ranks = launched("tests.callbacks.monitor_fsdp2_worker")
 
 
 def compared(values):

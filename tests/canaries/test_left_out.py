@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 
 import numpy as np
@@ -37,19 +36,6 @@ def test_every_row_is_left_out_equally_often() -> None:
         counts[first_ids(leave_out(rows, 3, seed=seed)[1])] += 1
     expected = 0.3 * draws
     assert (np.abs(counts - expected) < 5 * np.sqrt(draws * 0.3 * 0.7)).all()
-
-
-def test_the_record_is_private_and_resumes(tmp_path: Path) -> None:
-    file = tmp_path / "secret" / "left_out.json"
-    train, others = leave_out(some_rows(), 7, record=file)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    again, _ = leave_out(some_rows(), 7, record=file)
-    assert first_ids(again) == first_ids(train)
-    assert again.record.commitment == train.record.commitment
-    content = file.read_text()
-    assert str(first_ids(others)) not in content
-    assert "hex" not in repr(train)
-    assert train.record.key.hex() not in repr(train)
 
 
 @pytest.mark.parametrize("change", ["rows", "n", "seed", "text"])

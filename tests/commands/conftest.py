@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from lightning_fedleak.attacks.words import aligned_readout
+from lightning_fedleak.cli.commands import memorization as command
+from lightning_fedleak.model.taps import Text
 from tests.helpers.folders import save_tiny_causal_lm
 
 
@@ -16,3 +21,21 @@ def _few_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _models_are_asked_once() -> Iterator[None]:
+    """Options change what is made of the answers to a pool of texts, and not the answers."""
+    answers: dict[object, object] = {}
+    ask = command.log_probs_before_and_after
+
+    def asked(texts: list[Text], model: str, base: str) -> object:
+        rows = ((*text.ids.tolist(), *text.labels.tolist()) for text in texts)
+        key = Path(model).resolve(), base, tuple(rows)
+        if key not in answers:
+            answers[key] = ask(texts, model, base)
+        return answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "log_probs_before_and_after", asked)
+        yield

@@ -10,14 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lightning.pytorch as L
 import pytest
 import torch
 from rich.text import Text
 from transformers import AutoTokenizer
 
-from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.attacks import AlignedFlatChat, PublicText
+from lightning_fedleak.attacks import AlignedFlatChat
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.commands import demo as run_module
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
@@ -151,36 +149,6 @@ def test_a_defence_that_refuses_is_said_and_the_gate_still_runs(
     assert "max_grad_norm" in printed
     assert "stopped training at step 0" in printed
     assert {path.name for path in tmp_path.glob("out/*/*") if path.is_dir()} == {"watched", "gated"}
-
-
-@pytest.mark.parametrize(("tokens", "times"), [(400, 0), (300, 1)])
-def test_calibrations_are_reused_where_the_settings_are_equal(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, times: int
-) -> None:
-    public = PublicText([[5, 6, 7, 8], [9, 8, 7, 6]] * 4)
-    found: list[dict[str, object]] = []
-    calibrated = []
-    prepare = AlignedFlatChat.prepare
-    monkeypatch.setattr(
-        AlignedFlatChat, "prepare", lambda *args: [calibrated.append(args), prepare(*args)]
-    )
-
-    class Begin(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            found.append(monitor.engine.calibrations())
-
-    for i, n in enumerate((400, tokens)):
-        monitor = LeakageMonitor([AlignedFlatChat(public, calibration_tokens=n)])
-        if found:
-            calibrated.clear()
-            monitor.engine.reuse(found[0])
-        trainer = L.Trainer(
-            max_steps=1, devices=1, logger=False, callbacks=[monitor, Begin()],
-            enable_checkpointing=False, default_root_dir=tmp_path / str(i),
-        )  # fmt: skip
-        data = finetuning.TextDataModule(private(tmp_path), tokenizer=model, batch_size=4)
-        trainer.fit(finetuning.CausalLMFineTuning(model), datamodule=data)
-    assert len(calibrated) == times
 
 
 @pytest.mark.slow

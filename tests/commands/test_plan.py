@@ -231,8 +231,3 @@ def test_a_batch_is_texts_by_tokens(model: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["plan", "--model", model, "--batch", "4"])
     assert "'4' is not texts x tokens, such as 4x512" in capsys.readouterr().err
-
-
-def test_a_model_in_the_folder_of_no_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "~nobody-of-this-name/model"]) == 1
-    assert "no user has the name after ~" in capsys.readouterr().err

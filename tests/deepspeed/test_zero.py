@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.helpers.cases import of
-from tests.helpers.processes import two_processes
+from tests.helpers.processes import launched
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.ddp
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by case."""
-    return two_processes("tests.deepspeed.worker", tmp_path_factory.mktemp("zero"))
+ranks = launched("tests.deepspeed.worker")
 
 
 def test_a_trainer_shares_the_clipped_mean_and_is_not_disturbed(ranks) -> None:

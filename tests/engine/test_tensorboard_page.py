@@ -18,7 +18,7 @@ from tests import browser
 from tests.callbacks.runs import fit
 from tests.helpers.loops import watched
 from tests.helpers.models import tiny_llama
-from tests.trainers.test_weights import SETTINGS, TRAIN
+from tests.trainers.test_transformers import SETTINGS, TRAIN
 
 # Keeps every text of the page, also behind shadow roots, in an attribute.
 SCRIPT = b"""<script>

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from lightning_fedleak.engine import chosen_metrics
 from lightning_fedleak.engine.log import UserMetrics
 
@@ -37,24 +34,6 @@ def test_all_that_a_run_logs_is_its_utility_but_times_rates_and_what_we_log() ->
         "rouge_epoch": 0.1,
     }
     assert chosen_metrics(LOGGED, ["val/acc", "absent"]) == {"val/acc": 0.5}
-
-
-@given(st.lists(st.floats(-10, 10), min_size=1))
-def test_the_last_and_the_best_are_there_with_the_first_step_of_the_best(
-    values: list[float],
-) -> None:
-    metrics = UserMetrics()
-    for step, value in enumerate(values):
-        metrics.changed({"val_acc": value, "val_loss": value}, step)
-    highest, lowest = max(values), min(values)
-    assert metrics.last == {"val_acc": values[-1], "val_loss": values[-1]}
-    assert metrics.best == {
-        "val_acc": (values.index(highest), highest),
-        "val_loss": (values.index(lowest), lowest),
-    }
-    resumed = UserMetrics()
-    resumed.load_state_dict(metrics.state_dict())
-    assert (resumed.last, resumed.best) == (metrics.last, metrics.best)
 
 
 def test_a_value_is_new_where_it_was_measured_and_not_where_it_is_read() -> None:

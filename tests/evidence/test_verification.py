@@ -21,7 +21,7 @@ from lightning_fedleak import BagOfWords
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
 from lightning_fedleak.evidence.chain import Verdict, _ChainedFile, check_plans, read_chain
 from lightning_fedleak.private_files import hash_weights, plain_name
-from lightning_fedleak.report import ReportError, read, write
+from lightning_fedleak.report import ReportError, write
 from lightning_fedleak.report.records import (
     RECORD,
     RESULTS,
@@ -177,31 +177,6 @@ def test_an_edit_without_new_hashes_needs_no_noted_one(
         assert verify_run(tmp_path).status == expected, n
 
 
-def test_honest_runs_are_not_accused(tmp_path: Path) -> None:
-    """200 folders: runs that finish, that are killed and go on, in a line and between two."""
-    for number in range(200):
-        draw, folder = random.Random(number), tmp_path / str(number)
-        honest(folder, draw, runs=draw.randint(1, 4), looks=draw.randint(0, 4) or 1)
-        if number % 4 == 0:
-            heads = [*verify_run(folder).heads.values()]
-            verdict = verify_run(folder, heads=heads)
-        else:
-            verdict = verify_run(folder)
-        assert verdict.status == HOLDS, (number, verdict)
-
-
-def test_a_cut_tail_is_open_and_a_noted_head_proves_it(tmp_path: Path) -> None:
-    honest(tmp_path, random.Random(0))
-    heads = [*verify_run(tmp_path).heads.values()]
-    assert verify_run(tmp_path, heads=heads).status == HOLDS
-    lines = lines_of(tmp_path / RECORD)[:-1]
-    (tmp_path / RECORD).write_bytes(b"\n".join(lines) + b"\n")
-    assert verify_run(tmp_path).status == OPEN
-    assert verify_run(tmp_path, heads=heads).status == CONTRADICTED
-    (tmp_path / RECORD).write_bytes(b"\n".join(lines))
-    assert verify_run(tmp_path).status == OPEN
-
-
 @pytest.mark.parametrize("metric", [GATE["metric"], "leakage/worst/words"])
 def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path, metric: str) -> None:
     written = Written(tmp_path, "a", metric=metric)
@@ -270,26 +245,6 @@ def test_a_plan_that_changed_is_a_note(tmp_path: Path) -> None:
     del resumed[1]
     [text] = plans(tmp_path, *resumed, goes_on=True).contradictions
     assert "planned at step 3 is missing" in text
-
-
-def test_logs_with_steps_that_older_versions_kept_are_read(tmp_path: Path) -> None:
-    """Nobody writes such lines now, and none of them is an error."""
-    honest(tmp_path, random.Random(0))
-    first, *middle, last = lines_of(tmp_path / RECORD)
-    facts = [{"evidence": {"first": 0, "share": 0.5, "seed_hash": "a" * 64}}, {"seed": "b" * 64}]
-    first, last = (
-        json.dumps(json.loads(line) | fact).encode()
-        for line, fact in zip((first, last), facts, strict=True)
-    )
-    kept = {"kind": "kept", "step": 1, "file": "c" * 64, "loss": [2.5], "hash": ""}
-    line = json.dumps({"schema": 4, "run": "run0"} | kept).encode()
-    lines = chained_again([first, *middle[:2], line, *middle[2:], last])
-    (tmp_path / RECORD).write_bytes(b"\n".join(lines) + b"\n")
-    logs = read([tmp_path])
-    assert not logs.problems
-    assert [len(fit.looks) for fit in logs.fits] == [6]
-    write([tmp_path])
-    assert verify_run(tmp_path).status == HOLDS
 
 
 def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:

@@ -309,24 +309,6 @@ def test_a_server_is_told_what_it_can_know(tmp_path):
 # ---- what fails ---------------------------------------------------------------------------------
 
 
-def test_an_update_that_cannot_be_read_is_unknown(tmp_path):
-    net, data = model(), batches(1)
-    sent = trained_state(net)
-    rounds = observer(tmp_path, net)
-    rounds.begin(0, sent)
-    broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
-    with pytest.warns(UserWarning, match="NaN or infinity"):
-        look = rounds.look(broken, batches=data)
-    assert math.isnan(look.values[F1])
-    assert math.isnan(look.values["leakage/worst/words"])
-    assert look.values["monitor/failures"] == 1
-    with pytest.warns(UserWarning, match="exactly what it was sent"):
-        rounds.look(sent, batches=data)
-    [first, second] = lines(tmp_path)
-    assert "NaN" in first["unknown"]
-    assert "exactly" in second["unknown"]
-
-
 def test_a_batch_that_cannot_be_read_is_unknown(tmp_path):
     net, data = model(), batches(1)
     rounds = observer(tmp_path, net)

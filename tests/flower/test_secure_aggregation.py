@@ -460,17 +460,6 @@ def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
 # ---- functions of @app.train() behind the masks -------------------------------------------------
 
 
-def test_a_function_gets_and_returns_what_it_would_without_masks() -> None:
-    """The sum is the same, and of its metrics the weight alone leaves."""
-    by_messages, grid = aggregated(lambda number: [secaggplus_mod], grid=ByMessages)
-    by_arrays, other = aggregated(lambda number: [secaggplus_mod])
-    assert close(by_messages, by_arrays)
-    masked, listed = (
-        [r for r in g.replies if "fitres.parameters" in r.content] for g in (grid, other)
-    )
-    assert [form(r) for r in masked] == [form(r) for r in listed]
-
-
 @pytest.mark.parametrize("kind", ["train", "train.default", "train.other"])
 @pytest.mark.parametrize("claims", [None, {"srcs": [101, 102]}])
 def test_a_function_is_not_called_where_nothing_masks_its_reply(

@@ -1,12 +1,19 @@
+"""What games compute: states of a batch by one forward, and of ids that a defence replaced."""
+
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from lightning_fedleak.evaluation.games import SentencePool
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.evaluation.games.play import (
     _PooledStates,
     client_states,
@@ -16,6 +23,7 @@ from lightning_fedleak.evaluation.games.play import (
 from lightning_fedleak.evaluation.games.pool import Challenge, pad
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
+from tests.games.test_play import pool_of
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 
 # model, tells positions apart at layer 0, reads ahead above it
@@ -169,3 +177,59 @@ def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(
             torch.testing.assert_close(
                 together[layer][real], wanted[layer][real], rtol=1e-12, atol=1e-12
             )
+
+
+def test_the_client_computes_on_what_the_defence_gives() -> None:
+    anatomy, pool = find_anatomy(tiny_gpt2()), pool_of()
+    config = GameConfig(games=12, batch=5)
+    shapes: list[tuple[int, ...]] = []
+
+    def same(ids: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        assert ids.shape == mask.shape
+        shapes.append(tuple(ids.shape))
+        return ids
+
+    def other(ids: Tensor, mask: Tensor | None) -> Tensor:
+        return (ids + 1) % 97
+
+    def attacks() -> list[FCMembership]:
+        return [FCMembership(1, "full", tokens=7)]
+
+    (plain,) = play(anatomy, attacks(), pool, config)
+    (unchanged,) = play(anatomy, attacks(), pool, config, defend=same)
+    (changed,) = play(anatomy, attacks(), pool, config, defend=other)
+    assert len(shapes) == 12
+    assert torch.equal(plain.scores, unchanged.scores)
+    assert torch.equal(plain.guesses, plain.bits)
+    assert torch.equal(plain.bits, changed.bits)
+    assert not changed.guesses.any()
+
+
+def test_pooled_states_cannot_be_defended() -> None:
+    config = GameConfig(games=2, batch=5, forwards="pooled")
+    with pytest.raises(ValueError, match=r"defend= .* needs forwards='fresh'"):
+        play(
+            find_anatomy(tiny_gpt2()),
+            [FCMembership(1)],
+            pool_of(),
+            config,
+            defend=lambda ids, mask: ids,
+        )
+
+
+def test_an_adversary_knows_that_the_clients_ids_are_replaced_and_forgets_it() -> None:
+    anatomy, pool = find_anatomy(tiny_gpt2()), pool_of()
+    texts = torch.Generator().manual_seed(2)
+    public = PublicText(list(torch.randint(4, 90, (60, 7), generator=texts)))
+    attack = AttentionMembership(1, public, tokens=7, batch=5)
+    config = GameConfig(games=4, batch=5)
+
+    def widest(**given: Any) -> object:
+        play(anatomy, [attack], pool, config, **given)
+        widths = attack.config()["widths"]
+        assert isinstance(widths, list)
+        return widths[-1]
+
+    assert widest(defend=lambda ids, mask: ids) == 0.999
+    assert widest() == 0.7

@@ -188,6 +188,16 @@ def two_processes(
     return [json.loads(path.read_text()) for path in results]
 
 
+def launched(module: str, **settings: bool) -> Any:
+    """Return a fixture: what each of two processes of a module found, by case, in one launch."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+        return two_processes(module, tmp_path_factory.mktemp("ranks"), **settings)
+
+    return ranks
+
+
 def _compute(rank: int, make: Callable[[int], Any], folder: str) -> None:
     store = f"file://{folder}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)

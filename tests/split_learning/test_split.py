@@ -1,9 +1,11 @@
-"""The line's manners and the helper's refusals; both ends in this process, on two threads."""
+"""The line's manners and the helper's refusals, on two threads; and the example as it is run."""
 
 from __future__ import annotations
 
 import doctest
+import runpy
 import threading
+from pathlib import Path
 
 import pytest
 import split.cut
@@ -11,7 +13,7 @@ import torch
 from split import PeerError, SplitClient, SplitError, SplitServer, connect, split_model
 
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
-from tests.helpers.processes import free_port
+from tests.helpers.processes import free_port, spawn_imported
 
 IDS = torch.arange(3, 15).view(2, 6)
 TIMEOUT = 300.0
@@ -80,6 +82,17 @@ def test_an_error_of_the_client_is_not_hidden_by_the_lines(line, monkeypatch):
         local.logits(IDS)
     client.drop()
     assert "client of the split model is gone" in str(serving.ended())
+
+
+def test_a_server_that_goes_without_a_word_is_noticed(line):
+    client, server = line()
+    split = split_model(tiny_llama(), 1)
+    serving = Serving(SplitServer(split, server))
+    local = SplitClient(split, client)
+    split.top.model.register_forward_pre_hook(lambda *_: server.drop())
+    with pytest.raises(PeerError, match="the server of the split model is gone"):
+        local.logits(IDS)
+    assert serving.ended() is not None
 
 
 def test_over_tcp():
@@ -216,3 +229,22 @@ def test_the_example_of_its_docstring_runs():
     results = doctest.testmod(split.cut)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "split_learning" / "run.py"
+
+
+@pytest.mark.ddp
+def test_the_server_reads_the_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spawn_imported(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE)])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
+    message, reply = printed.splitlines()
+    assert message.startswith("message: 29 tokens")
+    assert float(message.split()[-1]) > 0.8
+    assert float(reply.split()[-1]) > 0.5
+    assert "chainsaw" not in printed, "the text is shown with --reveal only"

@@ -240,4 +240,6 @@ def world(_: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    CASES.run()
+    from tests.strategies import dpsgd_worker, token_ldp_worker
+
+    Cases(CASES | dpsgd_worker.CASES | token_ldp_worker.CASES).run()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import DPSGD
 from tests.strategies.dpsgd_runs import CLIP
-from tests.strategies.dpsgd_world_runs import BREAKS, LM, MODELS, Found, Own, Runs, gpt2
+from tests.strategies.dpsgd_world_runs import LM, Found, Own, Runs, cases, gpt2
 
 
 class Sharded(LM):
@@ -90,33 +88,12 @@ REPLICATED = Runs(fsdp2, Replicated)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HALF = Runs(fsdp2, lambda *a, **k: Sharded(*a, **k, mp_policy=BF16))
 
-CASES = {
-    **{f"exact {name}": lambda name=name: RUNS.exact(name) for name in MODELS},
-    **{
-        f"bf16-mixed {name}": lambda name=name: RUNS.exact(
-            name, precision="bf16-mixed", max_steps=2
-        )
-        for name in ("gpt2 tied", "lora")
-    },
+CASES = cases(RUNS, "replicated", REPLICATED) | {
     "exact MixedPrecisionPolicy": lambda: HALF.exact("gpt2 tied"),
-    "exact replicated": lambda: REPLICATED.exact("gpt2 tied"),
     "exact own model": lambda: RUNS.exact("", build=Own, twin=Own),
     "exact whole module": lambda: WHOLE.exact("gpt2 untied"),
     "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
     "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),
-    "exact one by one": RUNS.one_by_one,
-    "pieces gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=2),
-    "pieces lora": lambda: RUNS.exact("lora", most=2, max_steps=2),
-    "pieces replicated": lambda: REPLICATED.exact("gpt2 untied", most=2, max_steps=2),
-    "no stand-in": RUNS.no_stand_in,
-    "changed": RUNS.changed,
-    "mixed": RUNS.mixed,
-    "noise": RUNS.noise,
     "noise replicated": REPLICATED.noise,
-    "rare": RUNS.rare,
-    "rare pieces": lambda: RUNS.rare(most=1),
-    "resume": lambda: RUNS.resume(Path(sys.argv[1])),
-    "users": RUNS.users,
     "refusals": refusals,
-    **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
 }

@@ -1,4 +1,4 @@
-"""One of two gloo processes; started by test_dpsgd_fit.py. Writes what each case found as JSON."""
+"""What two gloo processes that are two clients run under DP-SGD; see test_ddp.py."""
 
 from __future__ import annotations
 
@@ -79,7 +79,3 @@ CASES = Cases(
         "rare": lambda _: rare(),
     }
 )
-
-
-if __name__ == "__main__":
-    CASES.run()

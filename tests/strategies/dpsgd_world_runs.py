@@ -6,7 +6,9 @@ must be.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +43,7 @@ from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, clipped_sum, load
 
 N, BATCH = 24, 4
 EXPECTED = 2 * BATCH
+HALF = ("gpt2 tied", "lora")
 Found = dict[str, Any]
 
 
@@ -449,4 +452,27 @@ BREAKS: dict[str, Callable[[LM, Tensor], Any]] = {
 }
 
 
-__all__ = ["BREAKS", "LM", "MODELS", "Found", "Own", "Runs", "gpt2"]
+def cases(runs: Runs, name: str, others: Runs) -> dict[str, Callable[[], Found]]:
+    """Return the cases of one inner strategy, some of them also of another setting of it."""
+    exact = {f"exact {model}": partial(runs.exact, model) for model in MODELS}
+    mixed: Found = {"precision": "bf16-mixed", "max_steps": 2}
+    return exact | {
+        **{f"bf16-mixed {model}": partial(runs.exact, model, **mixed) for model in HALF},
+        f"exact {name}": lambda: others.exact("gpt2 tied"),
+        "exact one by one": runs.one_by_one,
+        "pieces gpt2 tied": lambda: runs.exact("gpt2 tied", most=2),
+        "pieces lora": lambda: runs.exact("lora", most=2, max_steps=2),
+        f"pieces {name}": lambda: others.exact("gpt2 untied", most=2, max_steps=2),
+        "no stand-in": runs.no_stand_in,
+        "changed": runs.changed,
+        "mixed": runs.mixed,
+        "noise": runs.noise,
+        "rare": runs.rare,
+        "rare pieces": lambda: runs.rare(most=1),
+        "resume": lambda: runs.resume(Path(sys.argv[1])),
+        "users": runs.users,
+        **{f"refused {kind}": partial(runs.refused, break_) for kind, break_ in BREAKS.items()},
+    }
+
+
+__all__ = ["LM", "Found", "Own", "Runs", "cases", "gpt2"]

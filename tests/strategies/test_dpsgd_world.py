@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cases import of
-from tests.helpers.processes import Found, two_processes
+from tests.helpers.processes import Found, launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora", "experts")
@@ -15,9 +15,7 @@ ONLY_DDP = ("static_graph",)
 ONLY_FSDP2 = ("own model", "whole module", "leaves", "checkpointed", "replicated")
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return two_processes("tests.strategies.dpsgd_world_worker", tmp_path_factory.mktemp("world"))
+both = launched("tests.strategies.dpsgd_world_worker")
 
 
 def under(strategy: str, both: list[Found]) -> list[Found]:

@@ -1,7 +1,4 @@
-"""One of two gloo processes; started by test_token_ldp_ddp.py. Writes what each case found as JSON.
-
-Every case runs on both ranks and returns what this rank saw; the test says what it must be.
-"""
+"""What two gloo processes run under TokenLDP, each with what it saw; see test_ddp.py."""
 
 from __future__ import annotations
 
@@ -139,7 +136,3 @@ CASES = Cases(
         "resume uneven": uneven,
     }
 )
-
-
-if __name__ == "__main__":
-    CASES.run()

@@ -14,7 +14,6 @@ longest     lines of the longest file
 long        files of more than 600 lines
 imports     files that import eight modules of this package or more, those for types and those
             inside functions included, an ``__init__.py`` not; ``most_imports`` is the most of one
-callbacks   modules of ``callbacks/`` that ``federation/`` imports
 circles     groups of modules that import each other, for types included, inside functions not; the
             root, which hands all names on, is left out
 parameters  functions of more than eight parameters, ``self`` and ``cls`` not counted;
@@ -115,7 +114,6 @@ ROWS = (
     Row("long", "files above 600 lines", 0),
     Row("imports", "files with 8 or more own imports", 46),
     Row("most_imports", "most own imports of a file", 18),
-    Row("callbacks", "modules of callbacks that federation imports", 0),
     Row("circles", "circles of imports, for types included", 0),
     Row("parameters", "functions with more than 8 parameters", 12),
     Row("most_parameters", "most parameters of a function", 12),
@@ -234,7 +232,6 @@ class CodeMetrics:
             "code": self._code(),
             **self._lines(),
             **self._imports(),
-            "callbacks": self._callbacks(),
             "circles": self._circles(),
             **self._parameters(),
             "complexity": self._complexity(),
@@ -265,17 +262,6 @@ class CodeMetrics:
                 names = ", ".join(sorted(m.removeprefix(f"{PACKAGE}.") for m in modules))
                 counts.append((len(modules), source.place(1, f"{len(modules)}: {names}")))
         return {"imports": _exceeding(counts, MANY_IMPORTS - 1), "most_imports": _largest(counts)}
-
-    def _callbacks(self) -> Measure:
-        face = f"{PACKAGE}.callbacks"
-        places = [
-            source.place(line, module)
-            for source in self.selection
-            if source.module.startswith(f"{PACKAGE}.federation")
-            for module, line in source.imports(self.sources).items()
-            if module.startswith(f"{face}.")
-        ]
-        return Measure(len({place.text for place in places}), places)
 
     def _circles(self) -> Measure:
         graph = {

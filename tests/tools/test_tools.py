@@ -4,19 +4,7 @@ import re
 
 import pytest
 
-from tests.helpers.processes import one_process
-from tests.tools import lowest_versions, trips
-
-
-@pytest.mark.parametrize("name", trips.CEILINGS)
-def test_trips_grow_no_longer(name, tmp_path):
-    # In processes of their own: hooks on all optimizers that other tests left would count.
-    output = one_process("tests.tools.trips", name, log=tmp_path / name)
-    pattern = rf"{name}: (\d+) files, (\d+) functions, \d+ moves, depth (\d+)"
-    [numbers] = re.findall(pattern, output)
-    assert all(int(n) <= most for n, most in zip(numbers, trips.CEILINGS[name], strict=True)), (
-        output
-    )
+from tests.tools import lowest_versions
 
 
 def test_the_lowest_versions_are_the_bounds_of_the_extras_named():

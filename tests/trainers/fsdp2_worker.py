@@ -27,7 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_fedleak import FCMembership
@@ -39,7 +39,6 @@ from lightning_fedleak.model import whole_models
 from lightning_fedleak.model.taps import Step, shuffle_words
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.trainers import Threshold, Watch
-from tests.attacks.row_space.models import with_lora
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases
 from tests.helpers.settings import grouped
@@ -70,14 +69,6 @@ POLICIES = {
 }
 
 
-STORY = (
-    "One morning a little girl found an old key under the big tree. She ran home to show her mom, "
-    "but the door was closed and nobody was there. Then a brown dog came down the road with a red "
-    "ball, and they played together until it was dark and the moon looked at them."
-)
-VOCABULARY = torch.arange(300)
-
-
 def shard(model: Any, policy: MixedPrecisionPolicy | None = None, **more: Any) -> Any:
     more |= {} if policy is None else {"mp_policy": policy}
     for module in [*model.modules()]:
@@ -103,7 +94,6 @@ def loop(
     optimizer: Any = None,
     accumulated: int = 1,
     every: int = 1,
-    vocabulary: Tensor = VOCABULARY,
     around: Callable[[int], Any] = lambda batch: nullcontext(),
     backward: Callable[[Tensor], object] = Tensor.backward,
     **settings: Any,
@@ -111,7 +101,7 @@ def loop(
     """Train on every second text; what is accumulated is reduced with its last batch."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, 1e-3)
-    data = vocabulary[texts()[RANK::2] % len(vocabulary)]
+    data = texts()[RANK::2]
     watch = None
     if attacks is not None:
         watch = Watch(
@@ -134,11 +124,11 @@ def loop(
     return state(model, getattr(optimizer, "optimizer", optimizer)), watch
 
 
-def truth(accumulated: int = 1, vocabulary: Tensor = VOCABULARY) -> list[list[int]]:
+def truth(accumulated: int = 1) -> list[list[int]]:
     """Return the words of both processes at each step."""
     n = 2 * accumulated
-    places = texts()[: n * STEPS, :-1] % len(vocabulary)  # nothing is predicted at the last place
-    return [sorted(set(vocabulary[part].flatten().tolist())) for part in places.split(n)]
+    places = texts()[: n * STEPS, :-1]  # nothing is predicted at the last place
+    return [sorted(set(part.flatten().tolist())) for part in places.split(n)]
 
 
 @CASES.named("own loop")
@@ -221,30 +211,6 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
                 "certified": watch.latest[f"{name}/certified"],
                 "facts": lines(place, "run")[0]["training"]["mixed_precision"],
             }
-    return out
-
-
-@CASES.named("real model")
-def real_model(folder: Path) -> dict[str, Any]:
-    """The lowest F1 of a real model's words at a look, whole and LoRA; empty without it.
-
-    They are words of a story: most of the 32,000 tokens were in no text of its training, and their
-    embeddings are one vector still, within 2e-5, which a gradient in float32 hardly tells apart.
-    """
-    place = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
-    if not place.exists():
-        return {}
-    out = {}
-    ids = AutoTokenizer.from_pretrained(place)(STORY, return_tensors="pt")["input_ids"]
-    vocabulary = ids.unique()
-    torch.manual_seed(1)  # of the adapter
-    for kind in ("full", "lora"):
-        model = AutoModelForCausalLM.from_pretrained(place)
-        if kind == "lora":
-            model = with_lora(model, 16, ["q_proj", "k_proj", "v_proj"])
-        attack = words()
-        loop(folder / kind, shard(model.train()), [attack], vocabulary=vocabulary, every=2)
-        out[kind] = min(map(agreement, attack.named, truth(vocabulary=vocabulary)[::2]))
     return out
 
 

@@ -12,8 +12,15 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.rdp import RdpAccountant
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from transformers import Trainer, TrainerCallback
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    default_data_collator,
+)
 
 from lightning_fedleak import BagOfWords, FCMembership
 from lightning_fedleak.defenses import (
@@ -28,10 +35,11 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.engine import Games, WatchSettings
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
-from lightning_fedleak.trainers import DefendedMixin, LeakageCallback
+from lightning_fedleak.trainers import DefendedMixin, LeakageCallback, defended
 from lightning_fedleak.trainers.defended_loop import DEFENSES
 from tests.callbacks.runs import Probe
-from tests.helpers.models import tiny_gpt2
+from tests.helpers.models import tiny_gpt2, tiny_t5
+from tests.trainers import hosts
 from tests.trainers.hosts import (
     BATCH,
     CLIP,
@@ -294,3 +302,28 @@ def test_a_watch_reads_what_is_released_and_before_it_the_bare_gradient(tmp_path
     assert latest["privacy/noise_multiplier"] == 4.0
     (record,) = tmp_path.rglob("run.jsonl")
     assert json.loads(record.read_text().splitlines()[0])["defenses"][0]["name"] == "dpsgd"
+
+
+def test_a_seq2seq_lora_shares_the_clipped_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = get_peft_model(
+        tiny_t5(dropout=0.0), LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False)
+    )
+    defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1)
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), per_device_train_batch_size=BATCH, num_train_epochs=1, learning_rate=0.0,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    pairs = [dict(row) for row in rows()]
+    trainer = defended(Seq2SeqTrainer)(
+        model, arguments, default_data_collator, train_dataset=pairs, defenses=[defense]
+    )
+    trace = hosts.traced(trainer)
+    assert trace.steps == N // BATCH
+    monkeypatch.setattr(hosts, "rows", lambda: pairs)
+    for shared, drawn in zip(trace.shared, trace.drawn, strict=True):
+        if drawn:
+            expected = hosts.clipped_sum(trace.model, drawn, CLIP)
+            # Processors differ in what they round off: up to 1.6e-6 was seen.
+            assert float((shared * BATCH - expected).norm() / expected.norm()) < 3e-6

@@ -15,11 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.defenses import (
     DPSGD,
-    BudgetSpent,
     DefenseError,
     GradientNoise,
-    Privacy,
-    ReleaseSettings,
 )
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch
@@ -59,10 +56,6 @@ class Loop:
         return count
 
 
-def spent(defense: DPSGD) -> Privacy:
-    return defense.privacy
-
-
 def test_a_loop_ends_with_its_budget_and_goes_on_from_a_folder(tmp_path: Path) -> None:
     known: dict[str, Any] = {"target_epsilon": 5.0, "target_delta": 1e-3, "accountant": "rdp"}
     first = Loop(DPSGD(CLIP, **known), epochs=2)
@@ -73,8 +66,8 @@ def test_a_loop_ends_with_its_budget_and_goes_on_from_a_folder(tmp_path: Path) -
     assert again.train(epochs=3) == 6
     assert again.private.should_stop
     assert again.defense.noise_multiplier == first.defense.noise_multiplier
-    assert spent(again.defense).releases == 12
-    assert 4.95 < spent(again.defense).epsilon <= 5.0
+    assert again.defense.privacy.releases == 12
+    assert 4.95 < again.defense.privacy.epsilon <= 5.0
     again.private.save(tmp_path)
     last = Loop(DPSGD(CLIP, **known), epochs=2)
     last.private.restore(tmp_path)
@@ -282,14 +275,5 @@ def test_a_watch_reads_what_is_shared(tmp_path: Path) -> None:
                 loop.step(batch)
     latest = watch.latest
     assert latest["leakage_local/bag_of_words/f1"] > latest["leakage/bag_of_words/f1"] + 0.1
-    assert latest["privacy/epsilon"] == spent(defense).epsilon
+    assert latest["privacy/epsilon"] == defense.privacy.epsilon
     assert gate.notches == defense.notches > 0
-
-
-def test_a_budget_may_raise() -> None:
-    raises = DPSGD(
-        CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp",
-        release=ReleaseSettings(on_budget="raise"),
-    )  # fmt: skip
-    with pytest.raises(BudgetSpent, match="after 6 releases"):
-        Loop(raises).train(epochs=2)

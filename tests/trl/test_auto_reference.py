@@ -19,14 +19,14 @@ from lightning_fedleak.engine import Memorization, reference
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, WatchSettings
 from tests.engine.channels.test_memorization import lines, of_kind
-from tests.trl.test_trl import COMMON, model_of, preferences, tokenizer
+from tests.trl.test_trainers import preferences
+from tests.trl.test_trl import COMMON, model_of, tokenizer
 
 N = 120
 """Rows that are trained on; as many are left out."""
-LOGGED = ("loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "mean_token_accuracy")
 
 
-def run(folder: Path, memorization: Memorization | None) -> SFTTrainer:
+def run(folder: Path, memorization: Memorization) -> SFTTrainer:
     settings = COMMON | {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 8}
     texts = [row["prompt"] + row["chosen"] for row in preferences(2 * N)]
     torch.manual_seed(3)
@@ -38,15 +38,14 @@ def run(folder: Path, memorization: Memorization | None) -> SFTTrainer:
         peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
     )
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, N, seed=1)
-    if memorization is not None:
-        attacks = [Combined(), CombinedReference()]
-        watching = WatchSettings(memorization=memorization)
-        trainer.add_callback(LeakageCallback(trainer, attacks, settings=watching))
+    attacks = [Combined(), CombinedReference()]
+    watching = WatchSettings(memorization=memorization)
+    trainer.add_callback(LeakageCallback(trainer, attacks, settings=watching))
     trainer.train()
     return trainer
 
 
-def test_a_lora_has_a_lora_for_its_reference_and_trains_as_without(
+def test_a_lora_has_a_lora_for_its_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     references: list[tuple[list[str], int, dict[str, torch.Tensor]]] = []
@@ -59,21 +58,9 @@ def test_a_lora_has_a_lora_for_its_reference_and_trains_as_without(
         return describe(model, rows, anatomy)
 
     monkeypatch.setattr(reference, "describe_reference", noted)
-    plain = run(tmp_path / "plain", None)
-    assert not references
-    auto = Memorization(max_overhead=10, reference="auto", looks=())
-    watched = run(tmp_path / "watched", auto)
-
-    logs = [
-        [[log.get(name) for name in LOGGED] for log in trainer.state.log_history if "loss" in log]
-        for trainer in (plain, watched)
-    ]
-    assert logs[0] == logs[1]
-    assert len(logs[0]) == plain.state.global_step == 2 * N // 8
+    watched = run(tmp_path / "watched", Memorization(max_overhead=10, reference="auto", looks=()))
     assert [*watched.model.peft_config] == watched.model.active_adapters == ["default"]
     weights = dict(watched.model.named_parameters())
-    assert {*weights} == {name for name, _ in plain.model.named_parameters()}
-    assert all(torch.equal(weights[name], p) for name, p in plain.model.named_parameters())
 
     [pool] = of_kind(tmp_path / "watched", "pool")
     assert pool["reference"]["kind"] == "auto"

@@ -37,7 +37,7 @@ from lightning_fedleak.trainers import LeakageCallback, WatchSettings
 from lightning_fedleak.trainers.rollouts import Rollouts
 from tests.helpers.folders import TEXTS
 from tests.trainers.test_watch import lines
-from tests.trl.test_trl import ANSWERS, COMMON, model_of, preferences, tokenizer, watched
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, tokenizer, watched
 
 PROMPTS = [text[:18] for text in TEXTS * 4]
 ROWS: dict[str, Callable[[], dict[str, list[Any]]]] = {
@@ -198,8 +198,24 @@ def test_words_of_a_lora_with_a_temperature(
     assert values["leakage/worst/words"] > 0.9
 
 
-@pytest.mark.parametrize("name", ["KTO", "ORPO", "CPO"])
-def test_the_weights_are_asked_about_preferences_of_other_losses(name: str, tmp_path: Path) -> None:
+def preferences(n: int = 400) -> Dataset:
+    """Return pairs of sentences of random words, each with a prompt of its own."""
+    generator = random.Random(3)
+    words = sorted({word for text in TEXTS for word in text.split()})
+
+    def sentence(length: int) -> str:
+        return " ".join(generator.choices(words, k=length))
+
+    return Dataset.from_list(
+        [
+            {"prompt": sentence(2), "chosen": f" {sentence(4)}", "rejected": f" {sentence(4)}"}
+            for _ in range(n)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "ORPO", "CPO"])
+def test_the_weights_are_asked_about_preferences(name: str, tmp_path: Path) -> None:
     more = {"max_steps": -1, "num_train_epochs": 6, "per_device_train_batch_size": 8, "beta": 1.0}
     rows = preferences()
     if name == "KTO":

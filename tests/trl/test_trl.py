@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from sklearn.metrics import roc_auc_score
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat, SubspaceWords
@@ -294,59 +292,6 @@ def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 1
     assert gate.fired is not None
-
-
-def preferences(n: int = 400) -> Dataset:
-    """Return pairs of sentences of random words, each with a prompt of its own."""
-    generator = random.Random(3)
-    words = sorted({word for text in TEXTS for word in text.split()})
-
-    def sentence(length: int) -> str:
-        return " ".join(generator.choices(words, k=length))
-
-    return Dataset.from_list(
-        [
-            {"prompt": sentence(2), "chosen": f" {sentence(4)}", "rejected": f" {sentence(4)}"}
-            for _ in range(n)
-        ]
-    )
-
-
-def test_the_weights_tell_which_pairs_dpo_trained_on(tmp_path: Path) -> None:
-    arguments = COMMON | {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 8}
-    trainer = DPOTrainer(
-        model_of(),
-        ref_model=model_of(),
-        args=DPOConfig(str(tmp_path), **arguments | {"learning_rate": 2e-3, "max_length": 64}),
-        train_dataset=preferences(),
-        processing_class=tokenizer(),
-    )
-    trainer.train_dataset, others = leave_out(trainer.train_dataset, 140, seed=1)
-    members = [trainer.train_dataset[n] for n in range(len(trainer.train_dataset))]
-    settings = WatchSettings(memorization=Memorization(max_overhead=10, looks=()))
-    callback = LeakageCallback(trainer, [PreferenceMargin()], settings=settings)
-    trainer.add_callback(callback)
-    trainer.train()
-    looks = [line for line in lines(tmp_path) if line["attack"] == "preference_margin"]
-    assert len(looks) == 2
-    last = looks[-1]["metrics"]
-    assert last["members"]["value"] + last["others"]["value"] > 380  # the rest repeat others
-    scores = []
-    model, reference = trainer.model.eval(), model_of().eval()
-    for row in [*members, *(others[n] for n in range(len(others)))]:
-        batch = trainer.data_collator([row])
-        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-        texts = documents({**batch, "labels": labels})
-        with torch.no_grad():
-            chosen, rejected = (
-                float(log_likelihood(model, *text) - log_likelihood(reference, *text))
-                for text in texts
-            )
-        scores.append(chosen - rejected)
-    sides = [True] * len(members) + [False] * len(others)
-    assert last["auc"]["value"] == pytest.approx(roc_auc_score(sides, scores), abs=0.01)
-    assert last["auc"]["low"] > 0.6
-    assert math.isfinite(callback.latest["leakage/preference_margin/auc"])
 
 
 def test_weights_are_asked_about_pairs_by_attacks_on_pairs_alone(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """AttentionMembership against autograd, Algorithm 1 as written, brute force; and on real models."""
 
-import csv
-import gzip
 import itertools
 import math
 from dataclasses import fields
@@ -10,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import roc_auc_score
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.papers.lemma import retrieval_error
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
@@ -476,57 +472,3 @@ def few(n, tokens=12):
 def test_refusals_say_what_to_do(build, words):
     with pytest.raises(ValueError, match=words):
         build()
-
-
-@pytest.fixture(scope="module")
-def stories(assets):
-    """stories15M, and sentences of banking77: hidden states at layer 3."""
-    folder = assets / "models/stories15M"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    anatomy = find_anatomy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    with gzip.open(assets / "data/banking77/train.csv.gz", "rt") as lines:
-        texts = [row[0] for row in itertools.islice(csv.reader(lines), 1, 9001, 28)]
-    rows = {(1, *tokenizer(t, add_special_tokens=False)["input_ids"][:31]) for t in texts}
-    rows = [list(r) for r in sorted(rows)]
-    order = torch.randperm(len(rows), generator=generator()).tolist()
-    public = PublicText([rows[i] for i in order[:190]])
-    rest = [torch.tensor(rows[i]) for i in order[190:]]
-    ids = torch.nn.utils.rnn.pad_sequence(rest, batch_first=True)
-    mask = (torch.arange(ids.shape[1]) < torch.tensor([len(r) for r in rest])[:, None]).long()
-    return anatomy, public, ids, mask, hidden_states(anatomy, 3, ids, mask)
-
-
-def played(attack, ids, mask, hidden, n):
-    """Scores and bits of n games: 40 texts, the last token but one of a target in or out."""
-    scores, bits, members = [], [], []
-    for i in range(n):
-        order = torch.randperm(len(ids), generator=generator(i))
-        bit = i % 2
-        target = order[:1] if bit else order[40:41]
-        length = int(mask[target].sum())
-        query = Query(ids[target, :length], positions=torch.tensor([length - 2]))
-        # The server computes its target by itself: padding is cut off.
-        targets = attack.embed(hidden[target, :length] * (1 + 1e-6), query)
-        upstream = torch.randn(40, ids.shape[1], generator=generator(i))
-        gradient = attack.gradient(targets, hidden[order[:40]], mask[order[:40]], upstream)
-        guess = attack.guess(gradient.sum(0))
-        scores.append(guess.scores.item())
-        members.append(guess.members.item())
-        bits.append(bit)
-    return scores, bits, members
-
-
-@pytest.mark.slow
-@pytest.mark.assets
-def test_on_a_real_model_the_lemmas_gamma_never_fires_and_the_calibrated_tells(stories):
-    anatomy, public, *data = stories
-    lemma = AttentionMembership(3, public, gamma="lemma", attention=PUBLISHED)
-    lemma.prepare(anatomy)
-    _, bits, members = played(lemma, *data, 4)
-    assert not any(members)
-    assert sum(bits) == 2
-    attack = attention(3, public)
-    attack.prepare(anatomy)
-    scores, bits, members = played(attack, *data, 40)
-    assert roc_auc_score(bits, scores) > 0.999
-    assert sum(m == b for m, b in zip(members, bits, strict=True)) >= 38

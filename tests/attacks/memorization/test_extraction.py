@@ -1,16 +1,19 @@
-"""Extraction by probabilities, against the model's own generation and sampling."""
+"""Extraction by the model's own sampling; scores that know nothing of the training."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from sklearn.naive_bayes import MultinomialNB
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.attacks.memorization import Extraction
+from lightning_fedleak.attacks.memorization.scores import FOLDS, blind_scores, word_scores
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
 
 
@@ -102,3 +105,41 @@ def test_a_run_does_not_cross_what_is_no_label(model: GPT2LMHeadModel) -> None:
     assert guess.has_run.tolist() == [False, True]
     assert math.isnan(float(guess.log_probs[0]))
     assert not guess.greedy[0]
+
+
+def texts_of_words(n: int, seed: int, shift: int = 0) -> list[Text]:
+    g = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(shift, shift + 30, (12,), generator=g) for _ in range(n)]
+    return [Text(row, row) for row in rows]
+
+
+def test_word_scores_are_those_of_sklearn() -> None:
+    texts = texts_of_words(40, 0) + texts_of_words(35, 1, shift=5)
+    members = torch.arange(75) < 40
+    scores = word_scores(texts, members, seed=3)
+    size = 1 + max(int(t.ids.max()) for t in texts)
+    counts = torch.stack([torch.bincount(t.ids, minlength=size) for t in texts]).numpy()
+    generator = torch.Generator().manual_seed(3)
+    folds = torch.empty(75, dtype=torch.long)
+    for group in (members, ~members):
+        folds[group] = torch.randperm(int(group.sum()), generator=generator) % FOLDS
+    for fold in range(FOLDS):
+        inside = (folds == fold).numpy()
+        model = MultinomialNB(alpha=1.0, fit_prior=False)
+        model.fit(counts[~inside], members.numpy()[~inside])
+        log_odds = np.diff(model.predict_joint_log_proba(counts[inside]), axis=1)[:, 0]
+        np.testing.assert_allclose(scores[inside], log_odds / counts[inside].sum(1), atol=1e-9)
+
+
+def test_another_law_is_seen_by_words_and_length() -> None:
+    texts = texts_of_words(60, 0) + texts_of_words(60, 1, shift=25)
+    members = torch.arange(120) < 60
+    ones = torch.ones(120, 11)
+    labels = torch.ones(120, 11, dtype=torch.bool)
+    labels[60:, 6:] = False
+    base = TokenSnapshot(-ones * labels, -ones, ones, ~labels, labels)
+    scores = blind_scores(base, torch.ones(120), texts, members)
+    for name in ("words", "length"):
+        inside, outside = scores[name][members], scores[name][~members]
+        assert (inside[:, None] > outside).double().mean() > 0.95
+    assert (scores["loss"] == scores["loss"][0]).all()

@@ -1,4 +1,4 @@
-"""A LoRA on the output head: the rows of its B are words, as those of the head's own weight."""
+"""Words off the head: rows of a LoRA's B are words, and the sign rule on its bias."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.direct import BiasSign, bias_sign
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.head_gradients import gradient_parts, head_parameters
 from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
@@ -22,6 +25,7 @@ from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy, head_surf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.row_space.models import backward, llama, ready, texts, with_lora
+from tests.helpers.models import tiny_gpt2
 
 NAME = "base_model.model.lm_head.lora_B.default.weight"
 TARGETS = ["q_proj", "lm_head"]
@@ -141,3 +145,30 @@ def test_updates_of_adam_are_unknown_and_of_sgd_are_read(
             UnusableObservation, match="LoRA head's updates by AdamW are not supported"
         ):
             attack.run(Observation((update,)))
+
+
+def bias_gradient(seed: int, tokens: int, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, 50, generator=generator, dtype=torch.float64) * spread
+    labels = torch.randint(50, (tokens,), generator=generator)
+    bias = torch.zeros(50, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(logits + bias, labels)
+    return torch.autograd.grad(loss, bias)[0], labels
+
+
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 60), spread=st.floats(0.01, 4))
+def test_names_used_types_only_and_all_that_outweigh_their_probability(
+    seed: int, tokens: int, spread: float
+) -> None:
+    gradient, labels = bias_gradient(seed, tokens, spread)
+    guess = bias_sign(gradient)
+    assert set(guess.types.tolist()) <= set(labels.tolist())
+    assert set(guess.types.tolist()) == {t for t in range(50) if gradient[t] < 0}
+    assert guess.n_types == len(guess.types)
+    values = gradient[guess.types]
+    assert bool((values[:-1] <= values[1:]).all())
+
+
+def test_a_head_without_bias_is_refused_at_setup() -> None:
+    with pytest.raises(ValueError, match="this head has none"):
+        BiasSign().needs(find_anatomy(tiny_gpt2()))

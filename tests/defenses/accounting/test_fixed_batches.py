@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -13,7 +11,6 @@ from scipy.stats import norm
 from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import (
     ORDERS,
-    _WithoutReplacementPRV,
     epsilon_of,
     noise_multiplier_for,
     rdp_of,
@@ -24,29 +21,6 @@ pytest.importorskip("opacus")
 FIXED = "without_replacement"
 DELTA = 1e-5
 CELLS = [(3.0, 0.01, 25), (1.0, 0.1, 100)]
-
-
-def hockey_stick(sigma: float, rate: float, epsilon: float) -> float:
-    """Return the curve by its definition: the first pair from 0 on, and the second below."""
-    x = np.linspace(-12 * sigma, 1 + 12 * sigma, 400_001)
-    p, q = norm.pdf(x, 1, sigma), norm.pdf(x, 0, sigma)
-    if epsilon >= 0:
-        excess = (1 - rate) * q + rate * p - math.exp(epsilon) * q
-    else:
-        excess = p - math.exp(epsilon) * ((1 - rate) * p + rate * q)
-    return float(np.trapezoid(np.maximum(excess, 0.0), x))
-
-
-@pytest.mark.parametrize(("sigma", "rate"), [(1.0, 0.1), (3.0, 0.01), (0.5, 0.5)])
-def test_the_pair_has_the_joined_curve(sigma: float, rate: float) -> None:
-    loss = _WithoutReplacementPRV(rate, sigma)
-    for epsilon in (-1.0, -0.05, -0.004, 0.0, 0.004, 0.05, 1.0):
-        delta = 0.0
-        for low, high in ((epsilon, max(epsilon, 0.0)), (max(epsilon, 0.0), 40.0)):
-            t = low + (high - low) * np.linspace(0, 1, 400_001) ** 2  # finest at the kink
-            inside = np.nextafter(t, t[200_000])  # the chance jumps at 0
-            delta += float(np.trapezoid(np.exp(epsilon - t) * (1 - loss.cdf(inside)), t))
-        assert delta == pytest.approx(hockey_stick(sigma, rate, epsilon), rel=1e-4, abs=1e-9)
 
 
 def composed(

@@ -1,8 +1,9 @@
-"""ActivationNoise: its law, its gradient, checkpointing, compilation, streams and refusals."""
+"""Noise and compression of states: laws, gradients, checkpointing, compilation, refusals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,18 +15,86 @@ import torch
 from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.activations import ActivationNoise
+from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses.activations import ActivationCompression, ActivationNoise
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy.blocks import (
+    place_of,
+    states_in,
+    states_out,
+    with_states_in,
+    with_states_out,
+)
 from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.defenses.activations.activation_runs import Passing, distance, rewriting, step
 from tests.helpers.inputs import context
 from tests.helpers.inputs import padded_batch as batch
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import DIM, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
+from tests.helpers.models import DIM, own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 from tests.strategies.toy import trainer
 from tests.taps.test_activation_tap import PlainModel, WithLoss, checkpointed
+
+
+class Passing:
+    """Records what comes to a layer: ``local`` before the hooks that are there, ``shared`` after.
+
+    ``local`` must be made before the defence's ``before_setup``, ``shared`` after it.
+    """
+
+    def __init__(self, model: nn.Module, layer: int) -> None:
+        self.seen: list[Tensor] = []
+        place = place_of(find_anatomy(model), layer)
+
+        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.seen.append(states_in(args, kwargs).detach().clone())
+
+        def leaving(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.seen.append(states_out(output).detach().clone())
+
+        if place.side == "input":
+            place.module.register_forward_pre_hook(entering, with_kwargs=True)
+        else:
+            place.module.register_forward_hook(leaving)
+
+
+def rewriting(model: nn.Module, layer: int, rewrite: Callable[[Tensor], Tensor]) -> None:
+    """The model with hidden states rewritten by a plain function: an independent reference."""
+    place = place_of(find_anatomy(model), layer)
+    forward = place.module.forward
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if place.side == "input":
+            args, kwargs = with_states_in(args, kwargs, rewrite(states_in(args, kwargs)))
+            return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
+        return with_states_out(output, rewrite(states_out(output)))
+
+    place.module.forward = replaced
+
+
+def step(model: nn.Module, *batches: dict[str, Tensor], defense: Defense | None = None) -> list:
+    """Gradients after one training step whose loss is the sum over ``batches``, seed 5."""
+    model.zero_grad()
+
+    def forwards() -> Tensor:
+        with own_rng(5):
+            return sum(model(**inputs).loss for inputs in batches)
+
+    if defense is None:
+        loss = forwards()
+    else:
+        where = context(CausalLMModule(model), clients=2)
+        loss = defense.on_training_step(forwards, batches, where)
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """Largest difference relative to the largest number of ``b``."""
+    pairs = list(zip(a, b, strict=True))
+    largest = max(float(y.abs().max()) for _, y in pairs)
+    return max(float((x - y).abs().max()) for x, y in pairs) / largest
+
 
 SIGMA = 0.3
 
@@ -378,3 +447,60 @@ def test_a_recomputation_of_unknown_states_is_refused() -> None:
     defense.on_training_step(lambda: model(**batch(2)).loss, None, root)
     with pytest.raises(DefenseError, match="with other hidden states"):
         loss.backward()
+
+
+K = 5
+
+
+def compressed(model, defense: ActivationCompression) -> tuple[Passing, Passing]:
+    local = Passing(model, defense.layer)
+    defense.before_setup(context(CausalLMModule(model)))
+    return local, Passing(model, defense.layer)
+
+
+@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama, tiny_t5])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_k_numbers_of_each_state_leave(build, layer: int) -> None:
+    model = build(layers=3).train()
+    local, shared = compressed(model, ActivationCompression(layer, keep_dims=K))
+    for seed in range(3):
+        step(model, batch(seed), defense=None)
+    before = torch.cat([s.flatten(0, 1) for s in local.seen]).double()
+    after = torch.cat([s.flatten(0, 1) for s in shared.seen]).double()
+    values = torch.linalg.svdvals(after)
+    assert float(values[K - 1]) > 1e-3 * float(values[0]) > 1e3 * float(values[K])
+    # An orthogonal projection: the closest point in the span of what leaves.
+    span = torch.linalg.svd(after, full_matrices=False)[2][:K]
+    torch.testing.assert_close(before @ span.T @ span, after, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_the_gradient_is_that_of_the_linear_map(layer, reentrant) -> None:
+    model = tiny_gpt2(layers=2, dropout=0.0).train()
+    if reentrant is not None:
+        model = checkpointed(model, reentrant)
+    defense = ActivationCompression(layer, keep_dims=K)
+    local, shared = compressed(model, defense)
+    got = step(model, batch(), defense=defense)
+    # The projection, from what came and what left, by least squares.
+    tokens = torch.cat([s.flatten(0, 1) for s in local.seen[:1]]).double()
+    sent = torch.cat([s.flatten(0, 1) for s in shared.seen[:1]]).double()
+    matrix = torch.linalg.lstsq(tokens, sent).solution
+    reference = tiny_gpt2(layers=2, dropout=0.0).train()
+
+    def linear(states: Tensor) -> Tensor:
+        return states @ matrix.float()
+
+    rewriting(reference, layer, linear)
+    expected = step(reference, batch())
+    assert distance(got, expected) < 1e-3
+    assert distance(step(tiny_gpt2(layers=2, dropout=0.0).train(), batch()), got) > 0.02
+
+
+def test_noise_belongs_in_front() -> None:
+    noise, smaller = ActivationNoise(2, 1.0), ActivationCompression(2, K)
+    with pytest.raises(DefenseError, match="after 'activation_compression' at layer 2"):
+        DefendedStrategy("auto", [smaller, noise])
+    DefendedStrategy("auto", [noise, smaller])
+    DefendedStrategy("auto", [smaller, ActivationNoise(3, 1.0)])

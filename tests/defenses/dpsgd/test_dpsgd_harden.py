@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, CanaryGradient, DefenseError, RenyiFilter
-from tests.defenses.accounting.test_accounting import renyi
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
 
@@ -108,26 +107,6 @@ def test_it_is_as_strong_as_it_gets() -> None:
 
 
 # ---- the budget ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rate", [0.2, 1.0])
-def test_the_account_is_the_sum_of_renyi_divergences_at_one_order(rate: float) -> None:
-    defense = filtered()
-    run = Run(defense, loader=DataLoader(data(), batch_size=int(rate * 40)))
-    order = order_of(defense)
-    spent = 0.0
-    for step in range(5):
-        if step in (2, 3):
-            assert defense.harden() is not None
-        sigma = 6.0 * 2 ** sum(step >= notch for notch in (2, 3))
-        run.step(first(3))
-        spent += renyi(order, sigma, rate)
-        assert defense.accountant.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
-    if rate == 1.0:
-        by_hand = order / 2 * (2 / 6**2 + 1 / 12**2 + 2 / 24**2)
-        assert spent == pytest.approx(by_hand, rel=1e-6)
-    assert order_of(defense) == order
-    assert {s: n for s, _, n in defense.accountant.history} == {6.0: 2, 12.0: 1, 24.0: 2}
 
 
 @given(notches=st.lists(st.booleans(), min_size=1, max_size=12), sigma=st.floats(2.5, 8.0))

@@ -9,21 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 
 from lightning_fedleak.defenses import DPSGD, ClipSettings, DefenseError, Users
 from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.per_sample import (
-    _Dense,
     _ExpertRows,
-    probe,
     squared_norms,
-    sum_users,
     to_dense,
-    to_form,
     weighted_sum,
 )
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
@@ -162,70 +156,6 @@ def test_experts_that_nobody_chose_get_zeros() -> None:
         stacked = model.model.layers[0].mlp.experts.gate_up_proj
         total = weighted_sum(parts[stacked], torch.ones(5), stacked.shape)
         torch.testing.assert_close(total, stacked.grad)
-
-
-def test_grouped_products_in_bf16() -> None:
-    model = tiny_mixtral("grouped_mm").train()
-    batch, loss = batch_of("causal"), loss_of("causal")
-
-    def mixed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss(model, batch)
-
-    clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
-    norms, expected = one_by_one(model, batch, mixed, clip)
-    result, sums, _ = ours(model, batch, mixed, clip, "ghost")
-    assert float(((result - norms) / norms).abs().max()) < 2e-2
-    assert distance(sums, expected) < 2e-2
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    samples=st.integers(1, 4),
-    kinds=st.lists(st.sampled_from(["rows", "dense"]), min_size=1, max_size=3),
-    lengths=st.lists(st.integers(1, 6), min_size=3, max_size=3),
-)
-def test_every_form_says_the_same(
-    seed: int, samples: int, kinds: list[str], lengths: list[int]
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    shape = torch.Size([4, 5, 3])
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64)
-
-    parts: list[Any] = []
-    expected = torch.zeros(samples, *shape, dtype=torch.float64)
-    for kind, length in zip(kinds, lengths, strict=False):
-        if kind == "dense":
-            parts.append(_Dense(normal(samples, *shape)))
-            expected += parts[-1].values
-            continue
-        ids = torch.randint(0, 4, (samples, length), generator=generator)
-        left, right = normal(samples, length, 5), normal(samples, length, 3)
-        parts.append(_ExpertRows(ids, left, right))
-        for b in range(samples):
-            for t in range(length):
-                expected[b, ids[b, t]] += torch.outer(left[b, t], right[b, t])
-    torch.testing.assert_close(to_dense(parts, shape), expected)
-    weights, left, right = normal(samples), normal(4), normal(15)
-    rows = [1] * samples if samples < 3 else [2] + [1] * (samples - 2)
-    owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-    of_users = torch.zeros(len(rows), *shape, dtype=torch.float64)
-    of_users.index_add_(0, owners, expected * weights[:, None, None, None])
-    for clipping in CLIPPINGS:
-        form = to_form(parts, shape, clipping)
-        squares = expected.flatten(1).square().sum(1)
-        torch.testing.assert_close(squared_norms([form])[0], squares, rtol=1e-9, atol=1e-9)
-        total = torch.tensordot(weights, expected, dims=1)
-        torch.testing.assert_close(weighted_sum(form, weights, shape), total)
-        again = weighted_sum(form, weights, shape, total.clone())
-        torch.testing.assert_close(again, 2 * total)
-        value, _ = probe(form, left, right)
-        torch.testing.assert_close(value, left @ expected.sum(0).flatten(1) @ right)
-        torch.testing.assert_close(to_dense(sum_users(form, weights, rows), shape), of_users)
-    ghost = to_form(parts, shape, "ghost")
-    assert all(isinstance(p, _Dense) for p in ghost) == ("dense" in kinds)
 
 
 def test_a_norm_of_rows_that_nearly_cancel_is_not_underestimated() -> None:

@@ -47,28 +47,6 @@ def defended(defense: TokenLDP, root: nn.Module, batch: Any, **fields: Any) -> A
     return defense.on_batch(batch, where)
 
 
-@pytest.mark.parametrize("memoize", [True, False])
-@pytest.mark.parametrize("per", ["token", "sequence"])
-@pytest.mark.parametrize("mechanism", ["grr", "rappor", "the", "dbitflip"])
-def test_every_token_follows_the_law(
-    gpt2: nn.Module, mechanism: str, per: str, memoize: bool
-) -> None:
-    length = 4
-    ids = rows(3000, length)
-    ids[:, 2] = 50  # the token that is looked at, in rows that differ elsewhere
-    epsilon = 6.0 if per == "token" else 6.0 * length
-    defense = TokenLDP(mechanism, epsilon, per, memoize=memoize)
-    drawn = defended(defense, gpt2, ids)
-    words = [i for i in range(VOCAB) if i not in SPECIAL]
-    transition = transition_of(Randomizer.with_defaults(mechanism, len(words)), 6.0)
-    expected = torch.zeros(VOCAB, dtype=torch.float64)
-    expected[torch.tensor(words)] = transition[words.index(50)]
-    assert chi_square(drawn[:, 2], expected) > 1e-4
-    unchanged = float((drawn == ids)[:, [0, 1, 3]].double().mean())
-    sigma = math.sqrt(float(transition[0, 0]) / (3 * len(ids)))
-    assert unchanged == pytest.approx(float(transition[0, 0]), abs=5 * sigma)
-
-
 def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
     ids = rows(4000, 6)
     mask = torch.ones_like(ids)
@@ -243,37 +221,6 @@ def test_equal_rows_get_one_replacement_only_with_memoisation(gpt2: nn.Module) -
     ids = rows(1, 40).expand(2, 40)
     assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
     assert not torch.equal(*defended(TokenLDP("grr", 40.0, memoize=False), gpt2, ids))
-
-
-def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:
-    ids, where = rows(4, 10), context(gpt2)
-    defense = TokenLDP("grr", 3.0, "token", memoize=False)
-    defense.before_setup(where)
-    assert defense.epsilon_spent == 0.0
-    draws = [defense.on_batch(ids, where) for _ in range(3)]
-    draws.append(defense.on_batch(ids[:1], where))
-    assert not torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[1], draws[2])
-    assert defense.releases_per_example == 4
-    assert defense.longest == 10
-    assert defense.epsilon_per_sequence == 30.0
-    assert defense.epsilon_spent == 120.0
-    assert "epsilons add up" in defense.guarantee
-
-
-def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:
-    """Processes that split a tensor have one batch, and one number: they must replace it alike."""
-    ids = rows(4, 30)
-    fresh, memoised = [], []
-    for process in (0, 1, 1):
-        where = context(gpt2, clients=1, process=process, processes=3)
-        for memoize, drawn in ((False, fresh), (True, memoised)):
-            defense = TokenLDP("grr", 4.0, memoize=memoize)
-            defense.before_setup(where)
-            drawn.append(defense.on_batch(ids, where))
-    assert not torch.equal(fresh[0], fresh[1])
-    assert torch.equal(fresh[1], fresh[2])
-    assert torch.equal(memoised[0], memoised[1])
 
 
 def test_the_published_protocol_is_available_and_warned_about(gpt2: nn.Module) -> None:

@@ -153,7 +153,7 @@ class OptimizerDP(Defense):
             return float(optimizer.max_grad_norm)
         divisor = optimizer.expected_batch_size * optimizer.accumulated_iterations
         divisor *= self._world_size() if self._reduced else 1
-        return float(optimizer.max_grad_norm) / divisor
+        return float(optimizer.max_grad_norm / divisor)
 
     def watch(
         self, on_local_gradient: Callable[[], None], on_reduced: Callable[[], None]

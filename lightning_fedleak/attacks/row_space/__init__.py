@@ -24,7 +24,6 @@ from lightning_fedleak.attacks.row_space.dictionary import orthonormal as orthon
 from lightning_fedleak.attacks.row_space.explanation import ReadableInput as ReadableInput
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity as measure_capacity
 from lightning_fedleak.attacks.row_space.explanation import predict_capacity as predict_capacity
-from lightning_fedleak.attacks.row_space.explanation import pursuit_seconds as pursuit_seconds
 from lightning_fedleak.attacks.row_space.linear_maps import KnownInput as KnownInput
 from lightning_fedleak.attacks.row_space.linear_maps import LinearMap as LinearMap
 from lightning_fedleak.attacks.row_space.linear_maps import PerMaps as PerMaps
@@ -44,4 +43,5 @@ from lightning_fedleak.attacks.row_space.linear_maps import refuse_zeros as refu
 from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as vocabulary_size
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
 from lightning_fedleak.attacks.row_space.pursuit import explain as explain
+from lightning_fedleak.attacks.row_space.pursuit import pursuit_seconds as pursuit_seconds
 from lightning_fedleak.attacks.row_space.shared_rows import SharedRows as SharedRows

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space import linear_maps, pursuit
+from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_sparse, select_densest
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, explain
@@ -49,15 +49,12 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
     products_in_tf32,
 )
-from lightning_fedleak.progress import operations_per_second
 
 # Factor of dropout's standard deviation that the pursuit assumes if there are many types.
-#
 # F1 of the types under dropout .05, for batches of 4 texts x 32 tokens of stories15M and 4 x 64 of
 # SmolLM2: .71 and .54 with a factor of 1, .77 and .72 with .7, .70 and .65 with .5 (November 2026).
 _NOISE_SHARE = 0.7
 # Ratio of types to shared rows up to which the pursuit assumes all of dropout's noise.
-#
 # With fewer types the smaller noise adds false types: for 1 text of 16 tokens of the package's
 # embedded model, the factor .7 reduced F1 from .99 to .75 (November 2026).
 _MAX_FULL_NOISE = 1.5
@@ -65,15 +62,6 @@ _MIN_SIZE = 1e-3  # smallest norm of a coordinate over the largest; bounds its w
 _RECOVERED = 0.99  # F1 at which a planted set counts as recovered: 1 type in 100 may be missing
 _DIRECTIONS = 8  # random directions in which planted tokens' atoms must differ; not tuned
 _GRID = 200.0  # cells per unit length; atoms in one cell in all directions are equal; not tuned
-# Operations per second of a pursuit over those of a large matrix product.
-#
-# It was fitted for :func:`pursuit_seconds`, with the two numbers below, to runs on one core of
-# x86-64 with 74 to 512 types, LoRAs of rank 8 and 64 and whole matrices, vocabularies of 1,000 to
-# 50,000, and widths of 256 to 1,024. Single runs had .18 to .4 (November 2026).
-EFFICIENCY = 0.25
-# A product of all atoms with k directions takes the time of .33 (k + 60) directions: memory bounds
-# the speed of products with few columns.
-_FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33
 
 
 def predict_capacity(width: int, tokens: int, rank: int) -> float:
@@ -88,41 +76,6 @@ def predict_capacity(width: int, tokens: int, rank: int) -> float:
         rank: number of shared rows.
     """
     return width / (1 + math.log(max(2, tokens)) / (2.5 * max(1, rank)))
-
-
-def pursuit_seconds(
-    device: torch.device, width: int, tokens: int, rows: int, types: float
-) -> float:
-    """Return an estimate of the seconds of a pursuit that chooses ``types`` types.
-
-    The pursuit (:mod:`~lightning_fedleak.attacks.row_space.pursuit`) goes in cycles. It scores all
-    tokens of the vocabulary, of which the :data:`~.pursuit.POOL` best form a pool. The pool is
-    scored ``POOL_SCORINGS`` times in a cycle. After each scoring ``CHOSEN_AT_ONCE`` types are
-    chosen, each after a comparison of the ``SCREENED`` best. The estimate counts the operations of
-    these products, and divides them by :data:`EFFICIENCY` times the device's operations per second.
-
-    Args:
-        device: the device of the arithmetic.
-        width: dimensions of the input.
-        tokens: size of the vocabulary.
-        rows: number of shared rows.
-        types: number of types in the batch; counted up to the share
-            :data:`~lightning_fedleak.attacks.row_space.pursuit.GIVE_UP` of the width.
-    """
-    if rows >= width:  # one product compares all tokens with the span of the rows
-        operations = 2.0 * tokens * width**2
-    else:
-        types = min(types, pursuit.GIVE_UP * width)
-        columns = (min(rows, types) + _FREE_ROWS) * _COLUMNS_PER_ROW
-        pool_size, n_scorings = min(tokens, pursuit.POOL), pursuit.POOL_SCORINGS
-        n_scored = tokens + (n_scorings - 1) * pool_size  # in one cycle of the pool
-        n_compared = n_scored / n_scorings / pursuit.CHOSEN_AT_ONCE + min(tokens, pursuit.SCREENED)
-        operations = 2 * types * width * columns * n_compared
-        # For each choice the best atoms are compared again in float64, with the rows and with the
-        # types so far, and the basis of the types grows. The 4 and the 40 are rough counts.
-        operations += 4 * types * pursuit.RESCORED * width * (width + types)
-        operations += 40 * width * types**2
-    return operations / (EFFICIENCY * operations_per_second(device))
 
 
 def measure_capacity(
@@ -490,7 +443,8 @@ class ReadableInput:
         shared = SharedRows.stack(gradients, nuisance, rounding=rounding, noise=noise)
         if factors and not any(noise) and shared.is_noise:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
-        dims, result = nuisance.shape[1] - len(nuisance), None
+        dims = nuisance.shape[1] - len(nuisance)
+        result: PursuitResult | None = None
         if not rounding:  # that of dropout's rows is in their noise, whose size is only estimated
             shared = replace(shared, noise="estimated")
         for rows in (shared, shared.above_gap()):
@@ -503,10 +457,10 @@ class ReadableInput:
             if not len(rows.principal):  # all of the rows is noise
                 no_types = torch.empty(0, dtype=torch.long, device=odds.device)
                 return PursuitResult(no_types, odds, 0.0, 1.0, False)
-            found, latest = result, explain(atoms, rows, odds)
+            latest = explain(atoms, rows, odds)
             # With fewer types than rows, a test of the rows' span finds them all.
             is_complete = 0 < len(latest.types) <= len(rows.principal)
-            if found is None or is_complete or latest.evident > found.evident:
+            if result is None or is_complete or latest.evident > result.evident:
                 result = latest
             if latest.silent is not None:
                 break

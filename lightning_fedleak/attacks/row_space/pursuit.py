@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_fedleak.attacks.row_space import certificate
 from lightning_fedleak.attacks.row_space.atoms import Atoms, Subset
 from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, SharedRows
+from lightning_fedleak.progress import operations_per_second
 
 # Thresholds of the pursuit; none was tuned.
 NOISE_FLOOR = 4.0  # ratio of the residual's variance to the noise's at which the pursuit ends
@@ -52,6 +53,15 @@ RESCORED = 8  # atoms that are compared in double precision: for speed
 # With 4 or 5, F1 after undeclared changes of 240 gradients of tiny Llamas was .03 and .05 lower
 # (November 2026).
 LOST = 3
+# Operations per second of a pursuit over those of a large matrix product.
+#
+# It was fitted for :func:`pursuit_seconds`, with the two numbers below, to runs on one core of
+# x86-64 with 74 to 512 types, LoRAs of rank 8 and 64 and whole matrices, vocabularies of 1,000 to
+# 50,000, and widths of 256 to 1,024. Single runs had .18 to .4 (November 2026).
+EFFICIENCY = 0.25
+# A product of all atoms with k directions takes the time of .33 (k + 60) directions: memory bounds
+# the speed of products with few columns.
+_FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33
 
 
 @dataclass(frozen=True, eq=False)
@@ -459,3 +469,38 @@ class _Pool:
         values = path._evidence(score, self.chance, len(directions)) + path.log_odds[self.types]
         path.scores[self.types] = values.masked_fill(~alive, -math.inf)
         path._raw[self.types] = score.masked_fill(~alive, -1.0)
+
+
+def pursuit_seconds(
+    device: torch.device, width: int, tokens: int, rows: int, types: float
+) -> float:
+    """Return an estimate of the seconds of a pursuit that chooses ``types`` types.
+
+    The pursuit (:mod:`~lightning_fedleak.attacks.row_space.pursuit`) goes in cycles. It scores all
+    tokens of the vocabulary, of which the :data:`~.POOL` best form a pool. The pool is
+    scored ``POOL_SCORINGS`` times in a cycle. After each scoring ``CHOSEN_AT_ONCE`` types are
+    chosen, each after a comparison of the ``SCREENED`` best. The estimate counts the operations of
+    these products, and divides them by :data:`EFFICIENCY` times the device's operations per second.
+
+    Args:
+        device: the device of the arithmetic.
+        width: dimensions of the input.
+        tokens: size of the vocabulary.
+        rows: number of shared rows.
+        types: number of types in the batch; counted up to the share
+            :data:`GIVE_UP` of the width.
+    """
+    if rows >= width:  # one product compares all tokens with the span of the rows
+        operations = 2.0 * tokens * width**2
+    else:
+        types = min(types, GIVE_UP * width)
+        columns = (min(rows, types) + _FREE_ROWS) * _COLUMNS_PER_ROW
+        pool_size, n_scorings = min(tokens, POOL), POOL_SCORINGS
+        n_scored = tokens + (n_scorings - 1) * pool_size  # in one cycle of the pool
+        n_compared = n_scored / n_scorings / CHOSEN_AT_ONCE + min(tokens, SCREENED)
+        operations = 2 * types * width * columns * n_compared
+        # For each choice the best atoms are compared again in float64, with the rows and with the
+        # types so far, and the basis of the types grows. The 4 and the 40 are rough counts.
+        operations += 4 * types * RESCORED * width * (width + types)
+        operations += 40 * width * types**2
+    return operations / (EFFICIENCY * operations_per_second(device))

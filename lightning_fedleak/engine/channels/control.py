@@ -553,8 +553,9 @@ class Controls:
 
     def _store(self, look: Look, plan: Plan, control: Control) -> None:
         """Store the control of an attack in the look, and as its newest one."""
-        facts = {"unexplained": look.training_step.unexplained, "bound": self._bound(look, plan)}
-        look.controls[plan.attack.name] = replace(control, **facts)
+        look.controls[plan.attack.name] = replace(
+            control, unexplained=look.training_step.unexplained, bound=self._bound(look, plan)
+        )
         newest = self._newest[plan.attack.name]
         newest.control = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
         if math.isinf(newest.number):

@@ -306,9 +306,10 @@ class ReadableInput:
             result = self._words(result)
             if not covers_all:
                 result = replace(result, certified=False, silent=None)
-        # Declared noise may hide every word, so that an empty result is valid. Without it, at least
-        # one word must be above the errors.
-        if not len(result.types) and (errors is not None or not view.gradients[-1].noise_std):
+        # Declared noise, or more types than the rows distinguish, may hide every word, so that an
+        # empty result is valid. Otherwise at least one word must be above the errors.
+        is_noisy = errors is None and bool(view.gradients[-1].noise_std)
+        if not len(result.types) and cause and not is_noisy:
             raise UnusableObservation(f"no token stands out of {cause}")
         return result
 
@@ -335,7 +336,7 @@ class ReadableInput:
     ) -> tuple[PursuitResult, str]:
         """Return the types that explain gradients whose entries have errors of one size.
 
-        The second result names, for an error message, what may hide further types.
+        The second result names what may hide all types, for an error message; empty for nothing.
         """
         gradients = list(by_map.values())
         dropouts = [(*self.known_input.dropouts, *m.dropouts) for m in by_map]
@@ -357,8 +358,8 @@ class ReadableInput:
             # and 8 more; both numbers are not tuned.
             retry, _ = find(gradients, stds, positions * 8 // 5 + 8)
             result = result if retry.silent is None else retry
-        cause = "what dropout adds" if any(variances) else "the rounding of what was shared"
-        return result, cause
+        rounded = "the rounding of what was shared" if any(noise_stds) else ""
+        return result, "what dropout adds" if any(variances) else rounded
 
     def _explain_dropout(
         self,
@@ -464,7 +465,7 @@ class ReadableInput:
                 result = latest
             if latest.silent is not None:
                 break
-        if result is None or (math.isnan(result.expected) and not len(result.types)):
+        if result is None:
             raise Inapplicable(
                 f"the shared rows fill {len(shared.principal)} of the input's {dims} directions: "
                 "the batch has too many types or positions"

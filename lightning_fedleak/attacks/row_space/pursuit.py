@@ -477,7 +477,7 @@ def pursuit_seconds(
     """Return an estimate of the seconds of a pursuit that chooses ``types`` types.
 
     The pursuit (:mod:`~lightning_fedleak.attacks.row_space.pursuit`) goes in cycles. It scores all
-    tokens of the vocabulary, of which the :data:`~.POOL` best form a pool. The pool is
+    tokens of the vocabulary, of which the :data:`POOL` best form a pool. The pool is
     scored ``POOL_SCORINGS`` times in a cycle. After each scoring ``CHOSEN_AT_ONCE`` types are
     chosen, each after a comparison of the ``SCREENED`` best. The estimate counts the operations of
     these products, and divides them by :data:`EFFICIENCY` times the device's operations per second.

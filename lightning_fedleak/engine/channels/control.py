@@ -22,11 +22,9 @@ The order in a look (a measurement at one step), after the attacks have guessed:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +47,6 @@ from lightning_fedleak.model.taps import (
 )
 from lightning_fedleak.report.records import default_limit
 
-FALL = 0.9
-"""An attack gets a new control if its number is below this share of its last control.
-
-Higher: more looks have a control, which costs a training step. Lower: an attack that has become
-weaker since its last control is noticed later.
-"""
 PART = 0.5
 """Share of the inputs that an attack can distinguish, of which a part of a control has as many.
 
@@ -86,19 +78,6 @@ _UNEVEN = (
     "programs (RLG, Dang et al. 2021) may separate them all"
 )
 _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
-
-
-@dataclass
-class _Newest:
-    """What is known of an attack from its newest control and look.
-
-    Attributes:
-        control: Its headline metric on its newest whole control; NaN if unknown.
-        number: Its number at its newest look; infinite before its first control.
-    """
-
-    control: float = math.nan
-    number: float = math.inf
 
 
 def _explain(
@@ -161,7 +140,7 @@ class Controls:
         self._channels = {key.attack: channel for key, channel in series.items()}
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
-        self._newest = defaultdict[str, _Newest](_Newest)  # by name of the attack
+        self._controlled: set[str] = set()  # the names of the attacks that had a control
         self.needs: dict[str, float] = {}
         self._hidden = HiddenWords(
             run, lambda s, roles: self._gradient(s, roles, {}).tensors, self._special
@@ -210,22 +189,18 @@ class Controls:
     def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number at this look needs a control at this look.
 
-        It does if it is the first of the run, lower than the one before, at most the highest limit
-        of a gate or :data:`FALL` times the last control, or if that control is unknown. After the
-        first, an attack without a result needs none. Under DP every look but a retry needs one.
+        It does if it is the first of the run, and if it is at most the highest limit of a gate.
+        After the first, an attack without a result needs none. Under DP every look but a retry
+        needs one.
         """
         name, answers = plan.attack.name, self._answers(look, plan)
         if self._ignores_data:
-            return name not in self._newest or look.scope is None
-        if name not in self._newest:  # its control may show that an unknown attack still waits
+            return name not in self._controlled or look.scope is None
+        if name not in self._controlled:  # its control may show that an unknown attack still waits
             return not all(isinstance(answer, Waiting) for answer in answers)
         if all(isinstance(answer, Unknown | Waiting | None) for answer in answers):
-            self._newest[name].control = math.nan  # the next result needs one of its own step
             return False
-        newest, number = self._newest[name], self._number(look, plan)
-        last, newest.number = newest.number, number
-        need = max(FALL * newest.control, self._limit(self._channels[name]))
-        return math.isnan(newest.control) or number < last or number <= need
+        return self._number(look, plan) <= self._limit(self._channels[name])
 
     def _answers(self, look: Look, plan: Plan) -> list[object]:
         """Return the answers of an attack at the stages of this look; None where it has none."""
@@ -556,18 +531,15 @@ class Controls:
         look.controls[plan.attack.name] = replace(
             control, unexplained=look.training_step.unexplained, bound=self._bound(look, plan)
         )
-        newest = self._newest[plan.attack.name]
-        newest.control = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
-        if math.isinf(newest.number):
-            newest.number = self._number(look, plan)
+        self._controlled.add(plan.attack.name)
 
-    def state(self) -> dict[str, _Newest]:
-        """Return what is known of each attack, by name."""
-        return deepcopy(self._newest)
+    def state(self) -> set[str]:
+        """Return the names of the attacks that had a control."""
+        return set(self._controlled)
 
-    def restore(self, state: dict[str, _Newest]) -> None:
+    def restore(self, state: set[str]) -> None:
         """Restore what :meth:`state` returned."""
-        self._newest = defaultdict(_Newest, deepcopy(state))
+        self._controlled = set(state)
 
     def _limit(self, channel: Channel) -> float:
         """Return the value that a control must exceed for a low number to count."""

@@ -62,7 +62,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     mean_of_sample_means,
 )
-from lightning_fedleak.defenses.dpsgd.settings import check_trainer
+from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.engine import Memorization, scheduler
 from lightning_fedleak.engine.channels.released.weights import WeightLooks

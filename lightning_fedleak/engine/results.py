@@ -142,14 +142,16 @@ class Results:
         if series is None or control is None:
             return records.Judgement(value)
         channel = self._channels[series]
+        rate = control.rates.get(metric)
+        is_read = rate is not None and not math.isnan(rate)
         return records.judge_value(
             value,
-            control.rates.get(metric),
+            rate,
             part=control.part.get(metric, math.nan),
             at_most=at_most,
             chance=channel.ranges.get(metric, (0.0, 1.0, 0.0))[2],
             known=channel.leak.known,
-            cause=control.why or _of_another_source(control.unexplained),
+            cause=_of_another_source(control.unexplained) if is_read else control.why,
             bound=control.bound,
         )
 

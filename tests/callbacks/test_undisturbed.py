@@ -70,7 +70,7 @@ CASES = {
     ),
     "bf16-true, frozen lower layers": ({"precision": "bf16-true"}, frozen),
     "gradient noise": (
-        {"strategy": lambda: DefendedStrategy("auto", [GradientNoise(1.0, 1e-4, seed=4)])},
+        {"strategy": lambda: DefendedStrategy("auto", [GradientNoise(1.0, 0.01, seed=4)])},
         None,
     ),
 }

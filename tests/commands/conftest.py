@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.attacks.words import aligned_readout
-from lightning_fedleak.cli.commands import memorization as command
+from lightning_fedleak.cli.studies import models
 from lightning_fedleak.model.taps import Text
 from tests.helpers.folders import save_tiny_causal_lm
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _models_are_asked_once() -> Iterator[None]:
     """Options change what is made of the answers to a pool of texts, and not the answers."""
     answers: dict[object, object] = {}
-    ask = command.log_probs_before_and_after
+    ask = models.log_probs_before_and_after
 
     def asked(texts: list[Text], model: str, base: str) -> object:
         rows = ((*text.ids.tolist(), *text.labels.tolist()) for text in texts)
@@ -37,5 +37,5 @@ def _models_are_asked_once() -> Iterator[None]:
         return answers[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "log_probs_before_and_after", asked)
+        patch.setattr(models, "log_probs_before_and_after", asked)
         yield

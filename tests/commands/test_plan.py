@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import row_space
-from lightning_fedleak.attacks.row_space import explanation
+from lightning_fedleak.attacks.row_space import pursuit
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import plan
 from lightning_fedleak.engine import WatchSettings
@@ -114,7 +114,7 @@ def save_config(
 def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plan, explanation):
+    for module in (plan, pursuit):
         monkeypatch.setattr(module, "operations_per_second", lambda _: 1e6)
     output = printed(model=save_config(tmp_path), batch=(2, 4), lora_r=rank)
     seconds: dict[str, list[float]] = {}

@@ -392,9 +392,12 @@ class ReadableInput:
             dropout_stds += [math.sqrt(variance)] * int(is_precise.sum())
         factors = {name: row * weights for name, row in factors.items()}
         positions = weighted_input.dictionary.count_positions(rows, tuple(factors.values()))
+        # Within the rank, with fewer inputs than rows, chance shows where evidence ends.
+        is_within = len(rows) < sum(min(gradient.shape) for gradient in gradients)
         for share in (1.0, _NOISE_SHARE):  # less noise is assumed only if there are many types
             stds = [x + share * y for x, y in zip(rounding_stds, dropout_stds, strict=True)]
-            result = weighted_input._explain(rows, positions, 0.0, stds, factors)
+            settings = positions, 0.0, stds, factors
+            result = weighted_input._explain(rows, *settings, estimated=is_within)
             if len(result.types) <= _MAX_FULL_NOISE * len(rows):
                 break
         return result
@@ -427,6 +430,8 @@ class ReadableInput:
         rounding: float,
         noise: Sequence[float],
         factors: Mapping[str, Tensor],
+        *,
+        estimated: bool = False,
     ) -> PursuitResult:
         """Run the pursuit on gradients (n_i, d).
 
@@ -436,6 +441,8 @@ class ReadableInput:
             rounding: The relative rounding error of the gradients.
             noise: The standard deviation of the noise of each gradient.
             factors: The rows of AdaLoRA's factors A by map, which are projected out too.
+            estimated: Whether the size of the noise is only estimated, as that of dropout, and
+                types end where chance gives as much evidence.
         """
         if self._atoms is not None and self._atoms[0] == (positions, frozenset(factors)):
             nuisance = self._atoms[1].nuisance
@@ -446,7 +453,7 @@ class ReadableInput:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
         dims = nuisance.shape[1] - len(nuisance)
         result: PursuitResult | None = None
-        if not rounding:  # that of dropout's rows is in their noise, whose size is only estimated
+        if estimated:
             shared = replace(shared, noise="estimated")
         for rows in (shared, shared.above_gap()):
             # Rows that fill all directions need no atoms, which take long.

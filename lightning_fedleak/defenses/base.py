@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -112,7 +114,8 @@ class CanaryGradient:
 
 def copied(defense: Defense) -> Defense:
     """Return a copy of a defence, whose hooks leave the state of the original as it is."""
-    twin, kinds = copy.copy(defense), Tensor | dict | list | set
+    twin = copy.copy(defense)
+    kinds = Tensor | dict | list | set | torch.Generator | np.random.Generator | random.Random
     vars(twin).update(
         {n: copy.deepcopy(v) for n, v in vars(defense).items() if isinstance(v, kinds)}
     )

@@ -37,6 +37,7 @@ from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.model.anatomy import special_ids, without_peft
+from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
     Step,
@@ -423,8 +424,9 @@ class Controls:
         try:
             for p in parameters:
                 p.grad = view.tensors.get(owners.get(id(p), ""))
-            for defense, acted, context in step.acted:
-                copied(defense).on_gradients(acted, context)
+            with preserve_process(), torch.no_grad():  # a defence may draw random numbers
+                for defense, acted, context in step.acted:
+                    copied(defense).on_gradients(acted, context)
             released = {role: getattr(anatomy.parameter(role), "grad", None) for role in roles}
         finally:
             for p, gradient in zip(parameters, before, strict=True):

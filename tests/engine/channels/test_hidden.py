@@ -189,6 +189,50 @@ def test_behind_noise_on_states_a_low_number_is_unknown(tmp_path: Path) -> None:
     assert "nothing bounds what a reader" in gate.fired.why
 
 
+class Dithered(Defense):
+    """Adds random numbers of torch and of its own generator, and counts its releases."""
+
+    name, guarantee = "dithered", "none"
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.sizes: list[float] = []
+
+    def on_gradients(self, parameters: Any, context: Any) -> None:
+        for p in parameters:
+            if p.grad is not None:
+                self.sizes.append(float(p.grad.norm()))
+                p.grad.add_(1e-6 * torch.randn_like(p.grad))
+                p.grad.add_(1e-6 * torch.randn(p.grad.shape, generator=self.generator))
+
+
+def test_a_control_draws_no_random_number_of_a_defence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = Dithered.on_gradients
+
+    def spy(self: Dithered, *given: Any) -> None:
+        calls.append(id(self))
+        real(self, *given)
+
+    monkeypatch.setattr(Dithered, "on_gradients", spy)
+    sizes = []
+    for watches in (True, False):
+        torch.manual_seed(0)
+        defense, module = Dithered(), Tuned()
+        monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
+        trainer = L.Trainer(
+            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+            callbacks=[monitor] * watches, default_root_dir=tmp_path, enable_progress_bar=False,
+            enable_model_summary=False, strategy=DefendedStrategy("auto", [defense]),
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(batches(3), batch_size=2))
+        sizes.append((defense.sizes, torch.get_rng_state().tolist()))
+    assert len(set(calls)) > 2  # copies acted on controls
+    assert sizes[0] == sizes[1]
+
+
 def test_a_control_goes_through_a_copy_of_a_compression(tmp_path: Path) -> None:
     compression = GradientCompression("low_rank", rank=2, error_feedback=False)
     alone = GradientCompression("low_rank", rank=2, error_feedback=False)

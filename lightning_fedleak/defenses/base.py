@@ -115,7 +115,8 @@ class CanaryGradient:
 def copied(defense: Defense) -> Defense:
     """Return a copy of a defence, whose hooks leave the state of the original as it is."""
     twin = copy.copy(defense)
-    kinds = Tensor | dict | list | set | torch.Generator | np.random.Generator | random.Random
+    generators = torch.Generator, np.random.Generator, random.Random
+    kinds = (Tensor, dict, list, set, *generators)
     vars(twin).update(
         {n: copy.deepcopy(v) for n, v in vars(defense).items() if isinstance(v, kinds)}
     )

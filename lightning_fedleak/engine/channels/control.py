@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.engine.channels.base import Channel, gives_control
-from lightning_fedleak.engine.channels.hidden import HiddenWords
+from lightning_fedleak.engine.channels.hidden import HiddenWords, in_float64
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
@@ -101,7 +101,7 @@ def _explain(
     for x, y in pairs.values():
         if torch.equal(x, y) and bool(x.any()):
             factor = 1.0
-        first, second = _double(x), _double(y)
+        first, second = in_float64(x), in_float64(y)
         dot += float((first * second).sum())
         square += float(first.square().sum())
         square_again += float(second.square().sum())
@@ -110,16 +110,11 @@ def _explain(
     if not 0 < factor < math.inf:
         return 1.0, {}
     for role, (x, y) in pairs.items():
-        residual = torch.sub(_double(x) * factor, _double(y))
+        residual = torch.sub(in_float64(x) * factor, in_float64(y))
         if bool(residual.any()):
             unexplained += float(residual.square().sum())
             remainder[role] = residual.to(x.device, torch.promote_types(x.dtype, torch.float32))
     return min(1.0, math.sqrt(unexplained / square) / factor), remainder
-
-
-def _double(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, on the CPU if its device has no float64."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 class Controls:

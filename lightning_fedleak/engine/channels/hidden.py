@@ -20,6 +20,7 @@ import torch
 from scipy.special import ndtr
 from torch import Tensor
 
+from lightning_fedleak.attacks.base import WITHOUT_FLOAT64
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.model.taps import Step, one_text, replace_word
@@ -150,9 +151,14 @@ class HiddenWords:
         return self._gradient(step, self._run.anatomy.trainable_names())
 
 
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on the CPU if its device has no float64."""
+    return (tensor.cpu() if tensor.device.type in WITHOUT_FLOAT64 else tensor).double()
+
+
 def _norm(gradients: Mapping[str, Tensor]) -> float:
     """Return the norm of all gradients together."""
-    return math.hypot(*(float(gradient.double().norm()) for gradient in gradients.values()))
+    return math.hypot(*(float(in_float64(gradient).norm()) for gradient in gradients.values()))
 
 
 def _distance(
@@ -164,7 +170,7 @@ def _distance(
     """Return the norm of the difference of gradients, each times its scale; absent ones are 0."""
     pairs = ((first.get(n), second.get(n)) for n in {**first, **second})
     differences = (
-        (0 if x is None else x.double() * scale) - (0 if y is None else y.double() * other)
+        (0 if x is None else in_float64(x) * scale) - (0 if y is None else in_float64(y) * other)
         for x, y in pairs
     )
     return math.hypot(*(float(torch.as_tensor(d).norm()) for d in differences))

@@ -11,7 +11,8 @@ it. Some are compiled, have a dropout whose randomness is their own, an L2 penal
 or a declared GradientNoise of 1e-10 to 10. The true words are those that the model was called on.
 Where a gate at .5 on ``leakage/worst/words`` lets a look pass, readers that are no attacks of the
 package read what the optimizer gets: rows of the head's gradient, rows of the embedding's, and the
-spans of a LoRA's A and B. One that reads more than .15 above the logged number refutes it. What
+spans of a LoRA's A and B. One that reads more than .15 above the logged number refutes it, unless
+types drawn at random would be as many true ones with a probability above .001. What
 counts as known *by aggregation* is a number apart: the batch holds more than the attack can
 distinguish there.
 
@@ -38,7 +39,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from scipy.stats import chi2
+from scipy.stats import chi2, hypergeom
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -51,6 +52,7 @@ from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch, WatchSett
 SMOKE = ("--runs 1", "--large --runs 1")
 
 REFUTES = 0.15
+CHANCE = 1e-3
 VOCABULARY, WIDTH, BLOCKS, TOKENS = 256, 48, 3, 32
 TRAINED_TOKENS = [3, 4, 5, 6]
 """Ids that ``trainable_token_indices`` trains, the most frequent ones."""
@@ -359,7 +361,7 @@ def span_of_b(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
 
 
 def read_alone(training: Training, seen: Seen) -> dict[str, float]:
-    """Return the F1 of each reader on what the optimizer of a step got."""
+    """Return the F1 of each reader that names more than chance of what the optimizer got."""
     model: Any = training.model()
     model.load_state_dict(seen.weights)
     named = {
@@ -372,8 +374,10 @@ def read_alone(training: Training, seen: Seen) -> dict[str, float]:
         "span of the LoRA": ("input", span_of_lora(model, seen.gradients)),
     }
     return {
-        name: 2 * len(seen.words[surface] & types) / max(1, len(seen.words[surface]) + len(types))
+        name: 2 * len(true & types) / max(1, len(true) + len(types))
         for name, (surface, types) in named.items()
+        for true in [seen.words[surface]]
+        if hypergeom.sf(len(true & types) - 1, VOCABULARY, len(true), len(types)) < CHANCE
     }
 
 

@@ -332,7 +332,7 @@ def test_tokens_move_and_stay_in_number(seed: int, with_words: bool) -> None:
     sizes = torch.rand(IDS.shape[0], IDS.shape[1] - 1) + 0.5
     read = causal_call(IDS, sizes, mask=MASK)
     generator = torch.Generator().manual_seed(seed)
-    draw = shuffle_words(Step(calls=[read]), special, generator, sizes_go_with_words=with_words)
+    draw = shuffle_words(Step(calls=[read]), special, generator, with_words=with_words)
     [batch], (new_sizes, *_) = draw.batches, draw.calls[0].shapes
     stays = (MASK == 0) | torch.isin(IDS, torch.tensor(sorted(special)))
     assert torch.equal(batch.input_ids[stays], IDS[stays])

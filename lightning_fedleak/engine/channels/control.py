@@ -67,6 +67,13 @@ A batch that was not trained on leaves .99 unexplained, an L2 penalty of common 
 Higher: numbers count although half of the gradient is of other text. Lower: steps with large
 penalties are unknown, although their control contains the penalty and could decide.
 """
+FEW_TYPES = 32
+"""Distinct words of a batch; with fewer, the lowest of :data:`SHUFFLES` controls counts.
+
+Higher: more steps pay for three controls. Lower: one shuffle, in which an attack may happen to
+recover its few words, decides. A rate over 32 words has a standard error of up to .09.
+"""
+SHUFFLES = 3
 _ELSEWHERE = "the control could not be made on another process"
 _NOT_AGAIN = "the step could not be made again: {}"
 _DOUBT = (
@@ -233,7 +240,7 @@ class Controls:
             step.unexplained = share
             self._fail(look, scored, _DOUBT.format(share))
             return
-        few = self._has_few_uneven_labels(look, controls)
+        few = self._has_few_uneven_labels(look, controls[0])
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
         uneven = [p for p in plans if few and p.attack.for_even_losses and p not in likely]
         if rest := [plan for plan in plans if plan not in [*likely, *uneven]]:
@@ -241,11 +248,11 @@ class Controls:
         self._fail(look, likely, _LIKELY_TEXTS)
         self._fail(look, uneven, _UNEVEN)
 
-    def _has_few_uneven_labels(self, look: Look, controls: Sequence[Step]) -> bool:
+    def _has_few_uneven_labels(self, look: Look, control: Step) -> bool:
         """Return whether labels weigh unevenly, and are so few that a vector separates each."""
-        if len(controls) == 1:  # they weigh evenly
+        if not self._anywhere(is_uneven(look.training_step.calls)):
             return False
-        few = self._count_labels(controls[0]) < self._run.anatomy.hidden_size
+        few = self._count_labels(control) < self._run.anatomy.hidden_size
         # Noise keeps a vector from separating them.
         return self._anywhere(few and not look.training_step.view(look.stages[-1]).noise_std > 0)
 
@@ -258,18 +265,21 @@ class Controls:
         """Return the controls of a step, which have its words in shuffled order.
 
         If labels weigh unevenly in the loss there are two: in the first the weights stay at their
-        positions, in the second they move with the words.
+        positions, in the second they move with the words. If words are few, each is made with
+        :data:`SHUFFLES` orders.
 
         Raises:
             UnusableObservation: The calls of the step are not known, here or on another process.
         """
-        failure, uneven, controls = step.error, False, list[Step]()
+        failure, uneven, few, controls = step.error, False, False, list[Step]()
         generator = torch.Generator().manual_seed(1_000_003 * step.number + self._run.rank)
         try:
             if not step.calls:
                 raise UnusableObservation("the step's calls were not read")
             controls.append(shuffle_words(step, self._special, generator))
             uneven = is_uneven(step.calls)
+            types = torch.cat([batch.context_ids() for batch in step.batches]).unique()
+            few = len(types) < FEW_TYPES
         except Exception as error:
             failure = failure or reason(error)
         n = len(step.calls)
@@ -278,9 +288,9 @@ class Controls:
             failure = failure or "processes made different numbers of calls"
         if self._anywhere(failure is not None):
             raise UnusableObservation(failure or _ELSEWHERE)
-        if self._anywhere(uneven):
-            with_words = shuffle_words(step, self._special, generator, sizes_go_with_words=True)
-            controls.append(with_words)
+        moves = [False, True] if self._anywhere(uneven) else [False]
+        for with_words in (moves * (SHUFFLES if self._anywhere(few) else 1))[1:]:
+            controls.append(shuffle_words(step, self._special, generator, with_words=with_words))
         return controls
 
     def _remainder(self, look: Look, roles: Sequence[str]) -> tuple[float, dict[str, Tensor]]:

@@ -68,7 +68,7 @@ def shuffle_words(
     special: frozenset[int],
     generator: torch.Generator,
     *,
-    sizes_go_with_words: bool = False,
+    with_words: bool = False,
 ) -> Step:
     """Return a control: a copy of a step with its tokens shuffled over their positions.
 
@@ -80,13 +80,13 @@ def shuffle_words(
         step: the step.
         special: The ids of tokens that are not moved.
         generator: The generator of the shuffling, on the CPU.
-        sizes_go_with_words: whether the size of a label's gradient moves with its token, as class
+        with_words: whether the size of a label's gradient moves with its token, as class
             weights do, or stays at its position.
 
     Raises:
         UnusableObservation: the labels' gradients of a call are not known.
     """
-    settings = special, generator, sizes_go_with_words
+    settings = special, generator, with_words
     calls = [_shuffle_call(call, *settings).with_live_labels() for call in step.calls]
     return Step(step.number, calls, round=step.round, n_ended=len(calls))
 

@@ -51,10 +51,27 @@ def bars(show: bool) -> Iterator[None]:
             progress.stop()
 
 
-def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the duration of work: CPU seconds divided by the number of threads, or GPU seconds.
+class Stopwatch:
+    """Measures what work takes of this process: the smaller of its time and its processor time.
 
-    On a GPU the load by other programs changes it, but not on a CPU.
+    A pause in which the process does not run (a busy machine, swapping, a stopped job) adds no
+    processor time, and threads that work at the same time add no more than the time that passes.
+    All budgets, prices and cadences use it.
+    """
+
+    def __init__(self) -> None:
+        self._begin, self._processor = time.perf_counter(), time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return min(time.perf_counter() - self._begin, time.process_time() - self._processor)
+
+
+def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the duration of work, by a :class:`Stopwatch` or in seconds of a GPU.
+
+    On a GPU the load by other programs changes it.
 
     Args:
         work: The function to measure, which is called once.
@@ -69,9 +86,9 @@ def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
             end.record()
             end.synchronize()
         return float(start.elapsed_time(end)) / 1000
-    begin = time.process_time()
+    watch = Stopwatch()
     work()
-    return (time.process_time() - begin) / torch.get_num_threads()
+    return watch.seconds
 
 
 def peak_bytes(device: torch.device, *, begin: bool = False) -> float:

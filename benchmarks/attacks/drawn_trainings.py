@@ -2,7 +2,9 @@
 
     python -m benchmarks.attacks.drawn_trainings                    # a hundred, about 8 minutes
     python -m benchmarks.attacks.drawn_trainings --only 17 --runs 1  # the draw of a refutation
-    python -m benchmarks.attacks.drawn_trainings --large            # how often a gate decides
+    python -m benchmarks.attacks.drawn_trainings --kind large       # how often a gate decides
+    python -m benchmarks.attacks.drawn_trainings --kind untouched   # what is unknown without cause
+    python -m benchmarks.attacks.drawn_trainings --kind identity    # watched and unwatched weights
 
 A training draws its loss (also of a fused head, of preferences, with a term of the weights alone),
 what it trains, dropout, noise on embeddings, precision, batch, the step that is looked at, and what
@@ -16,12 +18,16 @@ types drawn at random would be as many true ones with a probability above .001. 
 counts as known *by aggregation* is a number apart: the batch holds more than the attack can
 distinguish there.
 
-With ``--large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more, and
-nothing hides them: no dropout, no noise, no rounding. There a gate should decide.
+Of the kind ``large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more,
+and nothing hides them: no dropout, no noise, no rounding. There a gate should decide. The kind
+``untouched`` has gradients that nothing but a declared defence changes, of a size over six decades.
+Of the kind ``identity`` each training is run watched and unwatched, and within its steps the model
+is copied, averaged and saved: the weights must be equal to the bit.
 """
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -42,14 +48,26 @@ from peft import LoraConfig, get_peft_model
 from scipy.stats import chi2, hypergeom
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from benchmarks.shared import llama, parser_of, quieten
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
-from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.defenses import (
+    ActivationNoise,
+    Defense,
+    GradientCompression,
+    GradientNoise,
+    TokenLDP,
+)
 from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch, WatchSettings
 
-SMOKE = ("--runs 1", "--large --runs 1")
+SMOKE = (
+    "--runs 1",
+    "--kind large --runs 1",
+    "--kind untouched --runs 1",
+    "--kind identity --runs 1",
+)
 
 REFUTES = 0.15
 CHANCE = 1e-3
@@ -93,6 +111,7 @@ class Training:
     own_dropout: float = 0.0
     penalty: float = 0.0
     sigma: float = 0.0
+    defence: str = "GradientNoise"
 
     @classmethod
     def drawn(cls, seed: int) -> Training:
@@ -136,6 +155,25 @@ class Training:
         part = "LoRA q/v" if open_.part == "LoRA o+down" else open_.part
         return replace(open_, part=part, rows=shape[0], length=shape[1])
 
+    @classmethod
+    def untouched(cls, seed: int) -> Training:
+        """Return a training whose gradients nothing but a declared defence changes."""
+        draw = random.Random(-seed)
+        plain = replace(cls.plain(seed), touch="nothing", batch="the same", noise=0.0)
+        if draw.random() < 0.5:  # without a defence
+            return replace(plain, compiled=draw.random() < 0.3)
+        sigma, defence = 10 ** draw.uniform(-6, 0), draw.choice(list(DEFENCES))
+        return replace(plain, sigma=sigma, defence=defence)
+
+    def defences(self) -> list[Defense]:
+        """Return the declared defences."""
+        return [DEFENCES[self.defence](self.sigma)] if self.sigma else []
+
+    def setting(self) -> str:
+        """Return what a table of looks is sorted by."""
+        plain = f"{self.precision}{', compiled' * self.compiled}{', dropout' * bool(self.dropout)}"
+        return self.defence if self.sigma else plain
+
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
         sizes = {"max_position_embeddings": TOKENS, "tie_word_embeddings": self.tied}
@@ -173,6 +211,15 @@ class Training:
         weights = 1 / torch.arange(1, VOCABULARY - 2)
         drawn = torch.multinomial(weights, self.rows * self.length, True, generator=generator)
         return 3 + drawn.view(self.rows, self.length)
+
+
+DEFENCES: dict[str, Callable[[float], Defense]] = {
+    "GradientNoise": lambda sigma: GradientNoise(None, sigma, seed=0),
+    "GradientNoise, clipped": lambda sigma: GradientNoise(1.0, sigma, seed=0),
+    "ActivationNoise": lambda sigma: ActivationNoise(1, sigma),
+    "TokenLDP": lambda sigma: TokenLDP("grr", 1 / sigma, special_ids=[]),
+    "GradientCompression": lambda _: GradientCompression("int8"),
+}
 
 
 # ---- losses: of a model, ids, and (B, L) what counts -------------------------------------------
@@ -284,6 +331,7 @@ class Verdict:
     """What came of one training."""
 
     looks: Counter[str] = field(default_factory=Counter)
+    copies: list[Mapping[str, Tensor]] = field(default_factory=list)
     refuted: list[str] = field(default_factory=list)
     aggregated: list[str] = field(default_factory=list)
 
@@ -362,7 +410,8 @@ def span_of_b(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
 
 def read_alone(training: Training, seen: Seen) -> dict[str, float]:
     """Return the F1 of each reader that names more than chance of what the optimizer got."""
-    model: Any = training.model()
+    with torch.random.fork_rng():
+        model: Any = training.model()
     model.load_state_dict(seen.weights)
     named = {
         "rows of the head": ("output", rows_of_head(seen.gradients)),
@@ -427,7 +476,14 @@ def check_truth(
             verdict.refuted.append(f"{training}\n    {why}")
 
 
-def run(training: Training, folder: Path, at_most: float) -> Verdict:
+def run(
+    training: Training,
+    folder: Path,
+    at_most: float,
+    *,
+    watched: bool = True,
+    copying: bool = False,
+) -> Verdict:
     """Train, look, and ask readers of its own where the gate lets a look pass."""
     verdict, model = Verdict(), training.model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
@@ -445,20 +501,22 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     settings = WatchSettings(
         precision=training.precision, tensorboard=False, assume=HONEST_BUT_CURIOUS
     )
-    looks = {"folder": folder, "every_n_steps": max(1, training.step)}
     truths: dict[int, Seen] = {}
     steps = range(max(training.step, 2) + 1)
-    loader: Any = DataLoader([training.ids(step) for step in steps], batch_size=None)
-    noise = [GradientNoise(None, training.sigma)] if training.sigma else []
+    rows = [{"input_ids": training.ids(step)} for step in steps]
+    loader: Any = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
     defended: Any = nullcontext()
-    if noise:
+    if defences := training.defences():
         precision = "bf16-mixed" if training.precision == "bf16-mixed" else None
-        args = (called, optimizer, loader, noise)
-        defended = DefendedLoop(*args, epochs=1, precision=precision)
-    watching = Watch(called, optimizer, "auto", [gate], settings=settings, **looks)
+        defended = DefendedLoop(called, optimizer, loader, defences, epochs=1, precision=precision)
+    watching: Any = nullcontext()
+    if watched:
+        looks = {"folder": folder, "every_n_steps": max(1, training.step)}
+        watching = Watch(called, optimizer, "auto", [gate], settings=settings, **looks)
     with defended as loop, watching as watch:
-        for step, ids in enumerate(loader if loop is None else loop):
-            looks = watch.engine.results.looks
+        for step, given in enumerate(loader if loop is None else loop):
+            ids = given["input_ids"]
+            looks = watch.engine.results.looks if watched else 0
             counted = torch.ones_like(ids)
             if training.loss in ("answers only", "loss mask"):
                 counted[:, : training.length // 2] = 0
@@ -468,7 +526,7 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
             else:
                 batch["labels"] = ids.masked_fill(counted == 0, -100)
             fired.clear()
-            with watch.step(batch):
+            with watch.step(batch) if watched else nullcontext():
                 if training.batch == "cropped":
                     ids, counted = ids[:, : max(4, training.length // 2)], torch.ones_like(ids)
                 elif training.batch == "another":
@@ -482,42 +540,86 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
                     if p.grad is not None:
                         p.grad.copy_(touch(p, p.grad))
                 weights = {n: t.clone() for n, t in model.state_dict().items()}
+                if copying:
+                    verdict.copies.append(copied(training, model, folder))
                 optimizer.step()  # which a declared defence acts in
                 gradients = {
                     n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
                 }
-                truths[step] = Seen(true_words(ids, counted), gradients, weights)
+                written = training.ids(step) if training.defence == "TokenLDP" else ids
+                truths[step] = Seen(true_words(written, counted), gradients, weights)
                 optimizer.zero_grad()
-            if watch.engine.results.looks > looks:
+            if watched and watch.engine.results.looks > looks:
                 seen = truths[watch.engine.results.last_step]
                 judge(training, watch, seen, gate, fired, verdict)
-    if not training.compiled:  # there words are read from the batch, which has no mask of the loss
+    verdict.copies.append(model.state_dict())
+    # Of a compiled model words are read from the batch, which has no mask of the loss.
+    if watched and not training.compiled and training.defence != "TokenLDP":
         check_truth(training, folder, truths, verdict)
     return verdict
 
 
+def copied(training: Training, model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
+    """Return the weights of copies of a model: averaged, and saved, if its hooks can be saved."""
+    averaged = AveragedModel(copy.deepcopy(model))
+    averaged.update_parameters(model)
+    saved: nn.Module = averaged
+    if not (training.noise or training.own_dropout):
+        torch.save(model, folder / "copy.pt")
+        saved = torch.load(folder / "copy.pt", weights_only=False)
+    return {**averaged.module.state_dict(), **dict(saved.named_parameters("saved"))}
+
+
+def compare(training: Training, folder: Path, at_most: float) -> Verdict:
+    """Return the looks of a training, refuted if its weights depend on whether it is watched."""
+    both = []
+    for watched in (True, False):
+        torch.compiler.reset()
+        both.append(run(training, folder, at_most, watched=watched, copying=True))
+    with_looks, without = both
+    pairs = zip(with_looks.copies, without.copies, strict=True)
+    equal = all(set(x) == set(y) and all(torch.equal(x[n], y[n]) for n in x) for x, y in pairs)
+    refuted = [] if equal else [f"{training}\n    watched weights differ"]
+    return replace(with_looks, refuted=refuted)
+
+
+KINDS: dict[str, Callable[[int], Training]] = {
+    "drawn": Training.drawn,
+    "large": Training.large,
+    "untouched": Training.untouched,
+    "identity": Training.drawn,
+}
+
+
 def main() -> int:
-    only, large = (0, "the first draw"), (False, "large batches that nothing hides")
-    parser = parser_of(__doc__, runs=100, only=only, large=large, at_most=(0.5, "of the gate"))
+    kinds = ("drawn", ", ".join(KINDS))
+    parser = parser_of(
+        __doc__, runs=100, only=(0, "the first draw"), kind=kinds, at_most=(0.5, "of the gate")
+    )
     options = parser.parse_args()
     quieten()
     total, start = Verdict(), time.monotonic()
+    by_setting: dict[str, Counter[str]] = {}
+    judge_run = compare if options.kind == "identity" else run
     for seed in range(options.only, options.only + options.runs):
-        training = (Training.large if options.large else Training.drawn)(seed)
+        training = KINDS[options.kind](seed)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             try:
-                verdict = run(training, Path(folder), options.at_most)
+                verdict = judge_run(training, Path(folder), options.at_most)
             except ValueError as refusal:  # a gate on what nothing reads is refused
                 if "not 'safe'" not in str(refusal):
                     raise
-                total.looks["refused"] += 1
-                continue
+                verdict = Verdict(Counter({"refused": 1}))
         total.looks += verdict.looks
         total.refuted += verdict.refuted
         total.aggregated += verdict.aggregated
+        by_setting.setdefault(training.setting(), Counter()).update(verdict.looks)
         for line in verdict.refuted:
             print("REFUTED", line, flush=True)
     print(f"{options.runs} trainings, {time.monotonic() - start:.0f} s, looks: {dict(total.looks)}")
+    if options.kind == "untouched":
+        for setting, looks in sorted(by_setting.items()):
+            print(f"  {setting}: {dict(looks)}")
     print(f"known and refuted: {len(total.refuted)}; by aggregation, and another reads more:")
     print("\n".join(total.aggregated) or "none")
     return 1 if total.refuted else 0

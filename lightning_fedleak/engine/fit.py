@@ -10,7 +10,6 @@ reads.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -358,7 +357,7 @@ class Fit:
         if look is None or id(optimizer) in look.stepped:
             return None
         if look.step_seconds == 0:
-            look.step_seconds = time.perf_counter() - look.started - look.seconds
+            look.step_seconds = max(0.0, look.stopwatch.seconds - look.seconds)
         run, step, scale = self.run, look.training_step, self.run.loss_scale
         one_client = run.client == "world" or Stage.SHARED in stages
         clients = 1 if one_client else run.processes  # their independent noise is averaged

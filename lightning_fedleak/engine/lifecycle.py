@@ -8,7 +8,6 @@ the record is closed.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -36,6 +35,7 @@ from lightning_fedleak.engine.results import (
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
+from lightning_fedleak.progress import Stopwatch
 from lightning_fedleak.report import records
 
 
@@ -100,7 +100,7 @@ class Engine(StepEngine):
         self._calibrations: dict[str, object] = {}  # of a checkpoint or another run, by attack
         self._ended_summary: dict[str, object] = {}  # see _summary
         self._logged_last = False
-        self._set_up_seconds = self._begin_time = 0.0
+        self._set_up_seconds, self._since_begin = 0.0, Stopwatch()
         self._prepared: set[str] = set()
         self._logged_names: list[str] = []
         self._forget_listeners()
@@ -212,7 +212,7 @@ class Engine(StepEngine):
         Raises:
             ValueError: An attack does not fit the model or the run.
         """
-        started = time.perf_counter()
+        watch = Stopwatch()
         options, folder = self.options, destination.folder
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
@@ -229,7 +229,7 @@ class Engine(StepEngine):
         calibrations, self._calibrations = self._calibrations, {}
         earlier, self.earlier = self.earlier, {}
         self._fit.calibrate(calibrations, self._stage_reached, self._before_defense)
-        self._set_up_seconds = time.perf_counter() - started
+        self._set_up_seconds = watch.seconds
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         if self.weights is not None and not self.selection.auto:
             self.results.playing |= self.weights.series
@@ -325,7 +325,7 @@ class Engine(StepEngine):
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
                 channel.load_state_dict({})
-        self._logged_last, self._begin_time = False, time.perf_counter()
+        self._logged_last, self._since_begin = False, Stopwatch()
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps, self._set_up_seconds)
         if run.unit == "step" and self._fit.series:
@@ -494,7 +494,7 @@ class Engine(StepEngine):
         self.record.write_end(self._fit.run, how)
         if self.report is not None:
             reference = 0.0 if self.weights is None else self.weights.reference_seconds
-            run_seconds = time.perf_counter() - self._begin_time - reference
+            run_seconds = self._since_begin.seconds - reference
             newest = {f: self.results.latest.get(f"{WORST}/{f}") for f in self.results.families}
             worst = {family: value for family, value in newest.items() if value is not None}
             self.report.ends(self.first_step, self._set_up_seconds, run_seconds, reference, worst)

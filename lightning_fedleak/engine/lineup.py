@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, without_peft
 from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
-from lightning_fedleak.progress import bars, measure_seconds, track
+from lightning_fedleak.progress import Stopwatch, bars, measure_seconds, track
 from lightning_fedleak.report.records.files import first_of
 
 MAX_LINES = 3
@@ -140,8 +140,13 @@ def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
 
 
 SLOW = 2.0
-"""An attack that took this multiple of ``look_seconds`` does not run any more. With a larger value
-slow attacks go on; with a smaller one a busy machine ends attacks that are fast enough."""
+"""An attack that took this multiple of ``look_seconds`` at two looks in a row is left out. With a
+larger value slow attacks go on; with a smaller one few attacks run on large models."""
+LOOKS_OUT = 8
+"""Looks for which a slow attack is left out; each time that it is slow again, twice as many.
+
+More: one that was slow for another reason is missed for longer. Fewer: looks are slow more often.
+"""
 _MAX_ESTIMATE_TEXTS = 8
 """Largest number of texts in the batch for which the seconds of a look are estimated."""
 _NOT_SHARED_REASON = "what it reads is not trained, and so not shared"
@@ -198,7 +203,9 @@ class Lineup:
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
         self.set_up_seconds: dict[str, float] = {}
-        self._too_slow: dict[str, str] = {}  # why attacks stopped to run, by name
+        self._too_slow: dict[str, str] = {}  # why attacks are left out, by name
+        self._slow_runs: Counter[str] = Counter()  # looks in a row at which an attack was slow
+        self._looks_out: dict[str, int] = {}  # looks for which an attack stays left out
         reshard(run.anatomy.root)  # FSDP2 leaves layers unsharded after an evaluation
         self.is_sharded = run.is_sharded
         work: dict[Hashable, Any] = {}  # results that the checks of several attacks share
@@ -423,11 +430,11 @@ class Lineup:
         """Calibrate an attack, once in a run, and log the duration if it is over a second."""
         if attack.name in self.prepared:
             return
-        started, anatomy = time.perf_counter(), self._run.anatomy
+        watch, anatomy = Stopwatch(), self._run.anatomy
         seconds = measure_seconds(partial(attack.prepare, anatomy), anatomy.device)
         self.prepared.add(attack.name)
         self.set_up_seconds[attack.name] = seconds
-        self.calibrating_seconds += time.perf_counter() - started
+        self.calibrating_seconds += watch.seconds
         if seconds > 1:
             watcher = self._run.watcher
             rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
@@ -452,18 +459,25 @@ class Lineup:
         return failed
 
     def leave_out_slow(self, longest: Mapping[str, float]) -> None:
-        """With ``attacks="auto"``, stop running attacks that were far slower than estimated.
+        """With ``attacks="auto"``, leave out attacks that were far slower than estimated.
+
+        They are tried again after :data:`LOOKS_OUT` looks.
 
         Args:
             longest: The seconds of the longest run of each attack in a look, by name.
         """
         if not self._is_auto or self.is_sharded:
             return
+        self._looks_out = {name: looks - 1 for name, looks in self._looks_out.items()}
+        self._too_slow = {n: why for n, why in self._too_slow.items() if self._looks_out[n] > 0}
         for name, seconds in self._run.broadcast(dict(longest)).items():
-            if seconds > SLOW * self._max_seconds:
+            is_slow = seconds > SLOW * self._max_seconds
+            self._slow_runs[name] = slow_runs = self._slow_runs[name] + 1 if is_slow else 0
+            if slow_runs > 1:
+                self._looks_out[name] = looks = LOOKS_OUT * 2 ** (slow_runs - 2)
                 why = f"a run took {seconds:.2g} s, and look_seconds={self._max_seconds:g}"
-                self._too_slow[name] = f"not run any more: {why}"
-                rank_zero_info(f"{self._run.watcher}: '{name}' is not run any more: {why}")
+                self._too_slow[name] = f"not run at {looks} looks: {why}"
+                rank_zero_info(f"{self._run.watcher}: '{name}' is not run at {looks} looks: {why}")
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a context in which a sharded model is gathered, if an attack reads its weights."""

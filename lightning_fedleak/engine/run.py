@@ -33,6 +33,7 @@ from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.model.model_state import WeightsWritten
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage, check_finite, is_shard
 from lightning_fedleak.model.taps import ChangedInPlace, Step, UpdateError, before_real_step
+from lightning_fedleak.progress import Stopwatch
 
 # The dtype of autocast, by the precision of a run.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -353,7 +354,7 @@ class Look:
         stepped: The ids of the optimizers that were about to step; empty if nothing was shared.
         seconds: The duration of the look so far.
         control_seconds: The part of these seconds that controls took.
-        started: The value of ``time.perf_counter`` when the look began.
+        stopwatch: The time since the look began.
         step_seconds: The duration of the step without the look; 0 until it is known.
         followed: Whether the attacks have been adapted to the weights of this look.
         notes: Functions that write the recovered words or texts to local files, under a title.
@@ -373,7 +374,7 @@ class Look:
     stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0
     control_seconds: float = 0.0
-    started: float = field(default_factory=lambda: time.perf_counter())
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
     step_seconds: float = 0.0
     followed: bool = False
     notes: dict[Series, Callable[[Any, str], object]] = field(default_factory=dict)
@@ -402,12 +403,13 @@ class Look:
         """
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
         wait(device)
-        start = time.perf_counter()
+        watch = Stopwatch()
         try:
             yield
         finally:
+            seconds, start = watch.seconds, time.perf_counter()
             wait(device)
-            seconds = time.perf_counter() - start
+            seconds += time.perf_counter() - start  # here the device works, not the process
             if is_control:
                 self.control_seconds += seconds
             else:

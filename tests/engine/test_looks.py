@@ -6,7 +6,6 @@ import json
 import math
 import re
 import stat
-import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_fedleak import progress
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
@@ -35,7 +35,7 @@ from tests.helpers.lightning_modules import (
     random_token_loader,
     states_by_blocks,
 )
-from tests.helpers.loops import lines_of, model_loss, still_gpt2, train, watched
+from tests.helpers.loops import lines_of, model_loss, still_gpt2, train, watched, work_for
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2
 from tests.helpers.settings import grouped
 
@@ -529,7 +529,7 @@ def test_what_each_attack_took_of_the_looks_is_written_and_said(
 ) -> None:
     class Slow(Probe):
         def run(self, view: Any, query: Any = None) -> Any:
-            time.sleep(0.1)
+            work_for(0.11)
             return super().run(view, query)
 
     with caplog.at_level("INFO"):
@@ -588,7 +588,8 @@ def test_max_overhead_counts_whole_optimizer_steps(
         return model_loss(model, batch)
 
     monkeypatch.setattr(Cadence, "after_look", recorded)
-    monkeypatch.setattr("lightning_fedleak.engine.run.time.perf_counter", lambda: clock[0])
+    for name in ("perf_counter", "process_time"):
+        monkeypatch.setattr(progress.time, name, lambda: clock[0])
     watched(tmp_path, Probe(), max_overhead=0.5, loss=loss, accumulate=accumulate, n=80)
     assert seconds
     assert seconds == pytest.approx([1000 * accumulate] * len(seconds), rel=0.01)

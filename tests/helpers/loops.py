@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -168,3 +169,10 @@ def check_undisturbed(
     training = train(folder, attacks, make(), **settings)
     assert_same_training(train(None, None, make(), **settings), training)
     return training.watch
+
+
+def work_for(seconds: float) -> None:
+    """Keep a processor busy for a duration."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass

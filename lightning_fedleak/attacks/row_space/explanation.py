@@ -29,7 +29,6 @@ gradients are simulated.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,6 +48,7 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
     products_in_tf32,
 )
+from lightning_fedleak.progress import Stopwatch
 
 # Factor of dropout's standard deviation that the pursuit assumes if there are many types.
 # F1 of the types under dropout .05, for batches of 4 texts x 32 tokens of stories15M and 4 x 64 of
@@ -106,14 +106,14 @@ def measure_capacity(
     # bisection, until the two differ by a sixteenth of the dimensions.
     low, high = 0, min(dims, len(plantable))
     types = max(1, min(int(predicted), high - 1))
-    deadline = time.monotonic() + seconds
+    watch = Stopwatch()
     min_lost = None
     while low < types < high:
         if _recovers_planted(atoms, rank, plantable, types, generator):
             low = types
         else:
             high = min_lost = types
-        if time.monotonic() > deadline or high - low <= max(1, dims // 16):
+        if watch.seconds > seconds or high - low <= max(1, dims // 16):
             break
         wider = min(types + max(1, dims // 8), high - 1) if min_lost is None else (low + high) // 2
         narrower = max(1, types - max(1, dims // 8)) if low == 0 else (low + high) // 2

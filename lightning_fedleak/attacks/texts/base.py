@@ -11,7 +11,6 @@ its copy of the bottom model.
 from __future__ import annotations
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from lightning_fedleak.attacks.base import Capability, ThreatModel
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.snapshots import Observation, check_finite
+from lightning_fedleak.progress import Stopwatch
 from lightning_fedleak.validate import check_integer, check_number
 
 NOTHING = -1
@@ -267,16 +267,16 @@ class Sent:
 
 
 class Deadline:
-    """A deadline ``seconds`` from now; None for no deadline."""
+    """A deadline after ``seconds`` of work, by a :class:`~.Stopwatch`; None for no deadline."""
 
     def __init__(self, seconds: float | None = None) -> None:
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._watch, self._seconds = Stopwatch(), math.inf if seconds is None else seconds
 
     @property
     def passed(self) -> bool:
         """Return whether the deadline has passed."""
-        return time.monotonic() >= self._end
+        return self._watch.seconds >= self._seconds
 
     def share(self, parts: int) -> Deadline:
         """Return a deadline for the first of ``parts`` equal shares of the remaining time."""
-        return Deadline(max(0.0, self._end - time.monotonic()) / parts)
+        return Deadline(max(0.0, self._seconds - self._watch.seconds) / parts)

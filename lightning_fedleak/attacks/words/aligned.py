@@ -12,7 +12,6 @@ features of the rows that were shared and classifies them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +35,7 @@ from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.whole_models import whole_model
+from lightning_fedleak.progress import Stopwatch
 from lightning_fedleak.validate import check_integer, explain_arguments
 
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens of a calibration text; not tuned
@@ -200,7 +200,7 @@ class AlignedFlatChat(base.Attack):
             ValueError: the model has no output head, is no language model, or the text is too
                 short.
         """
-        start = time.perf_counter()
+        watch = Stopwatch()
         self._role = head_surface(anatomy).role
         if self._role != HEAD_WEIGHT and self._adaptive_steps is not None:
             self._why_unreadable = _LORA_UPDATE.format(self._adaptive_steps.optimizer.__name__)
@@ -208,7 +208,7 @@ class AlignedFlatChat(base.Attack):
             generator = torch.Generator().manual_seed(self.seed)
             self._calibration = self._calibrate(anatomy, generator)
             self._keep_weights(anatomy)
-        self.calibration_seconds = time.perf_counter() - start
+        self.calibration_seconds = watch.seconds
 
     def _calibrate(self, anatomy: Anatomy, generator: torch.Generator) -> HeadCalibration:
         """Return a calibration fitted on public gradients or on the optimizer's public updates."""

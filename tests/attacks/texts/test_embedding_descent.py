@@ -13,8 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from lightning_fedleak import progress
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
-from lightning_fedleak.attacks.texts import base as sent_module
 from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts import embedding_descent as state_readout
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
@@ -202,7 +202,9 @@ def test_sweeps_find_what_descent_left() -> None:
 def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """Budgets run by a clock that goes on by a millisecond each time it is read."""
     clock = (i / 1000 for i in itertools.count())
-    monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    processor = itertools.count(step=1000)  # so that threads never work less than time passes
+    times = {"perf_counter": lambda: next(clock), "process_time": lambda: next(processor)}
+    monkeypatch.setattr(progress, "time", SimpleNamespace(**times))
     return clock
 
 

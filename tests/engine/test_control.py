@@ -85,12 +85,12 @@ class Partial(BagOfWords):
 
     def __init__(self, in_step: float, in_control: float) -> None:
         super().__init__()
-        self.shares, self.runs = (in_step, in_control), 0
+        self.shares, self.newest, self.runs = (in_step, in_control), -1, 0
 
     def run(self, view: Any, query: Any = None) -> WordGuess:
-        types = super().run(view, query).types
-        share = self.shares[self.runs % 2]
-        self.runs += 1
+        types, step = super().run(view, query).types, view.gradients[-1].step
+        share = self.shares[step == self.newest]  # controls of a step come after it
+        self.newest, self.runs = step, self.runs + 1
         return WordGuess(types[: int(share * len(types))], surface="input")
 
 
@@ -114,7 +114,7 @@ class Late(BagOfWords):
 def test_no_control_is_made_where_there_is_no_number_yet(tmp_path: Path) -> None:
     attack = Late()
     watch = watched(tmp_path, attack, steps=2)
-    assert attack.steps == [0, 1, 1]  # the second of step 1 is its control
+    assert attack.steps == [0, 1, 1, 1, 1]  # words are few: three of step 1 are its controls
     assert watch.latest["leakage/late/control"] == 1
 
 
@@ -273,6 +273,17 @@ def test_after_its_first_control_an_attack_without_a_result_needs_none(
     watch = watched(tmp_path, Refusing(*results), steps=5)
     assert played == controls
     assert math.isnan(watch.latest["leakage/refusing/f1"])
+
+
+def test_an_attack_that_fails_on_its_controls_gets_them_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = played_steps(monkeypatch)
+    gate = Threshold("leakage/blind/f1", at_most=0.5, action="warn")
+    watch = watched(tmp_path, Blind(), [gate], steps=16)
+    assert played == [0, 2, 6, 14]
+    assert len(gate_lines(tmp_path)) == 16  # the looks between are unknown too
+    assert watch.latest["leakage/blind/control"] == 0
 
 
 class Noisy(SubspaceWords):

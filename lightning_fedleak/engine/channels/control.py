@@ -22,6 +22,7 @@ The order in a look (a measurement at one step), after the attacks have guessed:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -74,6 +75,8 @@ Higher: more steps pay for three controls. Lower: one shuffle, in which an attac
 recover its few words, decides. A rate over 32 words has a standard error of up to .09.
 """
 SHUFFLES = 3
+MAX_PERIOD = 64
+"""Looks with a low number of which one has a control, of an attack that fails on all controls."""
 _ELSEWHERE = "the control could not be made on another process"
 _NOT_AGAIN = "the step could not be made again: {}"
 _DOUBT = (
@@ -144,6 +147,8 @@ class Controls:
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._controlled: set[str] = set()  # the names of the attacks that had a control
+        # Low numbers since an attack's newest control, and after how many it gets the next one.
+        self._uncontrolled, self._period = Counter[str](), dict[str, int]()
         self.needs: dict[str, float] = {}
         self._hidden = HiddenWords(
             run, lambda s, roles: self._gradient(s, roles, {}).tensors, self._special
@@ -193,8 +198,9 @@ class Controls:
         """Return whether an attack's number at this look needs a control at this look.
 
         It does if it is the first of the run, and if it is at most the highest limit of a gate.
-        After the first, an attack without a result needs none. Under DP every look but a retry
-        needs one.
+        After the first, an attack without a result needs none. One that failed on its last control
+        is unknown, and gets the next ones after 2, 4, 8 and more such looks. Under DP every look
+        but a retry needs one.
         """
         name, answers = plan.attack.name, self._answers(look, plan)
         if self._ignores_data:
@@ -203,7 +209,10 @@ class Controls:
             return not all(isinstance(answer, Waiting) for answer in answers)
         if all(isinstance(answer, Unknown | Waiting | None) for answer in answers):
             return False
-        return self._number(look, plan) <= self._limit(self._channels[name])
+        if self._number(look, plan) > self._limit(self._channels[name]):
+            return False
+        self._uncontrolled[name] += 1
+        return self._uncontrolled[name] >= self._period.get(name, 1)
 
     def _answers(self, look: Look, plan: Plan) -> list[object]:
         """Return the answers of an attack at the stages of this look; None where it has none."""
@@ -535,10 +544,15 @@ class Controls:
 
     def _store(self, look: Look, plan: Plan, control: Control) -> None:
         """Store the control of an attack in the look, and as its newest one."""
-        look.controls[plan.attack.name] = replace(
+        name, channel = plan.attack.name, self._channels[plan.attack.name]
+        look.controls[name] = control = replace(
             control, unexplained=look.training_step.unexplained, bound=self._bound(look, plan)
         )
-        self._controlled.add(plan.attack.name)
+        self._controlled.add(name)
+        rate = control.part.get(channel.headline, control.rates.get(channel.headline, math.nan))
+        fails = rate <= self._limit(channel) and not control.bound <= self._limit(channel)
+        self._uncontrolled[name] = 0
+        self._period[name] = min(2 * self._period.get(name, 1), MAX_PERIOD) if fails else 1
 
     def state(self) -> set[str]:
         """Return the names of the attacks that had a control."""

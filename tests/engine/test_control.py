@@ -263,7 +263,7 @@ class Refusing(BagOfWords):
     [
         ([0], [0]),
         ([1], [0, 1]),  # the first look has one, which could show that the attack waits
-        ([0, 3], [0, 3]),  # the control of step 0 says nothing about step 3
+        ([0, 3, 4], [0, 4]),  # it failed at step 0: the second low number has the next one
     ],
 )
 def test_after_its_first_control_an_attack_without_a_result_needs_none(

@@ -270,7 +270,7 @@ def test_after_its_first_control_an_attack_without_a_result_needs_none(
     results: list[int], controls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = played_steps(monkeypatch)
-    watch = watched(tmp_path, Refusing(*results), steps=5)
+    watch = watched(tmp_path, Refusing(*results), steps=6)
     assert played == controls
     assert math.isnan(watch.latest["leakage/refusing/f1"])
 

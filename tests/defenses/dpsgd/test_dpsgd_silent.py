@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.writes import SMALL
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_llama
@@ -197,6 +198,29 @@ def test_what_training_writes_by_itself_is_refused(where: str, way: str) -> None
     with pytest.raises(DefenseError, match=WRITTEN[where]):
         run.step(first(5))
     assert run.defense.releases == 1
+
+
+@pytest.mark.parametrize("shape", [(6,), (SMALL + 1,)])
+def test_a_buffer_may_be_replaced_by_an_equal_one_alone(shape: tuple[int, ...]) -> None:
+    """Transformers' rotary embeddings of Phi-3 register theirs again in each step."""
+
+    class Registers(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("buffer", torch.ones(shape))
+            self.shift = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("buffer", self.buffer + self.shift)
+            return super().forward(x)
+
+    run = Run(noisy(), root := Registers())
+    for _ in range(4):
+        run.step(first(5))
+    root.shift = 1e-6
+    with pytest.raises(DefenseError, match="changed the buffer 'buffer'"):
+        run.step(first(5))
+    assert run.defense.releases == 4
 
 
 def test_a_buffer_that_is_written_to_later_is_noticed() -> None:

@@ -91,8 +91,12 @@ class _LightningHost(Host):
 
     def refusals(self) -> Mapping[str, object]:
         """Return the Trainer's settings that break the guarantee or have no effect."""
-        trainer = self._trainer
-        n_joined, overfit = trainer.accumulate_grad_batches, trainer.overfit_batches
+        trainer, overfit = self._trainer, self._trainer.overfit_batches
+        schedulers = both("callbacks.GradientAccumulationScheduler")
+        schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, schedulers)]
+        counts = [n for schedule in schedules for n in schedule.values()]
+        n_joined = max([trainer.accumulate_grad_batches, *counts])
+        joins = "GradientAccumulationScheduler" if schedules else "accumulate_grad_batches"
         selections = list(self._selections())
         return {
             ": manual optimization hides the loss. Return the loss from training_step with "
@@ -100,10 +104,12 @@ class _LightningHost(Host):
             " clips each sample's gradient by max_grad_norm. Leave gradient_clip_val out.": (
                 trainer.gradient_clip_val
             ),
-            f": accumulate_grad_batches={n_joined} joins several batches into one release. Use "
-            f"accumulate_grad_batches=1 and a batch_size {n_joined} times as big: "
-            "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
-                n_joined != 1
+            f": {joins} joins {n_joined} batches into one release. Use accumulate_grad_batches=1 "
+            f"and a batch_size {n_joined} times as big: DPSGD(max_physical_batch_size=...) runs it "
+            "in pieces that fit into memory.": (n_joined != 1),
+            ": BatchSizeFinder repeats steps until memory runs out, which depends on the sampled "
+            "examples. Pass max_physical_batch_size to DPSGD, small enough to fit.": any(
+                isinstance(c, both("callbacks.BatchSizeFinder")) for c in trainer.callbacks
             ),
             f" draws each batch from all of the data, so that overfit_batches={overfit} would not "
             "repeat the same batches. Give the loader only a few rows (torch's Subset).": overfit,
@@ -118,6 +124,8 @@ class _LightningHost(Host):
         """Yield each callback and scheduler that decides by a metric of data, as text."""
         for callback in self._trainer.callbacks:
             class_names = {cls.__name__ for cls in type(callback).__mro__}
+            if class_names & {"LearningRateFinder", "_LRCallback"}:
+                yield "the learning rate finder"
             metric = getattr(callback, "monitor", None)
             # Leakage metrics are allowed like gates; the monitor refuses those of trained weights.
             is_leakage = str(metric).startswith("leakage/") and metric != _CHOOSE_METRIC

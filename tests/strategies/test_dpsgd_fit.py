@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -71,9 +72,9 @@ class Plateau(CausalLM):
         (CausalLM, {"overfit_batches": 2}, DefenseError, "only a few rows"),
         (
             CausalLM,
-            {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+            {"callbacks": [GradientAccumulationScheduler({0: 1, 3: 2})], "max_epochs": 2},
             DefenseError,
-            "accumulate_grad_batches|own optimizer step",
+            "GradientAccumulationScheduler joins 2 batches",
         ),
         (
             CausalLM,
@@ -98,6 +99,18 @@ def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: s
     with pytest.raises(error, match=message):
         fit(DPSGD(CLIP, noise_multiplier=1.0, seed=1), module, **settings)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_a_search_of_the_batch_size_is_refused_by_its_name() -> None:
+    class Loads(CausalLM):
+        batch_size = 4
+
+        def train_dataloader(self) -> Any:
+            return loader(batch_size=self.batch_size)
+
+    strategy = DefendedStrategy("auto", [DPSGD(CLIP, noise_multiplier=1.0)])
+    with pytest.raises(DefenseError, match="BatchSizeFinder repeats.*max_physical_batch_size"):
+        trainer(strategy, callbacks=[BatchSizeFinder(max_trials=1)]).fit(Loads())
 
 
 def test_what_decides_by_a_metric_is_accepted_on_request(tmp_path: Path) -> None:

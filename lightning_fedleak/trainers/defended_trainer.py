@@ -463,6 +463,10 @@ class DefendedMixin(Trainer):
             run, _map_rows(_to_pairs, inputs) if self._has_pairs else inputs
         )
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log without ``grad_norm``, which is the norm of the gradient before the defences."""
+        super().log({k: v for k, v in logs.items() if k != "grad_norm"}, *args, **kwargs)
+
     def _begin(self) -> None:
         """Start the defences once optimizers exist; skip the past batches of a resumed epoch."""
         if self._per_sample:  # checked again: the Trainer has made its scheduler since

@@ -109,7 +109,7 @@ def test_a_search_of_the_batch_size_is_refused_by_its_name() -> None:
             return loader(batch_size=self.batch_size)
 
     strategy = DefendedStrategy("auto", [DPSGD(CLIP, noise_multiplier=1.0)])
-    with pytest.raises(DefenseError, match="BatchSizeFinder repeats.*max_physical_batch_size"):
+    with pytest.raises(DefenseError, match=r"BatchSizeFinder repeats.*max_physical_batch_size"):
         trainer(strategy, callbacks=[BatchSizeFinder(max_trials=1)]).fit(Loads())
 
 

@@ -32,10 +32,11 @@ class Buffers:
     """The buffers and parameters of a model, to detect whether a training step writes to one.
 
     Averages of activations, codebooks, or embedding rows that ``max_norm`` shortens are computed
-    from training data without noise. Any write is refused, also that of a step counter. A tensor's
-    version counts every write except one through ``.data``. So contents are compared too: of small
-    buffers in every step, of large buffers and of parameters if ``all_contents`` is set, of sparse
-    buffers never. Parameters are not compared under FSDP2, which writes to them itself.
+    from training data without noise. Any change is refused, also that of a step counter. Contents
+    are compared: of small buffers in every step, of large buffers and of parameters if
+    ``all_contents`` is set, of sparse buffers never. A buffer that is not compared, and any
+    parameter, must also keep its version, which counts all writes except those through ``.data``.
+    Parameters are not compared under FSDP2, which writes to them itself.
 
     Args:
         root: The module that is trained.
@@ -106,9 +107,9 @@ class Buffers:
         """
         for name, buffer in self._root.named_buffers():
             original, version, copy = self._buffers.get(name, (None, 0, None))
-            if original is None or _version(original) != version:
+            if original is None or (copy is None and _version(original) != version):
                 raise _buffer_error(name)
-            # Phi-3's rotary embeddings register an equal buffer in each step.
+            # Equal numbers may be written: Phi-3's rotary embeddings do it in each step.
             content = original if copy is None and buffer is not original else copy
             if content is not None:
                 earlier = self.comparisons.get(name, True)

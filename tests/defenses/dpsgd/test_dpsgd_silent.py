@@ -200,21 +200,27 @@ def test_what_training_writes_by_itself_is_refused(where: str, way: str) -> None
     assert run.defense.releases == 1
 
 
-@pytest.mark.parametrize("shape", [(6,), (SMALL + 1,)])
-def test_a_buffer_may_be_replaced_by_an_equal_one_alone(shape: tuple[int, ...]) -> None:
-    """Transformers' rotary embeddings of Phi-3 register theirs again in each step."""
+@pytest.mark.parametrize(
+    ("shape", "in_place"), [((6,), False), ((6,), True), ((SMALL + 1,), False)]
+)
+def test_equal_numbers_may_be_written_to_a_buffer(shape: tuple[int, ...], in_place: bool) -> None:
+    """Transformers' rotary embeddings of Phi-3 do it in each step."""
 
-    class Registers(Net):
+    class Writes(Net):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("buffer", torch.ones(shape))
             self.shift = 0.0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.register_buffer("buffer", self.buffer + self.shift)
+            written = self.buffer + self.shift
+            if in_place:
+                self.buffer.copy_(written)
+            else:
+                self.register_buffer("buffer", written)
             return super().forward(x)
 
-    run = Run(noisy(), root := Registers())
+    run = Run(noisy(), root := Writes())
     for _ in range(4):
         run.step(first(5))
     root.shift = 1e-6

@@ -38,6 +38,8 @@ else:  # at run time `combined` adds the class of one of the two packages as a s
 
 _COUNTERS = (None, "step", "epoch")
 """Values of a callback's ``monitor`` that do not depend on data."""
+# Callbacks that replace the weights by an average of earlier ones when training ends, by name.
+_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 # The only ``leakage/`` metric that contains a validation loss, which epsilon does not cover.
 _CHOOSE_METRIC = "leakage/choose"
 # Hooks of modules and callbacks that may read a gradient before its release.
@@ -364,6 +366,14 @@ class _Seam(Strategy):
         """Call the defences when the optimizers exist."""
         super().on_train_start()
         self._fedleak.train_starts()
+
+    def on_train_end(self) -> None:
+        """Call the defences once more, unless a callback has put averaged weights in place."""
+        super().on_train_end()
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.callbacks
+        if not _AVERAGING.intersection(cls.__name__ for c in callbacks for cls in type(c).__mro__):
+            self._fedleak.train_ends()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return the training loader as the defences change it; other loaders unchanged."""

@@ -179,11 +179,15 @@ class DefendedLoop(Host):
         ]
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Undo what the defences changed."""
+    def __exit__(self, error: object, *_: object) -> None:
+        """Let the defences check the weights, and undo what they changed."""
         while self._handles:
             self._handles.pop().remove()
-        self._release.end()
+        try:
+            if error is None:
+                self._release.train_ends()
+        finally:
+            self._release.end()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

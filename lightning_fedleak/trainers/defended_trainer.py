@@ -300,7 +300,10 @@ class DefendedMixin(Trainer):
             load_defenses(self._fedleak, Path(resume_from_checkpoint))
         self._is_setting_up = True
         try:
-            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
+            if not self.args.load_best_model_at_end:  # weights of an earlier step
+                self._fedleak.train_ends()
+            return output
         finally:
             self._is_setting_up = False
             self._fedleak.end()

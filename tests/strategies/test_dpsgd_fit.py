@@ -135,6 +135,56 @@ def test_what_decides_by_a_metric_is_accepted_on_request(tmp_path: Path) -> None
     assert defense.privacy.releases == 1
 
 
+class Late(L.Callback):
+    """Writes to weights when training ends."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        with torch.no_grad():
+            next(pl_module.parameters()).add_(1e-3)
+
+
+class Hooked(CausalLM):
+    """Writes to weights in a hook that its optimizer runs after each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+
+        def write(*_: Any) -> None:
+            with torch.no_grad():
+                next(self.parameters()).add_(1e-3)
+
+        optimizer.register_step_post_hook(write)
+        return optimizer
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("build", "callbacks"), [(CausalLM, [Late()]), (Hooked, [])])
+def test_weights_written_in_the_end_or_by_the_optimizers_hook_are_refused(
+    build: Any, callbacks: list[L.Callback], steps: int
+) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    with pytest.raises(DefenseError, match="was written to since the optimizer's"):
+        fit(defense, build(), callbacks=callbacks, max_steps=steps)
+    assert defense.releases == (1 if build is Hooked else steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("EMAWeightAveraging", {}),
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-3, "swa_epoch_start": 1}),
+    ],
+)
+def test_averages_of_released_weights_may_replace_them_in_the_end(
+    name: str, settings: dict[str, Any]
+) -> None:
+    if not hasattr(L.pytorch.callbacks, name):
+        pytest.skip(f"Lightning {L.__version__} has no {name}")
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    fit(defense, callbacks=[getattr(L.pytorch.callbacks, name)(**settings)], max_epochs=3)
+    assert defense.releases == 18
+
+
 class Writing(L.Callback):
     """Writes to weights behind the optimizer's step, by a hook of its own."""
 

@@ -142,6 +142,17 @@ def test_no_norm_of_an_undefended_gradient_is_logged(build: Any, tmp_path: Path)
     assert not any("grad_norm" in logs for logs in [*sent, *trainer.state.log_history])
 
 
+def test_weights_written_when_training_ends_are_refused(tmp_path: Path) -> None:
+    class Writes(TrainerCallback):
+        def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+            model.lm_head.weight.data[0] += 1e-3
+
+    trainer = trainer_of(tmp_path, MODELS["llama"](), [DPSGD(CLIP, 1.0, seed=3)])
+    trainer.add_callback(Writes())
+    with pytest.raises(DefenseError, match=r"'lm_head.weight' was written to since"):
+        trainer.train()
+
+
 def test_accumulated_batches_become_one_that_is_run_in_pieces(tmp_path: Path) -> None:
     """A batch of 8 is released once, whether it is accumulated or run by four rows at a time."""
     accumulated = DPSGD(CLIP, 1.0, seed=3)

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.processes import local_part
@@ -157,18 +159,17 @@ class Weights:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._trained: list[nn.Parameter] | None = None
         self._released = False
-        self._handle = register_optimizer_step_post_hook(self._after_step)
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._post_hooks = WeakKeyDictionary[Optimizer, RemovableHandle]()
 
     def restart(self) -> None:
-        """Begin again with the present weights, which may be of a checkpoint.
-
-        The hook keeps its place before the hooks that were registered later.
-        """
+        """Begin again with the present weights, which may be of a checkpoint."""
         self._contents, self._sums, self._trained = {}, {}, None
 
     def remove(self) -> None:
-        """Remove the hook on optimizers."""
-        self._handle.remove()
+        """Remove the hooks on optimizers."""
+        for handle in (self._handle, *self._post_hooks.values()):
+            handle.remove()
 
     def begin(self, root: nn.Module) -> None:
         """Begin a batch, and read the weights before the first one.
@@ -218,12 +219,24 @@ class Weights:
         if changed:
             raise DefenseError(
                 f"DPSGD: '{parameter_name(changed[0], root)}' was written to since the optimizer's "
-                "last step; nothing was released. Write to a copy."
+                "last step, which no noise covers: do not share these weights. Write to a copy."
             )
+
+    def check_all(self, root: nn.Module) -> None:
+        """Raise an error, as :meth:`check` does, if any known weights were written to."""
+        known = list(self._contents)
+        self.check(known, [bool(e) for equal in self.compare(known) for e in equal], root)
 
     def released(self) -> None:
         """Prepare for the optimizer step that follows a release."""
         self._contents, self._sums, self._released = {}, {}, True
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Let :meth:`_after_step` run before all other hooks that follow the optimizer's step."""
+        if optimizer not in self._post_hooks:
+            self._post_hooks[optimizer] = optimizer.register_step_post_hook(self._after_step)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._post_hooks[optimizer].id, last=False)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Read an optimizer's weights after its step, if the step follows a release."""

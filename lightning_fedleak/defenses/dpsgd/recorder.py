@@ -263,11 +263,9 @@ class Recorder:
             if module in calls_of:
                 recorded[p] = recorded.get(p, 0) + calls_of[module]
         for p in (p for p, count in uses.items() if count > recorded.get(p, math.inf)):
-            raise DefenseError(
-                f"DPSGD: the gradient of '{parameter_name(p, self.root)}' is not the sum of its "
-                "recorded per-sample gradients: use it only in its module's forward. Nothing was "
-                "released."
-            )
+            reason = "the sum of its recorded per-sample gradients: use it only in its module's"
+            name = parameter_name(p, self.root)
+            raise DefenseError(f"DPSGD: the gradient of '{name}' is not {reason} forward")
         hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
         leaves = [p for p in uses if p not in recorded or any(getattr(p, h) for h in hooks)]
         return [call.edge for call in reached], leaves
@@ -278,8 +276,7 @@ class Recorder:
         """Return a loss whose backward skips the gradients ``p.grad`` that records replace.
 
         ``p.grad`` of a recorded layer's parameter is a sum over the batch, which the release
-        replaces by the clipped sum. So backward runs down to the outputs of all recorded layers,
-        whose hooks record, and computes the gradients of the other leaves alone.
+        replaces. So backward runs down to the layers' outputs and to the other leaves alone.
 
         Args:
             loss: The loss, a scalar with its graph.

@@ -27,7 +27,7 @@ from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
 from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, mean_of_sample_means, refuse
-from lightning_fedleak.defenses.dpsgd.sampling import LOADER_SETTINGS
+from lightning_fedleak.defenses.dpsgd.sampling import LOADER_SETTINGS, check_distinct
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease
 from lightning_fedleak.messages import rank_zero_info
@@ -246,6 +246,7 @@ class DefendedMixin(Trainer):
         The Trainer may have dropped some of them.
         """
         rows: Any = self.train_dataset
+        check_distinct(dataset)  # before the Trainer has copied its rows
         if not (hasattr(dataset, "__len__") and hasattr(rows, "__len__")):
             return
         n_public = getattr(dataset, "public_length", len(dataset))

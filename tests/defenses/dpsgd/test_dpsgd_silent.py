@@ -157,6 +157,34 @@ def test_parts_of_datasets_are_taken() -> None:
     assert run.defense.releases == 1
 
 
+@pytest.mark.parametrize(
+    ("build", "repeats"),
+    [
+        (lambda hf, d: d.select([0, 1, 1]), 1),
+        (lambda hf, d: hf.concatenate_datasets([d, d]), N),
+        (lambda hf, d: hf.concatenate_datasets([d.select([2, 0]), d.shuffle(seed=1)]), 2),
+        (lambda hf, d: Subset(d.select([0, 1, 1, 2]), [1, 2]), 1),
+        (lambda hf, d: ConcatDataset([d, d.select([3])]), 1),
+        (lambda hf, d: d, 0),
+        (lambda hf, d: d.shuffle(seed=1).select(range(2, 9)), 0),
+        (lambda hf, d: hf.concatenate_datasets([d.select(range(20)), d.select(range(20, N))]), 0),
+        (lambda hf, d: ConcatDataset([d, d.map(lambda row: row)]), 0),
+    ],
+)
+def test_a_row_that_a_hugging_face_dataset_repeats_is_refused(build: Any, repeats: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    x, y = data().tensors
+    rows = datasets.Dataset.from_dict({"none": [None] * N, "x": x.tolist(), "y": y.tolist()})
+    dataset = build(datasets, rows.with_format("torch"))
+    stack = lambda batch: [torch.stack([torch.as_tensor(row["x"]) for row in batch])]  # noqa: E731
+    loader = DataLoader(dataset, batch_size=2, collate_fn=stack)
+    if not repeats:
+        Run(noisy(), loader=loader)
+        return
+    with pytest.raises(DefenseError, match=f"{repeats} of the .* rows of the dataset repeat"):
+        Run(noisy(), loader=loader)
+
+
 # ---- what leaves without noise -----------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.defenses.referee                    # each fault three times
     python -m benchmarks.defenses.referee --sound 300 --steps 120 --look 20     # sound runs
     python -m benchmarks.defenses.referee --time             # its share of the steps' time
-    python -m benchmarks.defenses.referee --slow --steps 2560 --look 10  # steps until small faults
+    python -m benchmarks.defenses.referee --slow --steps 2560       # steps until small faults show
 
 A model of two layers between an embedding and a head, 512 texts, sample rate 1/16, sigma 1, 500
 steps, a look every 160. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping;

@@ -371,7 +371,7 @@ class _Seam(Strategy):
         """Call the defences once more, unless a callback has put averaged weights in place."""
         super().on_train_end()
         assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.callbacks
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if not _AVERAGING.intersection(cls.__name__ for c in callbacks for cls in type(c).__mro__):
             self._fedleak.train_ends()
 

@@ -240,7 +240,7 @@ class Recorder:
         Raises:
             DefenseError: The message names the parameter.
         """
-        edges, stack = {loss.grad_fn: 0}, [loss.grad_fn]
+        edges, stack = dict[Any, int]({loss.grad_fn: 0}), [loss.grad_fn]
         copies = list[tuple[Any, Any]]()
         while stack:
             node: Any = stack.pop()

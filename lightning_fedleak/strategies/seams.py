@@ -96,8 +96,7 @@ class _LightningHost(Host):
         trainer, overfit = self._trainer, self._trainer.overfit_batches
         schedulers = both("callbacks.GradientAccumulationScheduler")
         schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, schedulers)]
-        counts = [n for schedule in schedules for n in schedule.values()]
-        n_joined = max([trainer.accumulate_grad_batches, *counts])
+        n_joined = max([trainer.accumulate_grad_batches, *(max(s.values()) for s in schedules)])
         joins = "GradientAccumulationScheduler" if schedules else "accumulate_grad_batches"
         selections = list(self._selections())
         return {

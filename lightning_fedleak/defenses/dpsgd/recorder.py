@@ -148,9 +148,8 @@ class Recorder:
         Call this between steps only: during a forward pass FSDP2 has replaced the parameters.
         """
         self._parameters = {
-            (module, key): parameter
+            module: dict(module.named_parameters(recurse=module in self._adapted))
             for module in self.root.modules()
-            for key, parameter in module.named_parameters(recurse=module in self._adapted)
         }
         self._prompted: list[Any] = [
             module
@@ -240,28 +239,13 @@ class Recorder:
         Raises:
             DefenseError: The message names the parameter.
         """
-        edges, stack = dict[Any, int]({loss.grad_fn: 0}), [loss.grad_fn]
-        copies = list[tuple[Any, Any]]()
-        while stack:
-            node: Any = stack.pop()
-            for child in (c for c, _ in getattr(node, "next_functions", ()) if c is not None):
-                if child not in edges:
-                    stack.append(child)
-                edges[child] = edges.get(child, 0) + 1
-                if hasattr(child, "variable") and node.name() == "ToCopyBackward0":
-                    copies.append((child, node))
-        for leaf, copy in copies:
-            edges[leaf] += edges[copy] - 1
-        uses: dict[Any, int] = {n.variable: k for n, k in edges.items() if hasattr(n, "variable")}
+        edges = _edges_into_nodes(loss)
+        uses = {node.variable: n for node, n in edges.items() if hasattr(node, "variable")}
         reached = [call for call in self.calls if call.trained and call.edge.node in edges]
-        calls_of = dict[nn.Module, float]()
-        for call in reached:
-            module = self.root.get_submodule(call.name)
-            calls_of[module] = calls_of.get(module, 0) + (1 if call.uses_once else math.inf)
         recorded = dict[Tensor, float]()
-        for (module, _), p in self._parameters.items():
-            if module in calls_of:
-                recorded[p] = recorded.get(p, 0) + calls_of[module]
+        for call in reached:
+            for p in self._parameters[self.root.get_submodule(call.name)].values():
+                recorded[p] = recorded.get(p, 0) + (1 if call.uses_once else math.inf)
         for p in (p for p, count in uses.items() if count > recorded.get(p, math.inf)):
             reason = "the sum of its recorded per-sample gradients: use it only in its module's"
             name = parameter_name(p, self.root)
@@ -505,7 +489,7 @@ class Recorder:
         self.half = self.half or gradient.element_size() < 4
         try:
             for key, part in rule(module, rule_input, gradient.detach(), self.samples).items():
-                parts.setdefault(self._parameters[module, key], []).append(part)
+                parts.setdefault(self._parameters[module][key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
 
@@ -542,6 +526,22 @@ def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:
     single = matches & (matches.sum(1, keepdim=True) == 1)
     involved = single.scatter(1, owners[:, None], True)
     return bool(involved.all(0).any())
+
+
+def _edges_into_nodes(loss: Tensor) -> dict[Any, int]:
+    """Return the number of edges of a loss's graph into each node, a leaf's with its copies'."""
+    edges, stack, copies = dict[Any, int]({loss.grad_fn: 0}), [loss.grad_fn], list[Any]()
+    while stack:
+        node: Any = stack.pop()
+        for child in (c for c, _ in getattr(node, "next_functions", ()) if c is not None):
+            if child not in edges:
+                stack.append(child)
+            edges[child] = edges.get(child, 0) + 1
+            if hasattr(child, "variable") and node.name() == "ToCopyBackward0":
+                copies.append((child, node))
+    for leaf, copy in copies:
+        edges[leaf] += edges[copy] - 1
+    return edges
 
 
 def owns_parameters(module: nn.Module) -> bool:

@@ -495,13 +495,9 @@ def _origins(dataset: Any) -> tuple[Any, Any]:
     if _is_arrow(dataset):
         places = np.zeros(dataset.data.num_rows, dtype=np.uint64)
         for column in dataset.data.columns:
-            start = 0
-            for chunk in column.chunks:
-                buffers = (buffer.address for buffer in chunk.buffers() if buffer is not None)
-                rows = np.arange(chunk.offset, chunk.offset + len(chunk), dtype=np.uint64)
-                own = places[start : start + len(chunk)]  # products are modulo 2^64
-                own[:] = (own * _MULTIPLIER + np.uint64(next(buffers, 0))) * _MULTIPLIER + rows
-                start += len(chunk)
+            places = places * _MULTIPLIER + np.concatenate(
+                [places[:0], *map(_places, column.chunks)]
+            )
         if dataset._indices is not None:  # of `select` and `shuffle`
             places = places[dataset._indices.column(0).to_numpy()]
         return np.zeros(len(places), dtype=np.int64), places.view(np.int64)
@@ -515,3 +511,10 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, as in
 def _is_arrow(dataset: Any) -> bool:
     """Return whether a dataset is one of Hugging Face's ``datasets``, in Arrow tables."""
     return isinstance(dataset, getattr(sys.modules.get("datasets"), "Dataset", ()))
+
+
+def _places(chunk: Any) -> Any:
+    """Return (n,) a hash of the place in memory of each element of an Arrow array."""
+    address = next((buffer.address for buffer in chunk.buffers() if buffer is not None), 0)
+    rows = np.arange(chunk.offset, chunk.offset + len(chunk), dtype=np.uint64)
+    return np.full(len(chunk), address, dtype=np.uint64) * _MULTIPLIER + rows

@@ -494,13 +494,13 @@ def _weights(
         if mask.shape[1] > 1:
             reason = "in an unknown order" if is_single else "combined with another term"
             raise _loss_error(f"it is a mean over all labels of the batch, {reason}")
-        node.register_prehook(functools.partial(_scale, mask.sum() / samples))
+        node.register_prehook(functools.partial(_scale, mask.sum(), samples))
     return None
 
 
-def _scale(factor: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return gradients times a factor."""
-    return tuple(gradient * factor.to(gradient) for gradient in gradients)
+def _scale(labels: Tensor, samples: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return gradients times labels over samples, exact where they begin with that number."""
+    return tuple(gradient / samples * labels.to(gradient) for gradient in gradients)
 
 
 def _keeps_size(node: Any, name: str) -> bool:

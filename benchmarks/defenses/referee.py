@@ -3,10 +3,13 @@
     python -m benchmarks.defenses.referee                    # each fault three times
     python -m benchmarks.defenses.referee --sound 300 --steps 120 --look 20     # sound runs
     python -m benchmarks.defenses.referee --time             # its share of the steps' time
+    python -m benchmarks.defenses.referee --slow --steps 2560       # steps until small faults show
 
 A model of two layers between an embedding and a head, 512 texts, sample rate 1/16, sigma 1, 500
 steps, a look every 160. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping;
-``own`` is a loop that clips and adds noise by itself. Each fault changes one thing.
+``own`` is a loop that clips and adds noise by itself, ``ours`` this package's DPSGD with ``check``.
+Each fault changes one thing. With ``--slow`` a run ends at the first of 20, 40, 80, ... steps
+after which it is refuted.
 """
 
 from __future__ import annotations
@@ -27,9 +30,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from benchmarks.shared import parser_of, quieten
+from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip
 from lightning_fedleak.evaluation.auditing import PrivacyClaim, PrivacyVerdict, PrivateTrainingCheck
+from lightning_fedleak.trainers import DefendedLoop
 
-SMOKE = ("--steps 60 --times 1 --only noise", "--steps 60 --sound 2", "--steps 60 --time")
+SMOKE = (
+    "--steps 60 --times 1 --only noise", "--steps 60 --sound 2", "--steps 60 --time",
+    "--steps 20 --look 10 --slow",
+)  # fmt: skip
 WORDS, WIDTH, LENGTH, TEXTS, RATE, CLIP, SIGMA, DELTA = 64, 16, 8, 512, 1 / 16, 0.5, 1.0, 1e-5
 BATCH = int(TEXTS * RATE)
 Run = Callable[..., PrivacyVerdict]
@@ -80,9 +89,9 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 def watched(
     step: Any, model: nn.Module, optimizers: Any, loader: Any, steps: int, *,
     after: Any = None, look: int = 160, client: Literal["rank", "world"] = "world",
-    shown: Any = None, **claim: Any,
+    shown: Any = None, slow: bool = False, **claim: Any,
 ) -> PrivacyVerdict:  # fmt: skip
-    """Train for some steps under the referee."""
+    """Train for some steps under the referee; with ``slow`` until it refutes."""
     known = {"noise_multiplier": SIGMA, "max_grad_norm": CLIP, "sample_rate": RATE}
     given = PrivacyClaim(
         **{**known, "divisor": BATCH, "delta": DELTA, **claim}, epsilon=shown, client=client
@@ -94,7 +103,14 @@ def watched(
             if after:
                 after()
             count += 1
+            if slow and _is_time(count) and check.verdict().result == "refuted":
+                return check.verdict()
     return check.verdict()
+
+
+def _is_time(count: int) -> bool:
+    """Whether a slow run asks for its verdict after so many steps: 20, 40, 80, ..."""
+    return count % 20 == 0 and (count // 20).bit_count() == 1
 
 
 def opacus(
@@ -166,7 +182,7 @@ def _forget(model: LM, optimizer: Any, names: tuple[str, ...]) -> None:
 
 def own(
     seed: int, steps: int, *, fault: str = "", micro: int = 1, look: int = 160,
-    client: Literal["rank", "world"] = "world",
+    client: Literal["rank", "world"] = "world", slow: bool = False,
 ) -> PrivacyVerdict:  # fmt: skip
     """A run of a loop that clips and adds noise by itself."""
     from opacus import GradSampleModule
@@ -181,6 +197,7 @@ def own(
     groups = [parameters[:half], parameters[half:]] if fault == "two optimizers" else [parameters]
     optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
     noises = [torch.randn_like(p) * SIGMA * CLIP for p in parameters]
+    pool = [[torch.randn_like(p) * SIGMA * CLIP for p in parameters] for _ in range(7)]
     stranger = torch.optim.SGD(model.head.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=3)
     last, loss = [torch.zeros_like(p) for p in parameters], torch.zeros(())
@@ -208,11 +225,18 @@ def own(
             together = (CLIP / (norms.norm(dim=0).square() + 1e-6)).clamp(max=1)
         if fault == "seed":
             torch.manual_seed(1)
+        drawn = int(torch.randint(len(pool), ()))
         for i, (p, sample) in enumerate(zip(parameters, samples, strict=True)):
             factor = apart[i] if fault == "layers" else together
             factor = torch.ones_like(factor) if fault == "lora" and i in adapter else factor
             total = torch.einsum("i,i...", factor, sample) * (BATCH if fault == "mean" else 1)
             noise = noises[i] if fault == "once" else torch.randn_like(p) * SIGMA * CLIP
+            if fault == "pool":
+                noise = pool[drawn][i]
+            elif fault == "uniform":
+                noise = (torch.rand_like(p) * 2 - 1) * 3**0.5 * SIGMA * CLIP
+            elif fault == ".98 sigma":
+                noise *= 0.98
             noise = noise / (4 if fault == "accumulation" else 1) * (i not in silent.get(fault, ()))
             if fault == "difference":
                 noise, last[i] = noise - last[i], noise
@@ -247,7 +271,36 @@ def own(
 
     after = (lambda: plateau.step(loss)) if fault == "plateau" else None
     settings: dict[str, Any] = {"look": look, "client": client, "divisor": BATCH / micro}
-    return watched(step, private, optimizers, loader, steps, after=after, **settings)
+    return watched(step, private, optimizers, loader, steps, after=after, slow=slow, **settings)
+
+
+def ours(
+    seed: int, steps: int, *, clip: float, look: int = 160, slow: bool = False
+) -> PrivacyVerdict:
+    """A run of this package's DPSGD with ``check``, that clips to ``clip`` times the clip norm."""
+    torch.manual_seed(seed)
+    model = LM().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dp = DPSGD(CLIP, noise_multiplier=SIGMA, target_delta=DELTA, check=look)
+    loader, factors = DataLoader(texts(), batch_size=BATCH), Clip.factors
+    Clip.factors = lambda self, norms: factors(self, norms / clip)  # type: ignore[method-assign]
+    try:
+        with DefendedLoop(model, optimizer, loader, [dp], steps=steps) as private:
+            while dp.releases < steps:
+                for batch in private:
+                    private.loss(lambda rows: means_of(model, rows[0]), batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    ends = slow and _is_time(dp.releases) and dp.verdict.result == "refuted"
+                    if ends or dp.releases == steps:
+                        return dp.verdict
+    finally:
+        Clip.factors = factors  # type: ignore[method-assign]
+    return dp.verdict
+
+
+def means_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return mean_of_sample_means(model(ids), ids, causal=True)
 
 
 def _rank(rank: int, seeds: tuple[int, int], steps: int, look: int, path: str) -> None:
@@ -300,6 +353,12 @@ FAULTS: dict[str, Run] = {
     "drawn with replacement": functools.partial(own, fault="repeating"),
     "rate lowered by the batches' loss": functools.partial(own, fault="plateau"),
 }
+SLOW: dict[str, Run] = {
+    "our DPSGD, clipping to 1.1 C": functools.partial(ours, clip=1.1),
+    "noise of .98 sigma": functools.partial(own, fault=".98 sigma"),
+    "noise drawn from a pool of seven": functools.partial(own, fault="pool"),
+    "uniform noise of the same deviation": functools.partial(own, fault="uniform"),
+}
 GHOST, RDP = functools.partial(opacus, mode="ghost"), functools.partial(opacus, kind="rdp")
 OWN: list[Run] = [functools.partial(own, fault=f) for f in ("", "two views", "average", "decay")]
 SOUND: list[Run] = [opacus, GHOST, RDP, opacus, GHOST, RDP, *OWN]
@@ -309,8 +368,16 @@ def main() -> None:
     options = parser_of(
         __doc__, steps=500, look=(160, "steps from one look to the next"), times=3, time=False,
         only=("", "faults that have this in their name"), sound=(0, "so many sound runs instead"),
+        slow=False,
     ).parse_args()  # fmt: skip
     quieten()
+    if options.slow:
+        for name, run in SLOW.items():
+            if options.only in name:
+                verdict = run(0, options.steps, look=options.look, slow=True)
+                count = verdict.looks * options.look
+                print(f"| {name} | {verdict.result} | {count} steps |\n{verdict}", flush=True)
+        return None
     if options.time:
         return _time(options.steps)
     if options.sound:

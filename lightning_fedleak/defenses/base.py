@@ -338,6 +338,13 @@ class Defense(ABC):
             DefenseError: The guarantee cannot hold.
         """
 
+    def on_train_end(self, context: DefenseContext) -> None:  # noqa: B027
+        """Act right after the last step of a training that no error has ended.
+
+        Raises:
+            DefenseError: The guarantee does not hold for the trained weights.
+        """
+
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
         """Return the loader to train with in place of ``dataloader``; called whenever one is made.
 

@@ -47,7 +47,7 @@ class UpdateRelease:
     The release happens right before an optimizer changes the weights. It calls the taps with the
     local gradient, then the defences that rewrite gradients, then the taps with the shared and the
     aggregate gradient. A fit calls :meth:`open`, :meth:`begin`, :meth:`guard` for each optimizer,
-    :meth:`train_starts`, :meth:`training_step` for each batch, and :meth:`end`.
+    :meth:`train_starts`, :meth:`training_step` for each batch, :meth:`train_ends` and :meth:`end`.
 
     Args:
         defenses: The defences, in the order in which they act.
@@ -169,6 +169,11 @@ class UpdateRelease:
         context = self._current_context()
         for defense in self.defenses:
             defense.on_train_start(context)
+
+    def train_ends(self) -> None:
+        """Call ``on_train_end`` of every defence."""
+        for defense in self.defenses:
+            defense.on_train_end(self._current_context())
 
     def dataloader(self, dataloader: Any) -> Any:
         """Return the training loader, as the defences replace it one after another."""

@@ -38,6 +38,8 @@ else:  # at run time `combined` adds the class of one of the two packages as a s
 
 _COUNTERS = (None, "step", "epoch")
 """Values of a callback's ``monitor`` that do not depend on data."""
+# Callbacks that replace the weights by an average of earlier ones when training ends, by name.
+_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 # The only ``leakage/`` metric that contains a validation loss, which epsilon does not cover.
 _CHOOSE_METRIC = "leakage/choose"
 # Hooks of modules and callbacks that may read a gradient before its release.
@@ -91,8 +93,11 @@ class _LightningHost(Host):
 
     def refusals(self) -> Mapping[str, object]:
         """Return the Trainer's settings that break the guarantee or have no effect."""
-        trainer = self._trainer
-        n_joined, overfit = trainer.accumulate_grad_batches, trainer.overfit_batches
+        trainer, overfit = self._trainer, self._trainer.overfit_batches
+        schedulers = both("callbacks.GradientAccumulationScheduler")
+        schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, schedulers)]
+        n_joined = max([trainer.accumulate_grad_batches, *(max(s.values()) for s in schedules)])
+        joins = "GradientAccumulationScheduler" if schedules else "accumulate_grad_batches"
         selections = list(self._selections())
         return {
             ": manual optimization hides the loss. Return the loss from training_step with "
@@ -100,10 +105,12 @@ class _LightningHost(Host):
             " clips each sample's gradient by max_grad_norm. Leave gradient_clip_val out.": (
                 trainer.gradient_clip_val
             ),
-            f": accumulate_grad_batches={n_joined} joins several batches into one release. Use "
-            f"accumulate_grad_batches=1 and a batch_size {n_joined} times as big: "
-            "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
-                n_joined != 1
+            f": {joins} joins {n_joined} batches into one release. Use accumulate_grad_batches=1 "
+            f"and a batch_size {n_joined} times as big: DPSGD(max_physical_batch_size=...) runs it "
+            "in pieces that fit into memory.": (n_joined != 1),
+            ": BatchSizeFinder repeats steps until memory runs out, which depends on the sampled "
+            "examples. Pass max_physical_batch_size to DPSGD, small enough to fit.": any(
+                isinstance(c, both("callbacks.BatchSizeFinder")) for c in trainer.callbacks
             ),
             f" draws each batch from all of the data, so that overfit_batches={overfit} would not "
             "repeat the same batches. Give the loader only a few rows (torch's Subset).": overfit,
@@ -118,6 +125,8 @@ class _LightningHost(Host):
         """Yield each callback and scheduler that decides by a metric of data, as text."""
         for callback in self._trainer.callbacks:
             class_names = {cls.__name__ for cls in type(callback).__mro__}
+            if class_names & {"LearningRateFinder", "_LRCallback"}:
+                yield "the learning rate finder"
             metric = getattr(callback, "monitor", None)
             # Leakage metrics are allowed like gates; the monitor refuses those of trained weights.
             is_leakage = str(metric).startswith("leakage/") and metric != _CHOOSE_METRIC
@@ -356,6 +365,14 @@ class _Seam(Strategy):
         """Call the defences when the optimizers exist."""
         super().on_train_start()
         self._fedleak.train_starts()
+
+    def on_train_end(self) -> None:
+        """Call the defences once more, unless a callback has put averaged weights in place."""
+        super().on_train_end()
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if not _AVERAGING.intersection(cls.__name__ for c in callbacks for cls in type(c).__mro__):
+            self._fedleak.train_ends()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return the training loader as the defences change it; other loaders unchanged."""

@@ -95,7 +95,8 @@ class DefendedLoop(Host):
     Args:
         model: the model that the loop trains, in train mode; with DistributedDataParallel, the
             wrapped model.
-        optimizer: the optimizer or the optimizers. Accelerate may have prepared them.
+        optimizer: the optimizer, or the optimizers, of which DPSGD takes one. Accelerate may have
+            prepared them.
         loader: the torch loader of the training data. Accelerate must not have prepared it.
         defenses: the defences, in the order in which they act.
         epochs: the number of epochs of the loop, including those of the runs that it resumes.
@@ -137,6 +138,11 @@ class DefendedLoop(Host):
         self._precision = precision or loop.precision_of(None, self._root)
         self._device = next(model.parameters()).device
         self._per_sample = any(defense.per_sample for defense in self._release.defenses)
+        if self._per_sample and len(self.optimizers) > 1:
+            raise DefenseError(
+                "DefendedLoop: DPSGD clips an example's gradient as a whole, and releases a batch "
+                "once: pass one optimizer, with parameter groups"
+            )
         self.batch_number: int = 0
         self.should_stop = self._awaits_step = False
         self._handles: list[RemovableHandle] = []
@@ -173,11 +179,15 @@ class DefendedLoop(Host):
         ]
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Undo what the defences changed."""
+    def __exit__(self, error: object, *_: object) -> None:
+        """Let the defences check the weights, and undo what they changed."""
         while self._handles:
             self._handles.pop().remove()
-        self._release.end()
+        try:
+            if error is None:
+                self._release.train_ends()
+        finally:
+            self._release.end()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

@@ -27,7 +27,7 @@ from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
 from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, mean_of_sample_means, refuse
-from lightning_fedleak.defenses.dpsgd.sampling import LOADER_SETTINGS
+from lightning_fedleak.defenses.dpsgd.sampling import LOADER_SETTINGS, check_distinct
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease
 from lightning_fedleak.messages import rank_zero_info
@@ -246,6 +246,7 @@ class DefendedMixin(Trainer):
         The Trainer may have dropped some of them.
         """
         rows: Any = self.train_dataset
+        check_distinct(dataset)  # before the Trainer has copied its rows
         if not (hasattr(dataset, "__len__") and hasattr(rows, "__len__")):
             return
         n_public = getattr(dataset, "public_length", len(dataset))
@@ -300,7 +301,10 @@ class DefendedMixin(Trainer):
             load_defenses(self._fedleak, Path(resume_from_checkpoint))
         self._is_setting_up = True
         try:
-            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
+            if not self.args.load_best_model_at_end:  # weights of an earlier step
+                self._fedleak.train_ends()
+            return output
         finally:
             self._is_setting_up = False
             self._fedleak.end()
@@ -462,6 +466,10 @@ class DefendedMixin(Trainer):
         return self._fedleak.training_step(
             run, _map_rows(_to_pairs, inputs) if self._has_pairs else inputs
         )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log without ``grad_norm``, which is the norm of the gradient before the defences."""
+        super().log({k: v for k, v in logs.items() if k != "grad_norm"}, *args, **kwargs)
 
     def _begin(self) -> None:
         """Start the defences once optimizers exist; skip the past batches of a resumed epoch."""

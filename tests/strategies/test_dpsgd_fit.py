@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -71,9 +72,9 @@ class Plateau(CausalLM):
         (CausalLM, {"overfit_batches": 2}, DefenseError, "only a few rows"),
         (
             CausalLM,
-            {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+            {"callbacks": [GradientAccumulationScheduler({0: 1, 3: 2})], "max_epochs": 2},
             DefenseError,
-            "accumulate_grad_batches|own optimizer step",
+            "GradientAccumulationScheduler joins 2 batches",
         ),
         (
             CausalLM,
@@ -100,6 +101,18 @@ def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: s
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
+def test_a_search_of_the_batch_size_is_refused_by_its_name() -> None:
+    class Loads(CausalLM):
+        batch_size = 4
+
+        def train_dataloader(self) -> Any:
+            return loader(batch_size=self.batch_size)
+
+    strategy = DefendedStrategy("auto", [DPSGD(CLIP, noise_multiplier=1.0)])
+    with pytest.raises(DefenseError, match=r"BatchSizeFinder repeats.*max_physical_batch_size"):
+        trainer(strategy, callbacks=[BatchSizeFinder(max_trials=1)]).fit(Loads())
+
+
 def test_what_decides_by_a_metric_is_accepted_on_request(tmp_path: Path) -> None:
     chosen = ModelCheckpoint(tmp_path, monitor="train_loss")
     counted = ModelCheckpoint(tmp_path, monitor="step", mode="max")
@@ -120,6 +133,56 @@ def test_what_decides_by_a_metric_is_accepted_on_request(tmp_path: Path) -> None
     )
     run.fit(CausalLM(), loader())
     assert defense.privacy.releases == 1
+
+
+class Late(L.Callback):
+    """Writes to weights when training ends."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        with torch.no_grad():
+            next(pl_module.parameters()).add_(1e-3)
+
+
+class Hooked(CausalLM):
+    """Writes to weights in a hook that its optimizer runs after each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+
+        def write(*_: Any) -> None:
+            with torch.no_grad():
+                next(self.parameters()).add_(1e-3)
+
+        optimizer.register_step_post_hook(write)
+        return optimizer
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("build", "callbacks"), [(CausalLM, [Late()]), (Hooked, [])])
+def test_weights_written_in_the_end_or_by_the_optimizers_hook_are_refused(
+    build: Any, callbacks: list[L.Callback], steps: int
+) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    with pytest.raises(DefenseError, match="was written to since the optimizer's"):
+        fit(defense, build(), callbacks=callbacks, max_steps=steps)
+    assert defense.releases == (1 if build is Hooked else steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("EMAWeightAveraging", {}),
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-3, "swa_epoch_start": 1}),
+    ],
+)
+def test_averages_of_released_weights_may_replace_them_in_the_end(
+    name: str, settings: dict[str, Any]
+) -> None:
+    if not hasattr(L.pytorch.callbacks, name):
+        pytest.skip(f"Lightning {L.__version__} has no {name}")
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    fit(defense, callbacks=[getattr(L.pytorch.callbacks, name)(**settings)], max_epochs=3)
+    assert defense.releases == 18
 
 
 class Writing(L.Callback):

@@ -168,15 +168,16 @@ def test_noise_is_not_found_for_the_steps_of_a_learning_rate_finder(tmp_path) ->
         def on_train_batch_start(self, *_: Any) -> None:  # of empty lots too: they are released
             steps.append(self.trainer.global_step)
 
-    def find(defense: DPSGD) -> None:
+    def find(defense: DPSGD, *, outside_epsilon: bool = True) -> None:
         search = LearningRateFinder(
             num_training_steps=4, early_stop_threshold=None, update_attr=False
         )
-        run = trainer(
-            DefendedStrategy("auto", [defense]), callbacks=[search], default_root_dir=tmp_path
-        )
+        strategy = DefendedStrategy("auto", [defense], outside_epsilon=outside_epsilon)
+        run = trainer(strategy, callbacks=[search], default_root_dir=tmp_path)
         run.fit(Tuned(), loader())
 
+    with pytest.raises(DefenseError, match="learning rate finder decides by a metric"):
+        find(DPSGD(1.0, noise_multiplier=1.0), outside_epsilon=False)
     with pytest.raises(DefenseError, match="rate finder needs noise_multiplier"):
         find(DPSGD(1.0, target_epsilon=3.0, target_delta=1e-3))
     accounted = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")

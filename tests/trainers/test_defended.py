@@ -125,6 +125,34 @@ def test_hosts_share_the_same_bits(name: str, build: Any, tmp_path: Path) -> Non
             assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize(
+    "build", [lambda: DPSGD(CLIP, 1.0, seed=3), lambda: GradientNoise(1.0, 1.0)]
+)
+def test_no_norm_of_an_undefended_gradient_is_logged(build: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, MODELS["llama"](), [build()], logging_steps=1)
+    sent: list[dict[str, float]] = []
+
+    class Send(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            sent.append(logs)
+
+    trainer.add_callback(Send())
+    trainer.train()
+    assert sum("loss" in logs for logs in sent) == trainer.state.global_step > 1
+    assert not any("grad_norm" in logs for logs in [*sent, *trainer.state.log_history])
+
+
+def test_weights_written_when_training_ends_are_refused(tmp_path: Path) -> None:
+    class Writes(TrainerCallback):
+        def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+            model.lm_head.weight.data[0] += 1e-3
+
+    trainer = trainer_of(tmp_path, MODELS["llama"](), [DPSGD(CLIP, 1.0, seed=3)])
+    trainer.add_callback(Writes())
+    with pytest.raises(DefenseError, match=r"'lm_head.weight' was written to since"):
+        trainer.train()
+
+
 def test_accumulated_batches_become_one_that_is_run_in_pieces(tmp_path: Path) -> None:
     """A batch of 8 is released once, whether it is accumulated or run by four rows at a time."""
     accumulated = DPSGD(CLIP, 1.0, seed=3)

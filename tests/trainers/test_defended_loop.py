@@ -128,6 +128,29 @@ def own_batch(loop: Loop, batch: Any) -> None:
     loop.private.loss(loop.compute, {name: value[1:] for name, value in batch.items()})
 
 
+def test_weights_written_after_the_last_step_are_refused() -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2))
+
+    def train() -> None:
+        with loop.private:
+            for batch in loop.private:
+                loop.step(batch)
+            loop.model.lm_head.weight.data[0] += 1e-3
+
+    with pytest.raises(DefenseError, match=r"'lm_head.weight' was written to since"):
+        train()
+    assert loop.train() > 1  # its hooks are removed, and the weights are read again
+
+
+def test_two_optimizers_are_refused_where_an_example_is_clipped_as_a_whole() -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2))
+    both = [torch.optim.SGD([p], 0.1) for p in list(loop.model.parameters())[:2]]
+    loader = DataLoader(rows(), batch_size=BATCH)
+    with pytest.raises(DefenseError, match="one optimizer, with parameter groups"):
+        DefendedLoop(loop.model, both, loader, [DPSGD(CLIP, 1.0)], epochs=1)
+    DefendedLoop(loop.model, both, loader, [GradientNoise(1.0, 1.0)], epochs=1)
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [

@@ -323,6 +323,11 @@ class DPSGD(base.Defense):
         if self.accountant.steps:
             self._stop_if_spent(context)
 
+    def on_train_end(self, context: base.DefenseContext) -> None:
+        """Raise an error if weights were written to since the optimizer's last step."""
+        with self._team.together():
+            self._fit_step.trained_weights.check_all(context.root)
+
     def _stop_if_spent(self, context: base.DefenseContext) -> None:
         """With ``on_budget="stop"``, end the fit if the budget allows no further release."""
         if self.release.on_budget == "stop":

@@ -122,7 +122,8 @@ class LossCheck:
         self.terms = torch.ones((), dtype=torch.float64)
         self.form: frozenset[tuple[str, str]] = frozenset()
         self._trusted = trusted
-        self._means: list[Tensor | None] = []  # label masks of cross-entropies, None of other means
+        # The means' nodes, with label masks of cross-entropies, None of other means.
+        self._means: list[tuple[Any, Tensor | None]] = []
         self._constants: dict[str, float] = {}  # factors of the loss by their path in the graph
         self._checked_forms: set[StepForm] = set()
         self._next_check, self._interval = 0, 1  # in releases
@@ -152,7 +153,6 @@ class LossCheck:
         top_calls: dict[int, Call] = {}
         visited: set[tuple[Node, bool]] = set()
         self.is_per_sample, self.weights = True, None
-        self._means.clear()
         form: set[tuple[str, str]] = set()
         # Node, whether it is below a mean, its path, and the label of the node above.
         stack: list[tuple[Node, bool, str, str]] = []
@@ -182,9 +182,10 @@ class LossCheck:
             return list(top_calls.values())
         self.form = frozenset(form)
         self.weights = _weights(self._means, samples, is_ordered=self.is_per_sample)
-        [label_mask] = self._means if self.weights is not None else [None]
-        if label_mask is not None:
-            self.terms = label_mask.sum().double().clamp(min=1)
+        if self.weights is not None:
+            [(_, label_mask)] = self._means
+            self.terms = label_mask.sum().double().clamp(min=1)  # type: ignore[union-attr]
+        self._means.clear()  # it holds the graph
         return list(top_calls.values())
 
     def check_graph(
@@ -249,10 +250,10 @@ class LossCheck:
             _refuse_if(name in _SELECTIONS, f"{name} selects terms before the mean")
             return True
         if name in _LIKELIHOODS:
-            self._means.append(_label_mask(node, samples))
+            self._means.append((node, _label_mask(node, samples)))
             return True
         if name in _ELEMENTWISE:
-            self._means.append(None)
+            self._means.append((node, None))
             _check_mean(node._saved_reduction == _MEAN, node._saved_self.shape, samples, name)
             return True
         if name == "MeanBackward0":
@@ -261,7 +262,7 @@ class LossCheck:
                 if any(op is not None and _stacks_losses(op) for op, _ in node.next_functions):
                     return False
                 _check_mean(True, shape, samples, name)
-                self._means.append(None)
+                self._means.append((node, None))
                 return True
             return bool(samples == 1 and len(shape))
         if name in _SHAPE_OPS | _SUM_OPS | _SCALE_OPS:
@@ -420,15 +421,23 @@ def _is_per_sample(node: Any, name: str, samples: int) -> bool:
     n_inputs = sum(child is not None for child, _ in node.next_functions)
     if name == "LogSoftmaxBackward0":
         shape = node._saved_result.shape
-        is_last_dim = node._saved_dim % 2**64 in (len(shape) - 1, 2**64 - 1)
-        return bool(is_last_dim and shape[:-1].numel() % samples == 0)
+        [dim] = _positive([node._saved_dim], len(shape))
+        is_last_dim = dim == len(shape) - 1 and shape[:-1].numel() % samples == 0
+        return bool(is_last_dim or (dim > 0 and shape[0] == samples))
     if name in ("SumBackward1", "MeanBackward1"):
-        return 0 not in node._saved_dim and -len(node._saved_self_sym_sizes) not in [
-            dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim
-        ]
-    operations = _SHAPE_OPS | _SUM_OPS | _SCALE_OPS | _ELEMENTWISE | _ROWWISE | {"NllLossBackward0"}
+        return 0 not in _positive(node._saved_dim, len(node._saved_self_sym_sizes))
+    if name == "TransposeBackward0":
+        shape = node._input_metadata[0].shape
+        dims = _positive([node._saved_dim0, node._saved_dim1], len(shape))
+        return 0 not in dims and shape[0] == samples
+    operations = _SHAPE_OPS | _SUM_OPS | _SCALE_OPS | _ELEMENTWISE | _ROWWISE | _LIKELIHOODS
     row_operations = operations - {"StackBackward0", "SelectBackward0"}
     return n_inputs == 1 and name in row_operations
+
+
+def _positive(dims: Sequence[int], rank: int) -> list[int]:
+    """Return dimensions as numbers from 0 to rank - 1."""
+    return [(dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims]
 
 
 def _keep_sample(gradient: Tensor, sample: int, samples: int) -> Tensor:
@@ -459,28 +468,39 @@ def _label_mask(node: Any, samples: int) -> Tensor:
     return mask
 
 
-def _weights(means: Sequence[Tensor | None], samples: int, *, is_ordered: bool) -> Tensor | None:
+def _weights(
+    means: Sequence[tuple[Any, Tensor | None]], samples: int, *, is_ordered: bool
+) -> Tensor | None:
     """Return factors (B,) that turn each sample's gradient into that of its own mean; None for 1.
 
     In a mean over the N labels of a batch, sample i with n_i labels has the weight ``n_i / N``, not
-    ``1 / B``. If that mean is the whole loss, the gradient is wrong only by this factor.
+    ``1 / B``. If that mean is the whole loss, the gradient is wrong only by this factor. If each
+    sample has one label, which may not count, the gradient of the mean is scaled to ``1 / B``. What
+    is refused depends on the operations of the loss, never on which labels count.
 
     Args:
-        means: For each mean in the loss the label mask of its cross-entropy; None if it has none.
+        means: The node of each mean in the loss, and the label mask of its cross-entropy; None if
+            it has none.
         samples: The number of samples B.
         is_ordered: Whether each sample's labels are known to be adjacent, in the samples' order.
     """
     is_single = len(means) == 1
-    for mask in means:
+    for node, mask in means:
         if mask is None:
             continue
-        counts = mask.sum(1).double()
         if is_single and is_ordered:
+            counts = mask.sum(1).double()
             return (counts.sum() / (samples * counts)).masked_fill(counts == 0, 1.0)
-        if (mask.shape[1] > 1 and not is_single) or bool((counts != counts[0]).any()):
+        if mask.shape[1] > 1:
             reason = "in an unknown order" if is_single else "combined with another term"
             raise _loss_error(f"it is a mean over all labels of the batch, {reason}")
+        node.register_prehook(functools.partial(_scale, mask.sum(), samples))
     return None
+
+
+def _scale(labels: Tensor, samples: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return gradients times labels over samples, exact where they begin with that number."""
+    return tuple(gradient / samples * labels.to(gradient) for gradient in gradients)
 
 
 def _keeps_size(node: Any, name: str) -> bool:

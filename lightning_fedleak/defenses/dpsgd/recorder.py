@@ -9,6 +9,7 @@ the gradient of the layer's output arrives in backward, a rule for the layer's c
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.dpsgd import experts, rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
-from lightning_fedleak.defenses.dpsgd.rules import rule_of
+from lightning_fedleak.defenses.dpsgd.rules import RULES_OF_ONE_USE, rule_of
 from lightning_fedleak.model.taps.hooks import Hook, taps_paused
 
 # Samples of a batch from which on one sample that is part of all matches in `_check_rows` is taken
@@ -66,12 +67,14 @@ class Call:
         trained: Whether it trains parameters. A frozen layer that gradients pass through is listed
             too, because the checks of the loss follow the graph from the loss down to the outputs
             of layers. No gradients are recorded for it.
+        uses_once: Whether the call is known to use each parameter of the layer once.
     """
 
     name: str
     edge: GradientEdge
     sample_rows: int
     trained: bool
+    uses_once: bool = False
 
 
 class Recorder:
@@ -145,9 +148,8 @@ class Recorder:
         Call this between steps only: during a forward pass FSDP2 has replaced the parameters.
         """
         self._parameters = {
-            (module, key): parameter
+            module: dict(module.named_parameters(recurse=module in self._adapted))
             for module in self.root.modules()
-            for key, parameter in module.named_parameters(recurse=module in self._adapted)
         }
         self._prompted: list[Any] = [
             module
@@ -223,40 +225,50 @@ class Recorder:
         finally:
             self._paused = False
 
-    def without_sums(self, loss: Tensor, calls: Sequence[Call]) -> Tensor:
+    def check_uses(self, loss: Tensor) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Raise an error if a recorded layer's parameter is also used outside of its calls.
+
+        Each call has one edge of the loss's graph into each parameter, or into a copy in another
+        precision, which calls share under autocast. Other uses have further edges. Layers that are
+        run again for their gradients may use a parameter repeatedly, and are not counted.
+
+        Returns:
+            The outputs of recorded layers, and the leaves that need a ``p.grad``: those without
+            records, and those with a hook.
+
+        Raises:
+            DefenseError: The message names the parameter.
+        """
+        edges = _edges_into_nodes(loss)
+        uses = {node.variable: n for node, n in edges.items() if hasattr(node, "variable")}
+        reached = [call for call in self.calls if call.trained and call.edge.node in edges]
+        recorded = dict[Tensor, float]()
+        for call in reached:
+            for p in self._parameters[self.root.get_submodule(call.name)].values():
+                recorded[p] = recorded.get(p, 0) + (1 if call.uses_once else math.inf)
+        for p in (p for p, count in uses.items() if count > recorded.get(p, math.inf)):
+            reason = "the sum of its recorded per-sample gradients: use it only in its module's"
+            name = parameter_name(p, self.root)
+            raise DefenseError(f"DPSGD: the gradient of '{name}' is not {reason} forward")
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        leaves = [p for p in uses if p not in recorded or any(getattr(p, h) for h in hooks)]
+        return [call.edge for call in reached], leaves
+
+    def without_sums(
+        self, loss: Tensor, edges: Sequence[GradientEdge], leaves: Sequence[Tensor]
+    ) -> Tensor:
         """Return a loss whose backward skips the gradients ``p.grad`` that records replace.
 
         ``p.grad`` of a recorded layer's parameter is a sum over the batch, which the release
-        replaces by the clipped sum. So the backward of the returned loss runs down to the outputs
-        of all recorded layers, whose hooks record, and computes the gradients of all leaves except
-        the parameters of these layers. Two kinds of their parameters get a ``p.grad`` all the same:
-        those with a hook, which may need it, and those of layers whose outputs do not reach the
-        loss, because they have no records.
+        replaces. So backward runs down to the layers' outputs and to the other leaves alone.
 
         Args:
             loss: The loss, a scalar with its graph.
-            calls: The calls of layers in this step.
+            edges: The outputs of recorded layers (:meth:`check_uses`).
+            leaves: The leaves that get a ``p.grad``.
         """
-        stack, visited, leaves = [loss.grad_fn], set[Any](), list[Any]()
-        while stack:
-            node = stack.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            stack += [next_node for next_node, _ in node.next_functions]
-            leaf: Any = getattr(node, "variable", None)
-            if leaf is not None:
-                leaves.append(leaf)
-        trained = [call for call in calls if call.trained and call.edge.node in visited]
-        modules = {self.root.get_submodule(call.name) for call in trained}
-        replaced = {p for (module, _), p in self._parameters.items() if module in modules}
-        targets: list[Any] = [call.edge for call in trained]
-        targets += [
-            leaf
-            for leaf in leaves
-            if leaf not in replaced or leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-        ]
         self.lacks_sums = True
+        targets: list[Any] = [*edges, *leaves]
         proxy: Tensor = OwnBackward.apply(  # type: ignore[no-untyped-call]
             loss.detach().requires_grad_(),
             lambda gradient: torch.autograd.backward(loss, gradient, inputs=targets),
@@ -344,7 +356,8 @@ class Recorder:
         except DefenseError as error:
             self._failure = self._failure or error
             return
-        self.calls.append(Call(name, get_gradient_edge(output), sample_rows, True))
+        uses_once = rule in RULES_OF_ONE_USE
+        self.calls.append(Call(name, get_gradient_edge(output), sample_rows, True, uses_once))
         hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
         if self.counts:
             rule_input = inputs.detach()
@@ -476,7 +489,7 @@ class Recorder:
         self.half = self.half or gradient.element_size() < 4
         try:
             for key, part in rule(module, rule_input, gradient.detach(), self.samples).items():
-                parts.setdefault(self._parameters[module, key], []).append(part)
+                parts.setdefault(self._parameters[module][key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
 
@@ -513,6 +526,22 @@ def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:
     single = matches & (matches.sum(1, keepdim=True) == 1)
     involved = single.scatter(1, owners[:, None], True)
     return bool(involved.all(0).any())
+
+
+def _edges_into_nodes(loss: Tensor) -> dict[Any, int]:
+    """Return the number of edges of a loss's graph into each node, a leaf's with its copies'."""
+    edges, stack, copies = dict[Any, int]({loss.grad_fn: 0}), [loss.grad_fn], list[Any]()
+    while stack:
+        node: Any = stack.pop()
+        for child in (c for c, _ in getattr(node, "next_functions", ()) if c is not None):
+            if child not in edges:
+                stack.append(child)
+            edges[child] = edges.get(child, 0) + 1
+            if hasattr(child, "variable") and node.name() == "ToCopyBackward0":
+                copies.append((child, node))
+    for leaf, copy in copies:
+        edges[leaf] += edges[copy] - 1
+    return edges
 
 
 def owns_parameters(module: nn.Module) -> bool:

@@ -148,6 +148,8 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
+# The rules of layers that use each of their parameters once in a call.
+RULES_OF_ONE_USE: tuple[Rule, ...] = (_linear, _conv1d, _embedding, _layer_norm)
 # The rules that return a matrix's per-sample gradients as factors or rows. Ghost clipping needs
 # these, because it computes norms without the dense gradients.
 GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding, experts.by_row)

@@ -8,6 +8,7 @@ them, which leaks nothing about the choice.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -445,8 +446,7 @@ def _shard(loader: data.DataLoader[Any]) -> range:
         DefenseError: An example is in the dataset twice, or the sampler chooses examples.
     """
     dataset: Any = loader.dataset
-    if isinstance(dataset, data.Subset | data.ConcatDataset):
-        _check_distinct(dataset)
+    check_distinct(dataset)
     size, sampler = len(dataset), loader.sampler
     # The types must be exact: a subclass of a sampler may choose or repeat any examples.
     if type(sampler) is data.DistributedSampler and sampler.dataset is dataset:
@@ -462,8 +462,10 @@ def _shard(loader: data.DataLoader[Any]) -> range:
     return range(size)
 
 
-def _check_distinct(dataset: data.Dataset[Any]) -> None:
-    """Raise an error if a Subset or ConcatDataset contains an example twice."""
+def check_distinct(dataset: Any) -> None:
+    """Raise an error if a Subset, ConcatDataset or Hugging Face dataset has an example twice."""
+    if not (isinstance(dataset, data.Subset | data.ConcatDataset) or _is_arrow(dataset)):
+        return
     sources, indices = _origins(dataset)
     order = np.lexsort((indices, sources))
     repeated = (np.diff(sources[order]) == 0) & (np.diff(indices[order]) == 0)
@@ -477,7 +479,8 @@ def _check_distinct(dataset: data.Dataset[Any]) -> None:
 def _origins(dataset: Any) -> tuple[Any, Any]:
     """Return the ids of the innermost datasets (n,) and the indices (n,) there, for each row.
 
-    Subset and ConcatDataset are resolved.
+    Subset and ConcatDataset are resolved. A row of a Hugging Face dataset is identified by a hash
+    of the places in memory that its columns have, which ``concatenate_datasets`` keeps.
     """
     if isinstance(dataset, data.ConcatDataset):
         origins = [_origins(inner) for inner in dataset.datasets]
@@ -489,5 +492,29 @@ def _origins(dataset: Any) -> tuple[Any, Any]:
             return np.full(len(indices), id(dataset.dataset), dtype=np.int64), codes
         sources, inner_indices = _origins(dataset.dataset)
         return sources[indices], inner_indices[indices]
+    if _is_arrow(dataset):
+        places = np.zeros(dataset.data.num_rows, dtype=np.uint64)
+        for column in dataset.data.columns:
+            places = places * _MULTIPLIER + np.concatenate(
+                [places[:0], *map(_places, column.chunks)]
+            )
+        if dataset._indices is not None:  # of `select` and `shuffle`
+            places = places[dataset._indices.column(0).to_numpy()]
+        return np.zeros(len(places), dtype=np.int64), places.view(np.int64)
     size = len(dataset)
     return np.full(size, id(dataset), dtype=np.int64), np.arange(size)
+
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, as in Fibonacci hashing
+
+
+def _is_arrow(dataset: Any) -> bool:
+    """Return whether a dataset is one of Hugging Face's ``datasets``, in Arrow tables."""
+    return isinstance(dataset, getattr(sys.modules.get("datasets"), "Dataset", ()))
+
+
+def _places(chunk: Any) -> Any:
+    """Return (n,) a hash of the place in memory of each element of an Arrow array."""
+    address = next((buffer.address for buffer in chunk.buffers() if buffer is not None), 0)
+    rows = np.arange(chunk.offset, chunk.offset + len(chunk), dtype=np.uint64)
+    return np.full(len(chunk), address, dtype=np.uint64) * _MULTIPLIER + rows

@@ -238,8 +238,9 @@ class WatchedStep:
             buffers.check_unchanged()
             loss = _loss_with_graph(output, samples)
             top_calls = self.check.check_form(loss, recorder.calls, samples)
+            reached = recorder.check_uses(loss)
         self.check.check_graph(loss, top_calls, recorder, releases, team)
-        calls, recorder.calls = recorder.calls, []
+        recorder.calls = []
         if self._is_placeholder:
             recorder.clear()
             return with_loss(output, loss * 0.0)
@@ -248,7 +249,7 @@ class WatchedStep:
             self._begin_with_ones(loss, context.root)
             needs_gradients = self.audited or context.host.reads_gradients
             if not (needs_gradients or self.check.is_due(releases)):
-                return with_loss(output, recorder.without_sums(loss, calls))
+                return with_loss(output, recorder.without_sums(loss, *reached))
         return output
 
     def _begin_with_ones(self, loss: Tensor, root: nn.Module) -> None:

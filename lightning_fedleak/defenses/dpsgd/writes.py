@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.processes import local_part
@@ -32,10 +34,11 @@ class Buffers:
     """The buffers and parameters of a model, to detect whether a training step writes to one.
 
     Averages of activations, codebooks, or embedding rows that ``max_norm`` shortens are computed
-    from training data without noise. Any write is refused, also that of a step counter. A tensor's
-    version counts every write except one through ``.data``. So contents are compared too: of small
-    buffers in every step, of large buffers and of parameters if ``all_contents`` is set, of sparse
-    buffers never. Parameters are not compared under FSDP2, which writes to them itself.
+    from training data without noise. Any change is refused, also that of a step counter. Contents
+    are compared: of small buffers in every step, of large buffers and of parameters if
+    ``all_contents`` is set, of sparse buffers never. A buffer that is not compared, and any
+    parameter, must also keep its version, which counts all writes except those through ``.data``.
+    Parameters are not compared under FSDP2, which writes to them itself.
 
     Args:
         root: The module that is trained.
@@ -96,20 +99,23 @@ class Buffers:
             handle.remove()
 
     def check_unchanged(self) -> None:
-        """Raise an error if a buffer or parameter was written to, or a buffer replaced or added.
+        """Raise an error if a buffer or parameter was written to, or a buffer added.
 
-        Contents of buffers are compared on the device, in :attr:`comparisons`.
+        Contents of buffers, also of one that replaces another, are compared on the device, in
+        :attr:`comparisons`.
 
         Raises:
             DefenseError: Names the buffer or parameter.
         """
         for name, buffer in self._root.named_buffers():
             original, version, copy = self._buffers.get(name, (None, 0, None))
-            if buffer is not original or _version(buffer) != version:
+            if original is None or (copy is None and _version(original) != version):
                 raise _buffer_error(name)
-            if copy is not None:
+            # Equal numbers may be written: Phi-3's rotary embeddings do it in each step.
+            content = original if copy is None and buffer is not original else copy
+            if content is not None:
                 earlier = self.comparisons.get(name, True)
-                self.comparisons[name] = _is_equal(buffer, copy) & earlier
+                self.comparisons[name] = _is_equal(buffer, content) & earlier
         for name, parameter, version, content in self._parameters:
             is_changed = content is not None and not torch.equal(fingerprint(parameter), content)
             if is_changed or _version(parameter) != version:
@@ -153,18 +159,17 @@ class Weights:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._trained: list[nn.Parameter] | None = None
         self._released = False
-        self._handle = register_optimizer_step_post_hook(self._after_step)
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._post_hooks = WeakKeyDictionary[Optimizer, RemovableHandle]()
 
     def restart(self) -> None:
-        """Begin again with the present weights, which may be of a checkpoint.
-
-        The hook keeps its place before the hooks that were registered later.
-        """
+        """Begin again with the present weights, which may be of a checkpoint."""
         self._contents, self._sums, self._trained = {}, {}, None
 
     def remove(self) -> None:
-        """Remove the hook on optimizers."""
-        self._handle.remove()
+        """Remove the hooks on optimizers."""
+        for handle in (self._handle, *self._post_hooks.values()):
+            handle.remove()
 
     def begin(self, root: nn.Module) -> None:
         """Begin a batch, and read the weights before the first one.
@@ -214,12 +219,24 @@ class Weights:
         if changed:
             raise DefenseError(
                 f"DPSGD: '{parameter_name(changed[0], root)}' was written to since the optimizer's "
-                "last step; nothing was released. Write to a copy."
+                "last step, which no noise covers: do not share these weights. Write to a copy."
             )
+
+    def check_all(self, root: nn.Module) -> None:
+        """Raise an error, as :meth:`check` does, if any known weights were written to."""
+        known = list(self._contents)
+        self.check(known, [bool(e) for equal in self.compare(known) for e in equal], root)
 
     def released(self) -> None:
         """Prepare for the optimizer step that follows a release."""
         self._contents, self._sums, self._released = {}, {}, True
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Let :meth:`_after_step` run before all other hooks that follow the optimizer's step."""
+        if optimizer not in self._post_hooks:
+            self._post_hooks[optimizer] = optimizer.register_step_post_hook(self._after_step)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._post_hooks[optimizer].id, last=False)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Read an optimizer's weights after its step, if the step follows a release."""
@@ -287,7 +304,8 @@ def _bits(tensor: Tensor) -> Tensor:
 def _is_equal(first: Tensor, second: Tensor) -> Tensor:
     """Return whether two tensors have the same type, shape and bits, () on the device."""
     first, second = (t.to_local() if isinstance(t, DTensor) else t for t in (first, second))
-    if first.shape != second.shape or first.dtype != second.dtype:
+    kinds = [(t.shape, t.dtype, t.device, t.layout) for t in (first, second)]
+    if kinds[0] != kinds[1] or first.layout != torch.strided:  # of sparse ones unknown
         return torch.zeros((), dtype=torch.bool)
     if first.is_quantized:
         return torch.tensor(torch.equal(first, second))

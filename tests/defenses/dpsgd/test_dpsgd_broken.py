@@ -175,7 +175,14 @@ def test_a_broken_sample_makes_no_copy_of_the_others(
 def test_a_look_that_a_broken_sample_hides_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that layers do not explain is looked for again soon, whatever a look showed."""
 
+    class Again(nn.Linear):
+        """It is run again for its gradients, so that its uses are not counted."""
+
     class Twice(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.above = Again(6, 8), Again(8, 3)
+
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + nn.functional.linear(
                 nn.functional.linear(x, self.below.weight), self.above.weight

@@ -106,6 +106,10 @@ def time_first(labels: Tensor) -> Loss:
     return loss
 
 
+def classes_first(labels: Tensor) -> Loss:
+    return lambda model: F.cross_entropy(model(input_ids=IDS).logits.transpose(1, 2), labels)
+
+
 class Halved(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, loss: Tensor) -> Tensor:
@@ -136,6 +140,8 @@ GOOD: list[tuple[str, Callable[[], nn.Module], Loss, list[str]]] = [
     ("HF masked, equal counts", tiny_bert_mlm, built_in(IDS), ["cls.predictions.decoder"]),
     ("HF classifier", tiny_bert_classifier, built_in(torch.tensor([0, 1, 2, 1])), ["classifier"]),
     ("frozen above", adapted, mend, ["lm_head"]),
+    ("classes first, equal counts", tiny_gpt2, classes_first(IDS), ["lm_head"]),
+    ("classes first, ragged", tiny_gpt2, classes_first(RAGGED), ["lm_head"]),
     ("mend, ragged", tiny_gpt2, mend, ["lm_head"]),
     ("mend, masked", tiny_bert_mlm, lambda m: mend(m, causal=False), ["cls.predictions.decoder"]),
     ("scaled by a number", tiny_gpt2, lambda m: 0.5 * mend(m) / 2, ["lm_head"]),
@@ -251,6 +257,7 @@ BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
     ("token mean and a term", tiny_gpt2, joined(RAGGED), "combined with another term"),
     ("equal counts and a term", tiny_gpt2, joined(IDS), "combined with another term"),
     ("time first, ragged", tiny_gpt2, time_first(RAGGED), "in an unknown order"),
+    ("time first, equal counts", tiny_gpt2, time_first(IDS), "in an unknown order"),
     ("a mean, squared", Net, lambda n: squared(n).pow(2), "others' outputs"),
     ("a mean in exp", Net, lambda n: squared(n).exp(), "others' outputs"),
     ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 is between"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.writes import SMALL
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_llama
@@ -156,6 +157,34 @@ def test_parts_of_datasets_are_taken() -> None:
     assert run.defense.releases == 1
 
 
+@pytest.mark.parametrize(
+    ("build", "repeats"),
+    [
+        (lambda hf, d: d.select([0, 1, 1]), 1),
+        (lambda hf, d: hf.concatenate_datasets([d, d]), N),
+        (lambda hf, d: hf.concatenate_datasets([d.select([2, 0]), d.shuffle(seed=1)]), 2),
+        (lambda hf, d: Subset(d.select([0, 1, 1, 2]), [1, 2]), 1),
+        (lambda hf, d: ConcatDataset([d, d.select([3])]), 1),
+        (lambda hf, d: d, 0),
+        (lambda hf, d: d.shuffle(seed=1).select(range(2, 9)), 0),
+        (lambda hf, d: hf.concatenate_datasets([d.select(range(20)), d.select(range(20, N))]), 0),
+        (lambda hf, d: ConcatDataset([d, d.map(lambda row: row)]), 0),
+    ],
+)
+def test_a_row_that_a_hugging_face_dataset_repeats_is_refused(build: Any, repeats: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    x, y = data().tensors
+    rows = datasets.Dataset.from_dict({"none": [None] * N, "x": x.tolist(), "y": y.tolist()})
+    dataset = build(datasets, rows.with_format("torch"))
+    stack = lambda batch: [torch.stack([torch.as_tensor(row["x"]) for row in batch])]  # noqa: E731
+    loader = DataLoader(dataset, batch_size=2, collate_fn=stack)
+    if not repeats:
+        Run(noisy(), loader=loader)
+        return
+    with pytest.raises(DefenseError, match=f"{repeats} of the .* rows of the dataset repeat"):
+        Run(noisy(), loader=loader)
+
+
 # ---- what leaves without noise -----------------------------------------------------------------
 
 
@@ -197,6 +226,35 @@ def test_what_training_writes_by_itself_is_refused(where: str, way: str) -> None
     with pytest.raises(DefenseError, match=WRITTEN[where]):
         run.step(first(5))
     assert run.defense.releases == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_place"), [((6,), False), ((6,), True), ((SMALL + 1,), False)]
+)
+def test_equal_numbers_may_be_written_to_a_buffer(shape: tuple[int, ...], in_place: bool) -> None:
+    """Transformers' rotary embeddings of Phi-3 do it in each step."""
+
+    class Writes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("buffer", torch.ones(shape))
+            self.shift = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            written = self.buffer + self.shift
+            if in_place:
+                self.buffer.copy_(written)
+            else:
+                self.register_buffer("buffer", written)
+            return super().forward(x)
+
+    run = Run(noisy(), root := Writes())
+    for _ in range(4):
+        run.step(first(5))
+    root.shift = 1e-6
+    with pytest.raises(DefenseError, match="changed the buffer 'buffer'"):
+        run.step(first(5))
+    assert run.defense.releases == 4
 
 
 def test_a_buffer_that_is_written_to_later_is_noticed() -> None:

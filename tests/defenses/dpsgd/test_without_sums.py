@@ -170,6 +170,43 @@ def test_a_new_form_is_compared_in_its_first_step(absent: Absent) -> None:
     assert not absent[-1]
 
 
+class Beside(CausalLM):
+    """From its tenth batch on uses a weight also outside of its layer."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        layer = self.model.transformer.h[0].mlp.c_fc
+        if len(self.sizes) < 10:
+            return super().loss(batch)
+        handle = layer.register_forward_hook(
+            lambda _, given, output: (
+                output + torch.mm(given[0].flatten(0, 1), layer.weight).view_as(output)
+            )
+        )
+        loss = super().loss(batch)
+        handle.remove()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings"),
+    [
+        ((), {}),
+        ((Tap(),), {}),
+        ((), {"precision": "bf16-mixed"}),
+        ((), {"max_physical_batch_size": 2}),
+    ],
+)
+def test_a_use_beside_the_layer_is_refused_in_its_first_step(
+    callbacks: Any, settings: dict[str, Any], absent: Absent
+) -> None:
+    module = Beside()
+    with pytest.raises(DefenseError, match=r"'model.transformer.h.0.mlp.c_fc.weight' is not the"):
+        run(module, *callbacks, **settings)
+    pieces = settings.get("max_physical_batch_size")
+    assert len(module.sizes) == 10
+    assert pieces or len(absent) == 9
+
+
 class Unused(CausalLM):
     """From its tenth batch on uses a weight outside of its layer, whose output is used no more."""
 

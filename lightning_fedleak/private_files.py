@@ -6,6 +6,7 @@ written completely or not at all. :class:`RevealFiles` appends recovered text to
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -43,6 +44,30 @@ def check_private(path: Path) -> None:
         problem = f"other users may access it (mode {stat.S_IMODE(status.st_mode):04o}, not 0600)"
     if problem:
         raise ValueError(problem)
+
+
+MAX_BYTES = 1 << 30
+"""The most bytes of a file that somebody else wrote: the logs of 300,000 looks."""
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file that somebody else may have made.
+
+    An archive may hold links to any file of its reader, so that a link is not followed. The size is
+    counted, because a system file may state the size 0 and never end.
+
+    Raises:
+        OSError: It is a link, a folder, a device or a pipe, has more than :data:`MAX_BYTES`, or
+            cannot be read.
+    """
+    flags = (getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+    with os.fdopen(os.open(path, os.O_RDONLY | sum(flags)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        content = file.read(MAX_BYTES + 1) or b""  # None if a system file has nothing yet
+    if len(content) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES} bytes", str(path))
+    return content
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

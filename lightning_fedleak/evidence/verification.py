@@ -23,15 +23,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_fedleak.evidence import chain
-from lightning_fedleak.private_files import digest_weights, hash_weights
-from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
+from lightning_fedleak.private_files import digest_weights, hash_weights, read_regular
+from lightning_fedleak.report import Findings, FitLog, ReportError, findings, page, read, records
 from lightning_fedleak.report.pages import LEAKAGE, leakage_file
 from lightning_fedleak.validate import explain_errors
 
-REPORT = "report.json"
+REPORT, PAGE = "report.json", "report.html"
 Maker = Callable[[Findings], records.JsonObject]  # returns the content of a report
 # Keys of a report whose values differ between reports of the same logs.
-_PER_REPORT_KEYS = ("made", "made_by", "problems", "people", "release")
+_PER_REPORT_KEYS = ("made", "made_by", "people", "release")
 
 
 def verify_run(
@@ -83,6 +83,8 @@ def verify_run(
     if (run / REPORT).exists():
         _check_report(run / REPORT, run, fits, records.as_json, verdict)
         checked.append(REPORT)
+    elif (run / PAGE).exists():
+        verdict.leave_open(f"{PAGE} is not compared: there is no {REPORT} beside it")
     else:
         not_checked.append(f"a report: there is no {REPORT}")
     if heads:
@@ -97,7 +99,7 @@ def verify_run(
         checked.append("weights")
         leakage = (weights if weights.is_dir() else weights.parent) / LEAKAGE
         if leakage.exists():
-            _check_report(leakage, run, fits, leakage_file, verdict)
+            _check_report(leakage.resolve(), run, fits, leakage_file, verdict)
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
@@ -201,7 +203,8 @@ def _check_report(
     """Check that a report has the content that ``make`` computes from the logs of a folder.
 
     The report may be on all runs of the folder or on one of them. If its runs have had as many
-    steps and looks as the logs, it must agree; otherwise it may only be older.
+    steps and looks as the logs, it must agree; otherwise it may only be older. The folder may have
+    another name now. The page beside ``report.json`` must be the one that this report gives.
 
     Args:
         path: The path of the report.
@@ -211,41 +214,81 @@ def _check_report(
         verdict: The verdict to which findings are added.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        state = _progress_of(report)
+        report = json.loads(read_regular(path))
+        state, label = _progress_of(report), str(report["runs"][0]["name"])
+        statements = _statements(report, label)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         verdict.contradict(f"{path.name} cannot be read as a report")
         return
     if report.get("made_by") != f"lightning-fedleak {version('lightning-fedleak')}":
-        verdict.leave_open(f"{path.name} was made by another version, {report.get('made_by')}")
+        verdict.leave_open(
+            f"{path.name} is not compared: it was made by another version, {report.get('made_by')}"
+        )
         return
     states = []
     for name in (None, *(fit.run for fit in fits)):  # None: a report on all runs
-        content = records.as_json(make(findings(read([run / records.RECORD], run=name))))
-        if _statements(content) == _statements(report):
+        logs = read([run / records.RECORD], run=name)
+        labelled = tuple(replace(fit, label=label) for fit in logs.fits)
+        content = findings(replace(logs, fits=labelled))
+        made = records.as_json(make(content))
+        if _statements(made, run.name) == statements:
+            if label != run.resolve().name:
+                verdict.note(f"{path.name} was made when the folder was named {label!r}")
+            if path == run / REPORT:
+                _check_page(run / PAGE, content, report, verdict)
             return
-        states.append(_progress_of(content))
+        states.append(_progress_of(made))
     if state in states:
         verdict.contradict(f"{path.name} differs from the report that the logs give")
     elif fits:
         verdict.leave_open(
-            f"{path.name} is older than the logs, about other runs, or from a renamed folder"
+            f"{path.name} is older than the logs or the ledger beside them, or about other runs"
         )
 
 
+def _check_page(
+    path: Path, content: Findings, report: records.JsonObject, verdict: chain.Verdict
+) -> None:
+    """Check that a page is the one that a report gives, whose content is that of the logs."""
+    if not path.exists():
+        return
+    people, problems, date = (report.get(name) for name in ("people", "problems", "made"))
+    try:
+        text = read_regular(path).decode()
+        content = replace(content, people=people, problems=problems, date=date)
+        is_same = text == page(content)
+    except Exception:  # the report may hold any types
+        text, is_same = "", False
+    if not is_same and any(mark in text for mark in ('" data-live="', ">Private text: ")):
+        verdict.leave_open(
+            f"{path.name} is not compared: it is of a run that goes on, or holds revealed texts"
+        )
+    elif not is_same:
+        verdict.contradict(f"{path.name} differs from the page that {REPORT} gives")
+    else:
+        verdict.checked.append(PAGE)
+
+
 def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
-    """Return each run of a report with its steps and numbers of looks when it was made."""
-    runs, keys = report["runs"], ("run", "name", "ended", "steps")
+    """Return each run of a report with its steps, looks and ledgers when it was made."""
+    runs, keys = report["runs"], ("run", "ended", "steps")
     # A cost is a list of an attack, its number of looks, their seconds and their share.
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
-    return [(*map(run.get, keys), count) for run, count in zip(runs, looks, strict=True)]
+    ledgers = [[a.get("ledger") for a in run["privacy"] if isinstance(a, dict)] for run in runs]
+    return [(*map(run.get, keys), *more) for run, *more in zip(runs, looks, ledgers, strict=True)]
 
 
-def _statements(report: records.JsonObject) -> records.JsonObject:
-    """Return the content of a report that depends only on the logs: no folders or people."""
+def _statements(report: records.JsonObject, folder: str) -> records.JsonObject:
+    """Return the content of a report that depends only on the logs: no folders or people.
+
+    Args:
+        report: The report.
+        folder: The name of the folder when the report was made.
+    """
     fields = {name: value for name, value in report.items() if name not in _PER_REPORT_KEYS}
     runs = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
-    return {**fields, "runs": runs}
+    problems = [str(problem).replace(f"{folder}/", "") for problem in report.get("problems", ())]
+    return {**fields, "runs": runs, "problems": problems}
 
 
 def _check_weights(fits: Sequence[FitLog], source: Path, verdict: chain.Verdict) -> None:

@@ -5,6 +5,7 @@ A line that cannot be read does not affect the other lines: it is listed as a pr
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak.private_files import read_regular
 from lightning_fedleak.report.records.fields import SCHEMA, JsonObject
 from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
@@ -41,7 +43,11 @@ def read_lines(path: Path) -> _FileLines:
         return _FileLines()
     lines: list[ResultLine | RunLine] = []
     unreadable, foreign, invalid = [], [], []
-    with path.open(encoding="utf-8", errors="replace") as file:
+    try:
+        content = io.BytesIO(read_regular(path))
+    except OSError as error:
+        return _FileLines(problems=[f"{short(path)} cannot be read: {error.strerror}"])
+    with io.TextIOWrapper(content, "utf-8", "replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue

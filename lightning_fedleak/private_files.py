@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,6 +70,16 @@ def read_regular(path: Path) -> bytes:
     if len(content) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES} bytes", str(path))
     return content
+
+
+def file_name(name: object) -> str:
+    """Return the name of a client, which a client may choose, as a part of a file's name.
+
+    Different names give different parts. No part leads to another folder or is too long.
+    """
+    quoted = quote(str(name), safe=" ")
+    digest = hashlib.sha256(quoted.encode()).hexdigest()
+    return quoted if len(quoted) <= 100 else f"{quoted[:64]}~{digest}"
 
 
 _KEY = secrets.token_bytes(32)  # of this process; nothing writes or sends it

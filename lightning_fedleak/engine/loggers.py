@@ -10,9 +10,10 @@ highest one is the *worst*. A *gate* is the user's threshold on a logged value.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,6 +48,26 @@ class Logger(Protocol):
         """Write each number under its name."""
 
 
+@cache
+def _private_writer() -> type[SummaryWriter]:
+    """Return a ``SummaryWriter`` whose file has mode 0600, and which starts no thread to write."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+    from torch.utils.tensorboard import SummaryWriter
+
+    class PrivateWriter(SummaryWriter):
+        def _get_file_writer(self) -> Any:
+            is_new, writer = self.file_writer is None, super()._get_file_writer()  # type: ignore[no-untyped-call]
+            if is_new:
+                events: Any = writer.event_writer
+                events._async_writer.close()
+                os.chmod(events._file_name, 0o600)
+                file = open(events._file_name, "ab", buffering=0)  # noqa: SIM115
+                events._async_writer = RecordWriter(file)
+            return writer
+
+    return PrivateWriter
+
+
 class BoardLogger:
     """A logger that writes to a TensorBoard run of its own.
 
@@ -58,9 +79,7 @@ class BoardLogger:
     """
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer: SummaryWriter = SummaryWriter(str(folder))
+        self.writer = _private_writer()(str(folder))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write each number as a scalar."""

@@ -9,6 +9,7 @@ stage.
 from __future__ import annotations
 
 import math
+import signal
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
+from types import CodeType
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -472,7 +474,36 @@ _OWN_ERRORS = (
 _PACKAGE = Path(__file__).parents[1]
 
 
+def is_of_signal(error: Exception) -> bool:
+    """Return whether an error passed through a function that is registered with ``signal``.
+
+    The user wants it to end the training, or a part of it: a queue's time limit or a pre-emption.
+    """
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {_code_of(handler) for handler in handlers if callable(handler)} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """Return the code that runs if an object is called; None if it is not of Python."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    function = handler if hasattr(handler, "__code__") else type(handler).__call__
+    return getattr(function, "__code__", None)
+
+
 def reason(error: Exception) -> str:
+    """Return :func:`describe_error` of an error that ends no training.
+
+    Raises:
+        Exception: The error itself, if it is one of a signal's handler.
+    """
+    if is_of_signal(error):
+        raise error
+    return describe_error(error)
+
+
+def describe_error(error: Exception) -> str:
     """Return why there is no result, for logs: the error's class, and its message or its line.
 
     Only messages of this package are repeated, because those of other errors may quote the private

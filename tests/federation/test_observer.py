@@ -330,7 +330,7 @@ def test_what_is_sent_must_be_the_models(tmp_path):
         (sent | {"other": torch.zeros(1)}, "'other' is sent"),
         ({n: t for n, t in sent.items() if n != name}, "is trained and not sent"),
         (sent | {name: torch.zeros(2, 2)}, r"shape \(2, 2\)"),
-        (sent | {name: torch.full_like(sent[name], math.nan)}, "cannot hold"),
+        (sent | {name: torch.full_like(sent[name], math.nan)}, "calibrated on the sent model: NaN"),
     ):
         with pytest.raises(UpdateError, match=said):
             observer(tmp_path, net).begin(0, state)

@@ -26,6 +26,7 @@ from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.extras import require_package
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.updates import State, UpdateError, trained_state
+from lightning_fedleak.messages import rank_zero_warn
 
 with require_package("flower", "lightning_fedleak.federation.flower needs Flower"):
     from flwr import common
@@ -243,8 +244,9 @@ class FedLeakMod:
         gates: the gates of each client, or a function that makes them from the first context, for
             example from the run's configuration.
         dp: a function that makes a client's :class:`ClientDP` from its context in every round, or
-            returns None for a client without one; None if no client has a ClientDP. The ClientDP
-            needs a ledger, because Flower may run each round in another process.
+            returns None for a client without one; None if no client has a ClientDP. Strategies of
+            Flower need replies with the same metrics, so that either all clients add noise or none.
+            The ClientDP needs a ledger, because Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
         secure_aggregation: whether updates are masked by other means than Flower's SecAgg+. SecAgg+
             is detected in the messages.
@@ -298,7 +300,7 @@ class FedLeakMod:
                 mend="pass mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on "
                 "the server, or FedLeakMod(secure_aggregation=True) if something else masks it",
             )
-        observer, gates = self._watch_run(context)
+        observer, gates = self._watch_run(context, adds_noise=adds_noise)
         outgoing = federation.OutgoingUpdates(
             observer,
             gates,
@@ -318,7 +320,7 @@ class FedLeakMod:
         finally:
             _remember(outgoing, context)
 
-    def _watch_run(self, context: Context) -> _Watch:
+    def _watch_run(self, context: Context, *, adds_noise: bool) -> _Watch:
         """Return the observer and gates of a run. They are kept outside of this mod, see `_id`."""
         run_id, watch = _WATCHES.get(self._id, (None, None))
         if run_id != context.run_id or watch is None:
@@ -327,6 +329,12 @@ class FedLeakMod:
             gates = self._gates(context) if callable(self._gates) else self._gates
             watch = observer, tuple(gates)
             _WATCHES[self._id] = context.run_id, watch
+            if adds_noise:
+                rank_zero_warn(
+                    "FedLeakMod: this client adds noise, so that its replies have no metric but "
+                    f"'{self._weight}'. Flower's strategies end the run if a client without a "
+                    "ClientDP sends others: give all clients a ClientDP, or none"
+                )
         return watch
 
     def _answer(

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,28 +48,10 @@ class Logger(Protocol):
         """Write each number under its name."""
 
 
-@cache
-def _private_writer() -> type[SummaryWriter]:
-    """Return a ``SummaryWriter`` whose file has mode 0600, and which starts no thread to write."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-    from torch.utils.tensorboard import SummaryWriter
-
-    class PrivateWriter(SummaryWriter):
-        def _get_file_writer(self) -> Any:
-            is_new, writer = self.file_writer is None, super()._get_file_writer()  # type: ignore[no-untyped-call]
-            if is_new:
-                events: Any = writer.event_writer
-                events._async_writer.close()
-                os.chmod(events._file_name, 0o600)
-                file = open(events._file_name, "ab", buffering=0)  # noqa: SIM115
-                events._async_writer = RecordWriter(file)
-            return writer
-
-    return PrivateWriter
-
-
 class BoardLogger:
-    """A logger that writes to a TensorBoard run of its own.
+    """A logger that writes to a TensorBoard run of its own, to a file of mode 0600.
+
+    It starts no thread, because a federation has a run for each client.
 
     Args:
         folder: The folder of the run.
@@ -79,7 +61,14 @@ class BoardLogger:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.writer = _private_writer()(str(folder))
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: SummaryWriter = SummaryWriter(str(folder))
+        events: Any = self.writer._get_file_writer().event_writer
+        events._async_writer.close()
+        os.chmod(events._file_name, 0o600)
+        events._async_writer = RecordWriter(open(events._file_name, "ab", buffering=0))  # noqa: SIM115
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write each number as a scalar."""
@@ -135,7 +124,7 @@ class Cards:
             folder = getattr(board, "log_dir", None)  # tensorboardX has another name for it
             if card in self._limits and folder is not None:
                 if board not in self._gates:
-                    self._gates[board] = type(board)(str(Path(folder) / GATE_RUN))
+                    self._gates[board] = BoardLogger(Path(folder) / GATE_RUN).writer
                 self._gates[board].add_scalar(card, self._limits[card], step)
                 self._gates[board].flush()
 

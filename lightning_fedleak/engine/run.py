@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -479,17 +478,11 @@ def is_of_signal(error: Exception) -> bool:
 
     The user wants it to end the training, or a part of it: a queue's time limit or a pre-emption.
     """
-    handlers = map(signal.getsignal, signal.valid_signals())
-    codes = {_code_of(handler) for handler in handlers if callable(handler)} - {None}
+    codes = set()
+    for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
+        function = getattr(handler, "func", handler)  # of a partial
+        codes.add(getattr(function, "__code__", getattr(type(function).__call__, "__code__", None)))
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _code_of(handler: Any) -> CodeType | None:
-    """Return the code that runs if an object is called; None if it is not of Python."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    function = handler if hasattr(handler, "__code__") else type(handler).__call__
-    return getattr(function, "__code__", None)
 
 
 def reason(error: Exception) -> str:

@@ -30,8 +30,6 @@ from lightning_fedleak.validate import explain_errors
 
 REPORT, PAGE = "report.json", "report.html"
 Maker = Callable[[Findings], records.JsonObject]  # returns the content of a report
-# Keys of a report whose values differ between reports of the same logs.
-_PER_REPORT_KEYS = ("made", "made_by", "people", "release")
 
 
 def verify_run(
@@ -80,13 +78,7 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / records.RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-    if (run / REPORT).exists():
-        _check_report(run / REPORT, run, fits, records.as_json, verdict)
-        checked.append(REPORT)
-    elif (run / PAGE).exists():
-        verdict.leave_open(f"{PAGE} is not compared: there is no {REPORT} beside it")
-    else:
-        not_checked.append(f"a report: there is no {REPORT}")
+    _check_report(run / REPORT, run, fits, records.as_json, verdict)
     if heads:
         checked.append("noted hashes")
     else:
@@ -100,7 +92,6 @@ def verify_run(
         leakage = (weights if weights.is_dir() else weights.parent) / LEAKAGE
         if leakage.exists():
             _check_report(leakage.resolve(), run, fits, leakage_file, verdict)
-            checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
     elif (last_fit := _last_fit(fits)) is None or verify_run(repetition).contradictions:
@@ -216,10 +207,16 @@ def _check_report(
     try:
         report = json.loads(read_regular(path))
         state, label = _progress_of(report), str(report["runs"][0]["name"])
-        statements = _statements(report, label)
+        people = report.get("people", {"release": report.get("release", {})})
+        people, date = {name: dict(facts) for name, facts in people.items()}, str(report["made"])
+    except FileNotFoundError:
+        note = verdict.leave_open if (run / PAGE).exists() else verdict.not_checked.append
+        note(f"a report: there is no {REPORT}")
+        return
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         verdict.contradict(f"{path.name} cannot be read as a report")
         return
+    verdict.checked.append(path.name)
     if report.get("made_by") != f"lightning-fedleak {version('lightning-fedleak')}":
         verdict.leave_open(
             f"{path.name} is not compared: it was made by another version, {report.get('made_by')}"
@@ -229,13 +226,13 @@ def _check_report(
     for name in (None, *(fit.run for fit in fits)):  # None: a report on all runs
         logs = read([run / records.RECORD], run=name)
         labelled = tuple(replace(fit, label=label) for fit in logs.fits)
-        content = findings(replace(logs, fits=labelled))
+        content = findings(replace(logs, fits=labelled), people)
+        named = [text.replace(f"{run.name}/", f"{label}/") for text in content.problems]
+        content = replace(content, date=date, problems=named)
         made = records.as_json(make(content))
-        if _statements(made, run.name) == statements:
-            if label != run.resolve().name:
-                verdict.note(f"{path.name} was made when the folder was named {label!r}")
-            if path == run / REPORT:
-                _check_page(run / PAGE, content, report, verdict)
+        if made == report:
+            if path == run / REPORT and (run / PAGE).exists():
+                _check_page(run / PAGE, page(content), verdict)
             return
         states.append(_progress_of(made))
     if state in states:
@@ -246,27 +243,20 @@ def _check_report(
         )
 
 
-def _check_page(
-    path: Path, content: Findings, report: records.JsonObject, verdict: chain.Verdict
-) -> None:
-    """Check that a page is the one that a report gives, whose content is that of the logs."""
-    if not path.exists():
-        return
-    people, problems, date = (report.get(name) for name in ("people", "problems", "made"))
+def _check_page(path: Path, expected: str, verdict: chain.Verdict) -> None:
+    """Check that a page is the one that the report beside it gives."""
     try:
         text = read_regular(path).decode()
-        content = replace(content, people=people, problems=problems, date=date)
-        is_same = text == page(content)
-    except Exception:  # the report may hold any types
-        text, is_same = "", False
-    if not is_same and any(mark in text for mark in ('" data-live="', ">Private text: ")):
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    if text == expected:
+        verdict.checked.append(PAGE)
+    elif any(mark in text for mark in ('" data-live="', ">Private text: ")):
         verdict.leave_open(
             f"{path.name} is not compared: it is of a run that goes on, or holds revealed texts"
         )
-    elif not is_same:
-        verdict.contradict(f"{path.name} differs from the page that {REPORT} gives")
     else:
-        verdict.checked.append(PAGE)
+        verdict.contradict(f"{path.name} differs from the page that {REPORT} gives")
 
 
 def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
@@ -276,19 +266,6 @@ def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
     ledgers = [[a.get("ledger") for a in run["privacy"] if isinstance(a, dict)] for run in runs]
     return [(*map(run.get, keys), *more) for run, *more in zip(runs, looks, ledgers, strict=True)]
-
-
-def _statements(report: records.JsonObject, folder: str) -> records.JsonObject:
-    """Return the content of a report that depends only on the logs: no folders or people.
-
-    Args:
-        report: The report.
-        folder: The name of the folder when the report was made.
-    """
-    fields = {name: value for name, value in report.items() if name not in _PER_REPORT_KEYS}
-    runs = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
-    problems = [str(problem).replace(f"{folder}/", "") for problem in report.get("problems", ())]
-    return {**fields, "runs": runs, "problems": problems}
 
 
 def _check_weights(fits: Sequence[FitLog], source: Path, verdict: chain.Verdict) -> None:

@@ -153,20 +153,18 @@ class HandOver:
             return
         HandOver._active, self.recorded = None, Recorded()
         os.environ.pop(FOLDER, None)
-        for _ in range(3):  # a process that still trains may be writing its last report
-            left = self._discard()
-            with suppress(OSError):
-                return self.folder.rmdir()
-        if left:
-            rank_zero_warn(f"HandOver: '{self.folder}' still holds {', '.join(left)}: remove it")
+        self._discard()
+        left = ", ".join(sorted(path.name for path in self.folder.glob("*")))
+        try:
+            self.folder.rmdir()
+        except OSError as error:
+            rank_zero_warn(f"HandOver: '{self.folder}' stays, with '{left}': {error.strerror}")
 
-    def _discard(self) -> list[str]:
-        """Remove all reports, also those that killed processes left, and return what stays."""
-        for path in [*self.folder.glob("*")]:
-            if _REPORT.fullmatch(path.name):
-                with suppress(OSError):
-                    path.unlink()
-        return sorted(path.name for path in self.folder.glob("*"))
+    def _discard(self) -> None:
+        """Remove all reports, also those that killed processes left half-written."""
+        for path in filter(lambda path: _REPORT.fullmatch(path.name), [*self.folder.glob("*")]):
+            with suppress(OSError):
+                path.unlink()
 
 
 class _Sender:

@@ -249,9 +249,8 @@ class RoundObserver:
                     "each client"
                 )
             return
-        nan = next((n for n, t in sent.items() if bool(t.isnan().any())), None)
-        if self._sent is None and nan is not None:
-            raise UpdateError(f"no attack can be calibrated on the sent model: NaN in '{nan}'")
+        if self._sent is None and (nans := [n for n, t in sent.items() if bool(t.isnan().any())]):
+            raise UpdateError(f"no attack can be calibrated on the sent model: NaN in '{nans[0]}'")
         self._sent_names = updates.load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
         if self._sent is None:

@@ -161,13 +161,9 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
             one, or no type of numbers that can be added to it: a sum would broadcast it.
     """
     for name, change in update.items():
-        if (before := sent.get(name)) is None:
-            raise UpdateError(f"the update has a tensor that was not sent: '{name}'")
-        fits = before.is_floating_point() and change.is_floating_point()
-        if change.shape != before.shape or not (fits or change.dtype == before.dtype):
-            raise UpdateError(
-                f"'{name}' was sent with {_form(before)}, and its change has {_form(change)}"
-            )
+        before = sent.get(name)
+        if before is None or before.shape != change.shape or not _is_addable(change, before):
+            raise UpdateError(f"the update has '{name}' with {_form(change)}, which was not sent")
     return {
         name: (before.detach() + update[name].to(before.device)).to(before.dtype)
         if name in update
@@ -303,8 +299,13 @@ def _read_rate(optimizer: Optimizer) -> float:
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal if NaN counts as equal to NaN."""
     is_float = a.is_floating_point() and a.shape == b.shape
-    nans = {"rtol": 0, "atol": 0, "equal_nan": True}
-    return torch.equal(a, b) or (is_float and torch.allclose(a, b, **nans))
+    return torch.equal(a, b) or (is_float and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def _is_addable(change: Tensor, before: Tensor) -> bool:
+    """Return whether both tensors hold floating-point numbers, or numbers of one other dtype."""
+    are_floats = change.is_floating_point() and before.is_floating_point()
+    return are_floats or change.dtype == before.dtype
 
 
 def _form(tensor: Tensor) -> str:

@@ -181,7 +181,7 @@ def test_closing_removes_what_a_killed_process_left_and_cannot_fail(tmp_path, re
     listening.open()
     (listening.folder / "notes.txt").write_text("of somebody else")
     (listening.folder / half).mkdir()
-    with pytest.warns(UserWarning, match=f"still holds {half}, notes.txt: remove it"):
+    with pytest.warns(UserWarning, match=f"stays, with '{half}, notes.txt'"):
         listening.close()
     assert reports.FOLDER not in os.environ
     (listening.folder / "notes.txt").unlink()

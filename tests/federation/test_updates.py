@@ -129,7 +129,7 @@ def test_what_is_not_trained_must_come_back_as_it_was():
 )
 def test_a_change_of_another_form_is_refused_before_any_sum(change):
     sent = {"w": torch.zeros(256, 256)}
-    with pytest.raises(UpdateError, match=r"'w' was sent with shape \(256, 256\) in float32, and"):
+    with pytest.raises(UpdateError, match=r"the update has 'w' with shape .*, which was not sent"):
         read_state({"w": change}, sent)
     for dtype in (torch.float64, torch.bfloat16):  # as a mean of a server and a model in half have
         read = read_state({"w": torch.ones(256, 256, dtype=dtype)}, sent)

@@ -331,9 +331,8 @@ class FedLeakMod:
             _WATCHES[self._id] = context.run_id, watch
             if adds_noise:
                 rank_zero_warn(
-                    "FedLeakMod: this client adds noise, so that its replies have no metric but "
-                    f"'{self._weight}'. Flower's strategies end the run if a client without a "
-                    "ClientDP sends others: give all clients a ClientDP, or none"
+                    "FedLeakMod: replies of a client with a ClientDP have the metric "
+                    f"'{self._weight}' alone: give all clients a ClientDP, or Flower ends the run"
                 )
         return watch
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -64,11 +63,12 @@ def read_regular(path: Path) -> bytes:
     """
     flags = (getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
     with os.fdopen(os.open(path, os.O_RDONLY | sum(flags)), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        content = file.read(MAX_BYTES + 1) or b""  # None if a system file has nothing yet
-    if len(content) > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES} bytes", str(path))
+        is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        # None if a system file has nothing yet.
+        content = (file.read(MAX_BYTES + 1) or b"") if is_regular else b""
+    if not is_regular or len(content) > MAX_BYTES:
+        why = f"it is no regular file of at most {MAX_BYTES} bytes"
+        raise OSError(errno.EINVAL, why, str(path))
     return content
 
 
@@ -90,7 +90,7 @@ def name_content(content: bytes) -> str:
 
     They may be published: a guess of private content cannot be tested without the key.
     """
-    return hmac.digest(_KEY, content, "sha256").hex()[:16]
+    return hashlib.blake2b(content, key=_KEY, digest_size=8).hexdigest()
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

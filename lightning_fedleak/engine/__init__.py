@@ -37,7 +37,6 @@ from lightning_fedleak.engine.run import Look as Look
 from lightning_fedleak.engine.run import Run as Run
 from lightning_fedleak.engine.run import StageReached as StageReached
 from lightning_fedleak.engine.run import contained as contained
-from lightning_fedleak.engine.run import describe_error as describe_error
 from lightning_fedleak.engine.run import reason as reason
 from lightning_fedleak.engine.threshold import GateActions as GateActions
 from lightning_fedleak.engine.threshold import Threshold as Threshold

@@ -485,24 +485,22 @@ def is_of_signal(error: Exception) -> bool:
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def reason(error: Exception) -> str:
-    """Return :func:`describe_error` of an error that ends no training.
-
-    Raises:
-        Exception: The error itself, if it is one of a signal's handler.
-    """
-    if is_of_signal(error):
-        raise error
-    return describe_error(error)
-
-
-def describe_error(error: Exception) -> str:
+def reason(error: Exception, *, leaves: bool = True) -> str:
     """Return why there is no result, for logs: the error's class, and its message or its line.
 
     Only messages of this package are repeated, because those of other errors may quote the private
     batch. The same goes for a ``DefenseError`` from a user's defence, or with another error as its
     cause.
+
+    Args:
+        error: The error that was caught.
+        leaves: Whether an error of a signal's handler is raised again.
+
+    Raises:
+        Exception: The error itself, if it is one of a signal's handler.
     """
+    if leaves and is_of_signal(error):
+        raise error
     kind = type(error).__name__
     if isinstance(error, _OWN_ERRORS):
         return f"{kind}: {error}"

@@ -225,8 +225,8 @@ def _check_report(
     states = []
     for name in (None, *(fit.run for fit in fits)):  # None: a report on all runs
         logs = read([run / records.RECORD], run=name)
-        labelled = tuple(replace(fit, label=label) for fit in logs.fits)
-        content = findings(replace(logs, fits=labelled), people)
+        renamed = [replace(f, folder=Path(label), folders=[f.folder]) for f in logs.fits]
+        content = findings(replace(logs, fits=tuple(renamed)), people)
         named = [text.replace(f"{run.name}/", f"{label}/") for text in content.problems]
         content = replace(content, date=date, problems=named)
         made = records.as_json(make(content))
@@ -245,18 +245,14 @@ def _check_report(
 
 def _check_page(path: Path, expected: str, verdict: chain.Verdict) -> None:
     """Check that a page is the one that the report beside it gives."""
-    try:
-        text = read_regular(path).decode()
-    except (OSError, UnicodeDecodeError):
-        text = ""
+    with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError):
+        text = read_regular(path).decode(errors="replace")
     if text == expected:
         verdict.checked.append(PAGE)
-    elif any(mark in text for mark in ('" data-live="', ">Private text: ")):
-        verdict.leave_open(
-            f"{path.name} is not compared: it is of a run that goes on, or holds revealed texts"
-        )
+    elif ' data-live="' in text or ">Private text: " in text:
+        verdict.leave_open(f"{PAGE} is not compared: its run goes on, or it shows revealed texts")
     else:
-        verdict.contradict(f"{path.name} differs from the page that {REPORT} gives")
+        verdict.contradict(f"{PAGE} differs from the page that {REPORT} gives")
 
 
 def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:

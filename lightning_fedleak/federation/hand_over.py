@@ -120,7 +120,7 @@ class HandOver:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[FOLDER] = str(self.folder)
         HandOver._active = self
-        self._discard()
+        self.take()
 
     def take(self) -> Recorded:
         """Return the batches that were reported since the last call, and delete their files.
@@ -153,18 +153,14 @@ class HandOver:
             return
         HandOver._active, self.recorded = None, Recorded()
         os.environ.pop(FOLDER, None)
-        self._discard()
+        for path in filter(lambda path: _REPORT.fullmatch(path.name), [*self.folder.glob("*")]):
+            with suppress(OSError):
+                path.unlink()
         left = ", ".join(sorted(path.name for path in self.folder.glob("*")))
         try:
             self.folder.rmdir()
         except OSError as error:
             rank_zero_warn(f"HandOver: '{self.folder}' stays, with '{left}': {error.strerror}")
-
-    def _discard(self) -> None:
-        """Remove all reports, also those that killed processes left half-written."""
-        for path in filter(lambda path: _REPORT.fullmatch(path.name), [*self.folder.glob("*")]):
-            with suppress(OSError):
-                path.unlink()
 
 
 class _Sender:

@@ -276,16 +276,13 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         assert self._hand_over is not None
         outgoing, hand_over = self._outgoing, self._hand_over
         code = shareable.get_return_code()
-        if code != ReturnCode.OK and outgoing.dp is None:
-            outgoing.record_failure(round_, sent, f"training failed: {code}")
-            return shareable
         result = _model_of(shareable)
         meta = {} if result is None else dict(result.meta)
         if result is not None:
             self._data_kind = result.data_kind
 
         def train() -> tuple[State, Sequence[Any]]:
-            if result is None:
+            if result is None or code != ReturnCode.OK:
                 raise federation.UpdateError(f"the training script returned no model ({code})")
             if (outgoing.gates or outgoing.dp) and (name := array_in(meta)):
                 raise federation.UpdateError(
@@ -295,6 +292,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             return read_state(result.data, before), hand_over.take()
 
         leaving = outgoing.answer(round_, sent, train, start)
+        if code != ReturnCode.OK and outgoing.dp is None:
+            return shareable
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
         if leaving.withheld or outgoing.dp or outgoing.compression:

@@ -270,13 +270,10 @@ class OutgoingUpdates:
         try:
             returned, batches = train()
         except Exception as error:  # its message may quote private text, and is not sent
-            answer = f"training failed: {engine.describe_error(error)}"
+            answer = f"training failed: {engine.reason(error, leaves=False)}"
             cause = str(error) if isinstance(error, UpdateError) else answer
             trace = "".join(traceback.format_tb(error.__traceback__))
             log.error("lightning-fedleak: %s\n%s", cause, trace)  # lines of code, no private text
-            if self.dp is None and not (self.zero or self.secure_aggregation):
-                self.record_failure(round_, sent, cause)
-                return Leaving(None, True, (), None, answer)
             tensors = self._begin_round(round_, sent)
             return replace(self._withhold(sent, tensors, cause), answer=answer)
         seconds = time.perf_counter() - start
@@ -408,26 +405,6 @@ class OutgoingUpdates:
 
     def _withhold(self, sent: State, tensors: State, cause: str) -> Leaving:
         """Record why an update that cannot be read or attacked is withheld; return the reply."""
-        self._record_withheld(cause)
-        self._announce(f"the update of round {self.observer.round_} did not leave: {cause}")
-        return Leaving(self._zero(sent, tensors), True, (), None)
-
-    def record_failure(self, round_: int, sent: State, cause: str) -> None:
-        """Record that a client without noise of its own returns no update, and why.
-
-        Args:
-            round_: the number of the round.
-            sent: the state that this client got.
-            cause: the reason, without private text.
-
-        Raises:
-            UpdateError: the sent state does not fit the observer's model.
-        """
-        self._begin_round(round_, sent)
-        self._record_withheld(cause)
-
-    def _record_withheld(self, cause: str) -> None:
-        """Record that this round's update does not leave, and why."""
         self.observer.engine.record_decision(
             engine.GateLine(
                 run="",
@@ -441,6 +418,8 @@ class OutgoingUpdates:
                 hardened=(),
             )
         )
+        engine.announce(f"the update of round {self.observer.round_} did not leave: {cause}")
+        return Leaving(self._zero(sent, tensors), True, (), None)
 
     # ---- state for a client's next process --------------------------------------------------
 

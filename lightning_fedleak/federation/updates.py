@@ -158,11 +158,11 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises:
         UpdateError: a name of the update was not sent, or a tensor has another shape than the sent
-            one, or no type of numbers that can be added to it: a sum would broadcast it.
+            one, to which a sum would broadcast it, or is not floating-point as that one is.
     """
     for name, change in update.items():
-        before = sent.get(name)
-        if before is None or before.shape != change.shape or not _is_addable(change, before):
+        form = change.shape, change.is_floating_point()
+        if name not in sent or form != (sent[name].shape, sent[name].is_floating_point()):
             raise UpdateError(f"the update has '{name}' with {_form(change)}, which was not sent")
     return {
         name: (before.detach() + update[name].to(before.device)).to(before.dtype)
@@ -300,12 +300,6 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal if NaN counts as equal to NaN."""
     is_float = a.is_floating_point() and a.shape == b.shape
     return torch.equal(a, b) or (is_float and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def _is_addable(change: Tensor, before: Tensor) -> bool:
-    """Return whether both tensors hold floating-point numbers, or numbers of one other dtype."""
-    are_floats = change.is_floating_point() and before.is_floating_point()
-    return are_floats or change.dtype == before.dtype
 
 
 def _form(tensor: Tensor) -> str:

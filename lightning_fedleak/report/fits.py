@@ -223,7 +223,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     # number of the end is on the trained model, after the last step, and is no step of its own.
     from_one = log.is_federation and min(log.looks_at, default=0) == 1
     summary = FitSummary(
-        name=log.label or log.folder.resolve().name,
+        name=log.folder.resolve().name,
         run=log.run or NOT_RECORDED,
         monitors=log.monitors,
         unit="round" if log.is_federation else "step",

@@ -44,8 +44,7 @@ class FitLog:
         end: The line on its end; None if the fit was cut off, is running, or did not record it.
         reference: The reference model of membership attacks; None without one.
         monitors: The number of monitors that wrote these lines.
-        folders: The folders of all monitors; empty for that of the only one.
-        label: The name in reports; empty for that of the folder.
+        folders: The folders in which files beside the logs are; empty for ``folder``.
     """
 
     folder: Path
@@ -60,7 +59,6 @@ class FitLog:
     reference: records.ReferenceFacts | None = None
     monitors: int = 1
     folders: Sequence[Path] = ()
-    label: str = ""
 
     @property
     def is_federation(self) -> bool:
@@ -227,8 +225,7 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
         end=ends[-1] if is_ended else None,
         reference=next(filter(None, (log.reference for log in logs)), None),
         monitors=len(logs),
-        folders=tuple(dict.fromkeys(log.folder for log in logs)),
-        label=logs[0].label,
+        folders=[*dict.fromkeys(f for log in logs for f in log.folders or (log.folder,))],
     )
 
 

@@ -500,7 +500,7 @@ def test_a_page_that_cannot_be_compared_is_open(tmp_path: Path) -> None:
     (tmp_path / "link.txt").symlink_to("words.txt")  # the reader's own: it may be a link
     write([folder], reveal=[tmp_path / "link.txt"])
     [question] = verify_run(folder).open
-    assert question.startswith("report.html is not compared: it is of a run that goes on, or holds")
+    assert question.startswith("report.html is not compared: its run goes on, or it shows")
     [run] = {line["run"] for line in map(json.loads, lines_of(folder / RECORD))}
     write_live(folder / RECORD, run)
     assert verify_run(folder).open == [question]

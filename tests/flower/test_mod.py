@@ -8,7 +8,6 @@ import gc
 import itertools
 import os
 import tracemalloc
-import warnings
 from functools import partial
 
 import pytest
@@ -305,9 +304,6 @@ def test_a_client_with_noise_of_its_own_says_what_others_need(tmp_path):
     own = FedLeakMod(ForClient(tmp_path), dp=lambda where: private(tmp_path, trust="local"))
     with pytest.warns(UserWarning, match="give all clients a ClientDP"):
         own(message(), context(), train)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        own(message(2), context(), train)  # it is said once
 
 
 # ---- the server ---------------------------------------------------------------------------------

@@ -189,7 +189,8 @@ def test_a_script_that_always_fails_is_in_the_record(site, tmp_path, withheld):
         assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
     decisions = [x for x in lines(tmp_path / "site-1", "run.jsonl") if x.get("did")]
     assert [(x["did"], x["step"], x["why"]) for x in decisions] == [
-        ("withheld", round_, "training failed: EXECUTION_EXCEPTION") for round_ in range(2)
+        ("withheld", round_, "the training script returned no model (EXECUTION_EXCEPTION)")
+        for round_ in range(2)
     ]
 
 

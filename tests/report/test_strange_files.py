@@ -107,7 +107,7 @@ def test_a_file_without_an_end_is_read_to_a_limit(
     [account] = report_of(folder)["runs"][0]["privacy"]
     assert account["ledger"] == {"ledger": "cannot be read: OSError"}
     monkeypatch.setattr(private_files, "MAX_BYTES", 20)
-    with pytest.raises(ReportError, match="has more than 20 bytes"):
+    with pytest.raises(ReportError, match="of at most 20 bytes"):
         verify_run(folder)
 
 

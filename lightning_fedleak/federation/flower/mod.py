@@ -300,7 +300,11 @@ class FedLeakMod:
                 mend="pass mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on "
                 "the server, or FedLeakMod(secure_aggregation=True) if something else masks it",
             )
-        observer, gates = self._watch_run(context, adds_noise=adds_noise)
+            rank_zero_warn(
+                f"FedLeakMod: a client with a ClientDP sends '{self._weight}' as its only metric: "
+                "give all clients a ClientDP, or Flower ends the run"
+            )
+        observer, gates = self._watch_run(context)
         outgoing = federation.OutgoingUpdates(
             observer,
             gates,
@@ -320,7 +324,7 @@ class FedLeakMod:
         finally:
             _remember(outgoing, context)
 
-    def _watch_run(self, context: Context, *, adds_noise: bool) -> _Watch:
+    def _watch_run(self, context: Context) -> _Watch:
         """Return the observer and gates of a run. They are kept outside of this mod, see `_id`."""
         run_id, watch = _WATCHES.get(self._id, (None, None))
         if run_id != context.run_id or watch is None:
@@ -329,11 +333,6 @@ class FedLeakMod:
             gates = self._gates(context) if callable(self._gates) else self._gates
             watch = observer, tuple(gates)
             _WATCHES[self._id] = context.run_id, watch
-            if adds_noise:
-                rank_zero_warn(
-                    "FedLeakMod: replies of a client with a ClientDP have the metric "
-                    f"'{self._weight}' alone: give all clients a ClientDP, or Flower ends the run"
-                )
         return watch
 
     def _answer(

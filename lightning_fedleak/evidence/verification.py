@@ -260,7 +260,9 @@ def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
     runs, keys = report["runs"], ("run", "ended", "steps")
     # A cost is a list of an attack, its number of looks, their seconds and their share.
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
-    ledgers = [[a.get("ledger") for a in run["privacy"] if isinstance(a, dict)] for run in runs]
+    ledgers = [
+        [a.get("ledger") for a in run.get("privacy", ()) if isinstance(a, dict)] for run in runs
+    ]
     return [(*map(run.get, keys), *more) for run, *more in zip(runs, looks, ledgers, strict=True)]
 
 

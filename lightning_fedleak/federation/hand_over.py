@@ -160,7 +160,8 @@ class HandOver:
         try:
             self.folder.rmdir()
         except OSError as error:
-            rank_zero_warn(f"HandOver: '{self.folder}' stays, with '{left}': {error.strerror}")
+            if self.folder.exists():
+                rank_zero_warn(f"HandOver: '{self.folder}' stays, with '{left}': {error.strerror}")
 
 
 class _Sender:

@@ -64,8 +64,9 @@ class BoardLogger:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: SummaryWriter = SummaryWriter(str(folder))
-        events: Any = self.writer._get_file_writer().event_writer
+        writer: Any = SummaryWriter(str(folder))
+        self.writer: SummaryWriter = writer
+        events = writer.file_writer.event_writer
         events._async_writer.close()
         os.chmod(events._file_name, 0o600)
         events._async_writer = RecordWriter(open(events._file_name, "ab", buffering=0))  # noqa: SIM115

@@ -6,6 +6,7 @@ written completely or not at all. :class:`RevealFiles` appends recovered text to
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +45,52 @@ def check_private(path: Path) -> None:
         problem = f"other users may access it (mode {stat.S_IMODE(status.st_mode):04o}, not 0600)"
     if problem:
         raise ValueError(problem)
+
+
+MAX_BYTES = 1 << 30
+"""The most bytes of a file that somebody else wrote: the logs of 300,000 looks."""
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file that somebody else may have made.
+
+    An archive may hold links to any file of its reader, so that a link is not followed. The size is
+    counted, because a system file may state the size 0 and never end.
+
+    Raises:
+        OSError: It is a link, a folder, a device or a pipe, has more than :data:`MAX_BYTES`, or
+            cannot be read.
+    """
+    flags = (getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+    with os.fdopen(os.open(path, os.O_RDONLY | sum(flags)), "rb") as file:
+        is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        # None if a system file has nothing yet.
+        content = (file.read(MAX_BYTES + 1) or b"") if is_regular else b""
+    if not is_regular or len(content) > MAX_BYTES:
+        why = f"it is no regular file of at most {MAX_BYTES} bytes"
+        raise OSError(errno.EINVAL, why, str(path))
+    return content
+
+
+def file_name(name: object) -> str:
+    """Return the name of a client, which a client may choose, as a part of a file's name.
+
+    Different names give different parts. No part leads to another folder or is too long.
+    """
+    quoted = quote(str(name), safe=" ")
+    digest = hashlib.sha256(quoted.encode()).hexdigest()
+    return quoted if len(quoted) <= 100 else f"{quoted[:64]}~{digest}"
+
+
+_KEY = secrets.token_bytes(32)  # of this process; nothing writes or sends it
+
+
+def name_content(content: bytes) -> str:
+    """Return 16 hexadecimal digits that are the same for the same content within this process.
+
+    They may be published: a guess of private content cannot be tested without the key.
+    """
+    return hashlib.blake2b(content, key=_KEY, digest_size=8).hexdigest()
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

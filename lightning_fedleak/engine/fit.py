@@ -36,6 +36,7 @@ from lightning_fedleak.engine.run import (
     Refusal,
     Run,
     StageReached,
+    is_of_signal,
     reason,
 )
 from lightning_fedleak.engine.scheduler import Phase, Scheduler
@@ -192,8 +193,14 @@ class Fit:
         self.look = None
 
     def fail(self, error: Exception) -> None:
-        """Make the current look, or else the next one, unknown because of an internal error."""
-        self.failure = self.failure or reason(error)
+        """Make the current look, or else the next one, unknown because of an internal error.
+
+        Raises:
+            Exception: The error itself, after the look has ended, if a signal's handler raised it.
+        """
+        if is_of_signal(error) and self.look is not None:
+            self.end_look(self.look)
+        self.failure = reason(error) if self.failure is None else self.failure
 
     def each(self, *functions: Callable[[], object]) -> None:
         """Call all of the functions, also if one of them raises an error."""

@@ -10,6 +10,7 @@ highest one is the *worst*. A *gate* is the user's threshold on a logged value.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -48,7 +49,9 @@ class Logger(Protocol):
 
 
 class BoardLogger:
-    """A logger that writes to a TensorBoard run of its own.
+    """A logger that writes to a TensorBoard run of its own, to a file of mode 0600.
+
+    It starts no thread, because a federation has a run for each client.
 
     Args:
         folder: The folder of the run.
@@ -58,9 +61,15 @@ class BoardLogger:
     """
 
     def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: SummaryWriter = SummaryWriter(str(folder))
+        writer: Any = SummaryWriter(str(folder))
+        self.writer: SummaryWriter = writer
+        events = writer.file_writer.event_writer
+        events._async_writer.close()
+        os.chmod(events._file_name, 0o600)
+        events._async_writer = RecordWriter(open(events._file_name, "ab", buffering=0))  # noqa: SIM115
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write each number as a scalar."""
@@ -116,7 +125,7 @@ class Cards:
             folder = getattr(board, "log_dir", None)  # tensorboardX has another name for it
             if card in self._limits and folder is not None:
                 if board not in self._gates:
-                    self._gates[board] = type(board)(str(Path(folder) / GATE_RUN))
+                    self._gates[board] = BoardLogger(Path(folder) / GATE_RUN).writer
                 self._gates[board].add_scalar(card, self._limits[card], step)
                 self._gates[board].flush()
 

@@ -9,6 +9,7 @@ stage.
 from __future__ import annotations
 
 import math
+import signal
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -474,13 +475,34 @@ _OWN_ERRORS = (
 _PACKAGE = Path(__file__).parents[1]
 
 
-def reason(error: Exception) -> str:
+def is_of_signal(error: Exception) -> bool:
+    """Return whether an error passed through a function that is registered with ``signal``.
+
+    The user wants it to end the training, or a part of it: a queue's time limit or a pre-emption.
+    """
+    codes = set()
+    for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
+        function = getattr(handler, "func", handler)  # of a partial
+        codes.add(getattr(function, "__code__", getattr(type(function).__call__, "__code__", None)))
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def reason(error: Exception, *, leaves: bool = True) -> str:
     """Return why there is no result, for logs: the error's class, and its message or its line.
 
     Only messages of this package are repeated, because those of other errors may quote the private
     batch. The same goes for a ``DefenseError`` from a user's defence, or with another error as its
     cause.
+
+    Args:
+        error: The error that was caught.
+        leaves: Whether an error of a signal's handler is raised again.
+
+    Raises:
+        Exception: The error itself, if it is one of a signal's handler.
     """
+    if leaves and is_of_signal(error):
+        raise error
     kind = type(error).__name__
     if isinstance(error, _OWN_ERRORS):
         return f"{kind}: {error}"

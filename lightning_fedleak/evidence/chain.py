@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_fedleak.private_files import read_regular
 from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import explain_errors
 
@@ -96,7 +97,7 @@ def read_chain(path: Path, verdict: Verdict) -> _ChainedFile:
     log = _ChainedFile(path.name)
     hint = f"Name the folder that holds {records.RESULTS} and {records.RECORD}"
     with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
-        data = path.read_bytes() if path.exists() or path.name != records.RESULTS else b""
+        data = read_regular(path) if path.exists() or path.name != records.RESULTS else b""
     for number, line in enumerate(records.split_lines(data), 1):
         content = _object_of(line)
         before, log_head = (content or {}).get(records.BEFORE), log.head

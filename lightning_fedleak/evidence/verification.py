@@ -23,15 +23,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_fedleak.evidence import chain
-from lightning_fedleak.private_files import digest_weights, hash_weights
-from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
+from lightning_fedleak.private_files import digest_weights, hash_weights, read_regular
+from lightning_fedleak.report import Findings, FitLog, ReportError, findings, page, read, records
 from lightning_fedleak.report.pages import LEAKAGE, leakage_file
 from lightning_fedleak.validate import explain_errors
 
-REPORT = "report.json"
+REPORT, PAGE = "report.json", "report.html"
 Maker = Callable[[Findings], records.JsonObject]  # returns the content of a report
-# Keys of a report whose values differ between reports of the same logs.
-_PER_REPORT_KEYS = ("made", "made_by", "problems", "people", "release")
 
 
 def verify_run(
@@ -80,11 +78,7 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / records.RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-    if (run / REPORT).exists():
-        _check_report(run / REPORT, run, fits, records.as_json, verdict)
-        checked.append(REPORT)
-    else:
-        not_checked.append(f"a report: there is no {REPORT}")
+    _check_report(run / REPORT, run, fits, records.as_json, verdict)
     if heads:
         checked.append("noted hashes")
     else:
@@ -97,8 +91,7 @@ def verify_run(
         checked.append("weights")
         leakage = (weights if weights.is_dir() else weights.parent) / LEAKAGE
         if leakage.exists():
-            _check_report(leakage, run, fits, leakage_file, verdict)
-            checked.append(LEAKAGE)
+            _check_report(leakage.resolve(), run, fits, leakage_file, verdict)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
     elif (last_fit := _last_fit(fits)) is None or verify_run(repetition).contradictions:
@@ -201,7 +194,8 @@ def _check_report(
     """Check that a report has the content that ``make`` computes from the logs of a folder.
 
     The report may be on all runs of the folder or on one of them. If its runs have had as many
-    steps and looks as the logs, it must agree; otherwise it may only be older.
+    steps and looks as the logs, it must agree; otherwise it may only be older. The folder may have
+    another name now. The page beside ``report.json`` must be the one that this report gives.
 
     Args:
         path: The path of the report.
@@ -211,41 +205,65 @@ def _check_report(
         verdict: The verdict to which findings are added.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        state = _progress_of(report)
+        report = json.loads(read_regular(path))
+        state, label = _progress_of(report), str(report["runs"][0]["name"])
+        people = report.get("people", {"release": report.get("release", {})})
+        people, date = {name: dict(facts) for name, facts in people.items()}, str(report["made"])
+    except FileNotFoundError:
+        note = verdict.leave_open if (run / PAGE).exists() else verdict.not_checked.append
+        note(f"a report: there is no {REPORT}")
+        return
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         verdict.contradict(f"{path.name} cannot be read as a report")
         return
+    verdict.checked.append(path.name)
     if report.get("made_by") != f"lightning-fedleak {version('lightning-fedleak')}":
-        verdict.leave_open(f"{path.name} was made by another version, {report.get('made_by')}")
+        verdict.leave_open(
+            f"{path.name} is not compared: it was made by another version, {report.get('made_by')}"
+        )
         return
     states = []
     for name in (None, *(fit.run for fit in fits)):  # None: a report on all runs
-        content = records.as_json(make(findings(read([run / records.RECORD], run=name))))
-        if _statements(content) == _statements(report):
+        logs = read([run / records.RECORD], run=name)
+        renamed = [replace(f, folder=Path(label), folders=[f.folder]) for f in logs.fits]
+        content = findings(replace(logs, fits=tuple(renamed)), people)
+        named = [text.replace(f"{run.name}/", f"{label}/") for text in content.problems]
+        content = replace(content, date=date, problems=named)
+        made = records.as_json(make(content))
+        if made == report:
+            if path == run / REPORT and (run / PAGE).exists():
+                _check_page(run / PAGE, page(content), verdict)
             return
-        states.append(_progress_of(content))
+        states.append(_progress_of(made))
     if state in states:
         verdict.contradict(f"{path.name} differs from the report that the logs give")
     elif fits:
         verdict.leave_open(
-            f"{path.name} is older than the logs, about other runs, or from a renamed folder"
+            f"{path.name} is older than the logs or the ledger beside them, or about other runs"
         )
 
 
+def _check_page(path: Path, expected: str, verdict: chain.Verdict) -> None:
+    """Check that a page is the one that the report beside it gives."""
+    with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError):
+        text = read_regular(path).decode(errors="replace")
+    if text == expected:
+        verdict.checked.append(PAGE)
+    elif ' data-live="' in text or ">Private text: " in text:
+        verdict.leave_open(f"{PAGE} is not compared: its run goes on, or it shows revealed texts")
+    else:
+        verdict.contradict(f"{PAGE} differs from the page that {REPORT} gives")
+
+
 def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
-    """Return each run of a report with its steps and numbers of looks when it was made."""
-    runs, keys = report["runs"], ("run", "name", "ended", "steps")
+    """Return each run of a report with its steps, looks and ledgers when it was made."""
+    runs, keys = report["runs"], ("run", "ended", "steps")
     # A cost is a list of an attack, its number of looks, their seconds and their share.
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
-    return [(*map(run.get, keys), count) for run, count in zip(runs, looks, strict=True)]
-
-
-def _statements(report: records.JsonObject) -> records.JsonObject:
-    """Return the content of a report that depends only on the logs: no folders or people."""
-    fields = {name: value for name, value in report.items() if name not in _PER_REPORT_KEYS}
-    runs = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
-    return {**fields, "runs": runs}
+    ledgers = [
+        [a.get("ledger") for a in run.get("privacy", ()) if isinstance(a, dict)] for run in runs
+    ]
+    return [(*map(run.get, keys), *more) for run, *more in zip(runs, looks, ledgers, strict=True)]
 
 
 def _check_weights(fits: Sequence[FitLog], source: Path, verdict: chain.Verdict) -> None:

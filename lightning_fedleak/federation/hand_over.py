@@ -12,8 +12,9 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_fedleak.lightning_packages import EitherCallback
+from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.private_files import check_private, save_private
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
 FOLDER = "FEDLEAK_LOCAL_STEPS"
 """The environment variable with the folder in which child processes of a client report batches."""
+
+
+# A report, or what a process that was killed has written of one.
+_REPORT = re.compile(r".+\.safetensors(\.[0-9a-f]+)?")
 
 
 class Recorded(list[Any]):
@@ -125,8 +131,8 @@ class HandOver:
         """
         recorded, self.recorded = self.recorded, Recorded()
         for path in sorted(self.folder.glob("*.safetensors")):
-            check_private(path)
             try:
+                check_private(path)
                 with safe_open(path, "pt") as file:
                     metadata = file.metadata()
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -142,12 +148,20 @@ class HandOver:
         return recorded
 
     def close(self) -> None:
-        """Stop receiving, and remove reports that were not read."""
-        if HandOver._active is self:
-            self.take()
+        """Stop receiving, and remove all reports. It never fails; a warning names what stays."""
+        if HandOver._active is not self:
+            return
+        HandOver._active, self.recorded = None, Recorded()
+        os.environ.pop(FOLDER, None)
+        for path in filter(lambda path: _REPORT.fullmatch(path.name), [*self.folder.glob("*")]):
+            with suppress(OSError):
+                path.unlink()
+        left = ", ".join(sorted(path.name for path in self.folder.glob("*")))
+        try:
             self.folder.rmdir()
-            HandOver._active = None
-            os.environ.pop(FOLDER, None)
+        except OSError as error:
+            if self.folder.exists():
+                rank_zero_warn(f"HandOver: '{self.folder}' stays, with '{left}': {error.strerror}")
 
 
 class _Sender:
@@ -173,10 +187,12 @@ class _Sender:
 
     def _write(self, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         """Write a report into a new file; sorted names give the order of the reports."""
-        rank = os.environ.get("RANK", "0")
+        folder, rank = Path(os.environ[FOLDER]), os.environ.get("RANK", "0")
+        if not folder.is_dir():  # nobody receives any more
+            return
         # All processes of a round count files from 0, so their ids make the names unique.
         name = f"{next(self._numbers):09d}.{rank}.{os.getpid()}.safetensors"
-        save_private(Path(os.environ[FOLDER]) / name, tensors, metadata | {"rank": rank})
+        save_private(folder / name, tensors, metadata | {"rank": rank})
 
 
 _SENDER = _Sender()

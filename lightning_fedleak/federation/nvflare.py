@@ -161,9 +161,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
                 raise
         elif event_type == EventType.BEFORE_TASK_EXECUTION:
             self._store_sent(fl_ctx)
-        elif event_type == EventType.END_RUN and self._hand_over is not None:
-            self._hand_over.close()
-            assert self._outgoing is not None
+        elif event_type == EventType.END_RUN and self._outgoing is not None:
+            if self._hand_over is not None:
+                self._hand_over.close()
             self._outgoing.observer.end()
 
     def _set_up(self, fl_ctx: FLContext) -> None:
@@ -275,16 +275,14 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         assert self._outgoing is not None
         assert self._hand_over is not None
         outgoing, hand_over = self._outgoing, self._hand_over
-        if shareable.get_return_code() != ReturnCode.OK and outgoing.dp is None:
-            return shareable
+        code = shareable.get_return_code()
         result = _model_of(shareable)
         meta = {} if result is None else dict(result.meta)
         if result is not None:
             self._data_kind = result.data_kind
 
         def train() -> tuple[State, Sequence[Any]]:
-            if result is None:
-                code = shareable.get_return_code()
+            if result is None or code != ReturnCode.OK:
                 raise federation.UpdateError(f"the training script returned no model ({code})")
             if (outgoing.gates or outgoing.dp) and (name := array_in(meta)):
                 raise federation.UpdateError(
@@ -294,6 +292,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             return read_state(result.data, before), hand_over.take()
 
         leaving = outgoing.answer(round_, sent, train, start)
+        if code != ReturnCode.OK and outgoing.dp is None:
+            return shareable
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
         if leaving.withheld or outgoing.dp or outgoing.compression:

@@ -33,7 +33,7 @@ from lightning_fedleak.federation.round_look import ClientEngine, RoundLook, fai
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import AVERAGED, GradientSnapshot, Stage
-from lightning_fedleak.private_files import hash_tensors
+from lightning_fedleak.private_files import file_name, hash_tensors
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 if TYPE_CHECKING:
@@ -233,8 +233,11 @@ class RoundObserver:
             sent: the state that clients get: of the whole model, of its trained parameters, or of a
                 PEFT adapter, by the names of ``model``. It must not change until the round is over.
 
+        A later model that holds NaN, because a client's update did, makes its round *unknown*.
+
         Raises:
-            UpdateError: names or shapes differ from the model's, or a trained parameter is missing.
+            UpdateError: names or shapes differ from the model's, a trained parameter is missing, or
+                the first model holds NaN.
             ValueError: an attack cannot read this model, ``round_`` is smaller than before, or
                 another model was sent in the same round.
         """
@@ -246,6 +249,8 @@ class RoundObserver:
                     "each client"
                 )
             return
+        if self._sent is None and (nans := [n for n, t in sent.items() if bool(t.isnan().any())]):
+            raise UpdateError(f"no attack can be calibrated on the sent model: NaN in '{nans[0]}'")
         self._sent_names = updates.load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
         if self._sent is None:
@@ -487,7 +492,7 @@ class RoundObserver:
         """Return a list with the writer of a client's TensorBoard run; empty if there is none."""
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
-        name = f"client_{client}" if client != SUM else SUM
+        name = f"client_{file_name(client)}" if client != SUM else SUM
         try:
             return [core.BoardLogger(self.folder / "tensorboard" / name).writer]
         except Exception as error:  # a full disk must not end a round

@@ -270,12 +270,10 @@ class OutgoingUpdates:
         try:
             returned, batches = train()
         except Exception as error:  # its message may quote private text, and is not sent
-            answer = f"training failed: {engine.reason(error)}"
+            answer = f"training failed: {engine.reason(error, leaves=False)}"
             cause = str(error) if isinstance(error, UpdateError) else answer
             trace = "".join(traceback.format_tb(error.__traceback__))
             log.error("lightning-fedleak: %s\n%s", cause, trace)  # lines of code, no private text
-            if self.dp is None and not (self.zero or self.secure_aggregation):
-                return Leaving(None, True, (), None, answer)
             tensors = self._begin_round(round_, sent)
             return replace(self._withhold(sent, tensors, cause), answer=answer)
         seconds = time.perf_counter() - start
@@ -407,13 +405,12 @@ class OutgoingUpdates:
 
     def _withhold(self, sent: State, tensors: State, cause: str) -> Leaving:
         """Record why an update that cannot be read or attacked is withheld; return the reply."""
-        round_ = self.observer.round_
         self.observer.engine.record_decision(
             engine.GateLine(
                 run="",
                 gate="",
                 did="withheld",
-                step=round_,
+                step=self.observer.round_,
                 client=self.client,
                 metric="",
                 source="",
@@ -421,7 +418,7 @@ class OutgoingUpdates:
                 hardened=(),
             )
         )
-        self._announce(f"the update of round {round_} did not leave: {cause}")
+        engine.announce(f"the update of round {self.observer.round_} did not leave: {cause}")
         return Leaving(self._zero(sent, tensors), True, (), None)
 
     # ---- state for a client's next process --------------------------------------------------

@@ -107,13 +107,15 @@ class ClientEngine(Engine):
             look.scope = frozenset(s for s in all_series if not fit.series[s].plays_games)
         else:
             self._read_batches(look, batches)
-        self._arm(look)
-        look.stages = look.wanted = self.options.stages
-        look.training_step.gradients |= dict.fromkeys(look.stages, take)
-        self._attack(look)
-        look.stepped.add(0)  # holds ids of optimizers; not empty means that an update was shared
-        outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
-        fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
+        try:
+            self._arm(look)
+            look.stages = look.wanted = self.options.stages
+            look.training_step.gradients |= dict.fromkeys(look.stages, take)
+            self._attack(look)
+            look.stepped.add(0)  # ids of optimizers; not empty means that an update was shared
+            outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
+        finally:
+            fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
         failure, fit.failure = fit.failure, None
         if failure is not None or outcomes is None:
             return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in all_series}

@@ -135,7 +135,7 @@ def difference(
             )
         before, after = before.detach(), after.detach().to(before.device)
         if name not in trained_names:
-            if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
+            if not _is_equal(before, after):
                 raise UpdateError(
                     f"'{name}' is not trained in this federation, and came back changed: do not "
                     "share it, or name it in trained="
@@ -157,11 +157,13 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         update: the update by name. Tensors of ``sent`` that it does not name are copied.
 
     Raises:
-        UpdateError: a name of the update was not sent.
+        UpdateError: a name of the update was not sent, or a tensor has another shape than the sent
+            one, to which a sum would broadcast it, or is not floating-point as that one is.
     """
-    unknown = [n for n in update if n not in sent]
-    if unknown:
-        raise UpdateError(f"the update has a tensor that was not sent: '{unknown[0]}'")
+    for name, change in update.items():
+        form = change.shape, change.is_floating_point()
+        if name not in sent or form != (sent[name].shape, sent[name].is_floating_point()):
+            raise UpdateError(f"the update has '{name}' with {_form(change)}, which was not sent")
     return {
         name: (before.detach() + update[name].to(before.device)).to(before.dtype)
         if name in update
@@ -178,7 +180,7 @@ def read_state(arrays: Mapping[str, object], before: State | None = None) -> dic
         before: the state from which the difference was taken; None if the arrays are a state.
 
     Raises:
-        UpdateError: a name of the difference is not in ``before``.
+        UpdateError: the difference does not fit ``before``, see :func:`moved`.
     """
     tensors = {name: torch.as_tensor(value) for name, value in arrays.items()}
     return tensors if before is None else moved(before, tensors)
@@ -269,9 +271,9 @@ def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[s
         values = tensor.detach().to(target.device)
         if target.shape == tensor.shape:
             target.copy_(values)
-        if target.shape != tensor.shape or not torch.equal(target.to(values.dtype), values):
+        if target.shape != tensor.shape or not _is_equal(target.to(values.dtype), values):
             raise UpdateError(
-                f"'{name}' is sent with {_form(tensor)} (or NaN), which the observer's model, with "
+                f"'{name}' is sent with {_form(tensor)}, which the observer's model, with "
                 f"{_form(target)}, cannot hold"
             )
     return keys
@@ -280,7 +282,7 @@ def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[s
 def equal_states(a: State, b: State) -> bool:
     """Return whether two states hold the same names and values."""
     return a.keys() == b.keys() and all(
-        t is b[n] or torch.equal(t.to(b[n].device), b[n]) for n, t in a.items()
+        t is b[n] or _is_equal(t.to(b[n].device), b[n]) for n, t in a.items()
     )
 
 
@@ -294,9 +296,10 @@ def _read_rate(optimizer: Optimizer) -> float:
     return rates.pop()
 
 
-def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
+def _is_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal if NaN counts as equal to NaN."""
-    return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    is_float = a.is_floating_point() and a.shape == b.shape
+    return torch.equal(a, b) or (is_float and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
 def _form(tensor: Tensor) -> str:

@@ -118,7 +118,7 @@ class FitSummary:
     """The content of a report on one fit, or on one federation.
 
     Attributes:
-        name, folder: The name and the path of its logs' folder.
+        name: The name of its logs' folder.
         run: The id of its run, or the ids of its monitors.
         monitors: The number of monitors that wrote its log.
         unit: The unit of its step numbers.
@@ -151,7 +151,6 @@ class FitSummary:
     """
 
     name: str
-    folder: str
     run: str
     monitors: int
     unit: Literal["step", "round"]
@@ -224,8 +223,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     # number of the end is on the trained model, after the last step, and is no step of its own.
     from_one = log.is_federation and min(log.looks_at, default=0) == 1
     summary = FitSummary(
-        name=log.folder.name,
-        folder=log.folder.name if log.folder.is_absolute() else str(log.folder),
+        name=log.folder.resolve().name,
         run=log.run or NOT_RECORDED,
         monitors=log.monitors,
         unit="round" if log.is_federation else "step",

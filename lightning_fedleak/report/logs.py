@@ -44,6 +44,7 @@ class FitLog:
         end: The line on its end; None if the fit was cut off, is running, or did not record it.
         reference: The reference model of membership attacks; None without one.
         monitors: The number of monitors that wrote these lines.
+        folders: The folders in which files beside the logs are; empty for ``folder``.
     """
 
     folder: Path
@@ -57,6 +58,7 @@ class FitLog:
     end: records.EndLine | None = None
     reference: records.ReferenceFacts | None = None
     monitors: int = 1
+    folders: Sequence[Path] = ()
 
     @property
     def is_federation(self) -> bool:
@@ -223,6 +225,7 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
         end=ends[-1] if is_ended else None,
         reference=next(filter(None, (log.reference for log in logs)), None),
         monitors=len(logs),
+        folders=[*dict.fromkeys(f for log in logs for f in log.folders or (log.folder,))],
     )
 
 

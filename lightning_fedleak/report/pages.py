@@ -35,6 +35,7 @@ import jinja2
 from markupsafe import Markup
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.private_files import read_regular
 from lightning_fedleak.report.attacks import (
     NOT_TRIED,
     RELEASED,
@@ -406,7 +407,7 @@ def write(
     """
     folder = out or _folder_of(runs[0])
     content = findings(read(runs, run=run), _facts(folder))
-    texts = {str(path): _text(path) for path in reveal}
+    texts = {str(path): _text(path.resolve()) for path in reveal}
     files = {
         folder / "report.html": page(content, texts),
         folder / "report.json": json.dumps(as_json(content), indent=1, allow_nan=False) + "\n",
@@ -503,7 +504,7 @@ def _text(path: Path) -> str:
         ReportError: it cannot be read.
     """
     with explain_errors(f"'{path}' cannot be read", OSError, UnicodeDecodeError, error=ReportError):
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
 
 
 def _writing_to(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
+from lightning_fedleak.private_files import read_regular
 from lightning_fedleak.report import records, wording
 from lightning_fedleak.report.attacks import Points
 from lightning_fedleak.report.composition import composed_epsilon, curves_of, largest_rates
@@ -33,6 +34,8 @@ OPEN_END = (
     "that its epsilon is no bound for the whole run."
 )
 """A sentence on an account without all releases of its run."""
+NOT_BESIDE = "not beside the logs: copy it there"
+"""What a report says of a ledger that it does not find, and so does not count."""
 WEAK_TPR = 0.5  # a limit on the TPR at 1% FPR above which a statement calls the limit weak
 
 
@@ -232,7 +235,7 @@ def _account(
     guarantee = defense.guarantee or wording.NOT_RECORDED
     series, delta, largest = _merge_spendings(spendings)
     ledgers = [(facts.settings or {}).get("ledger") for facts in defenses] if settings else []
-    hashes, counts = _read_ledgers(ledgers, problems)
+    hashes, counts = _read_ledgers(ledgers, log.folders or (log.folder,), problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
     epsilon = _rounded_bound(largest.epsilon)
     is_finite = epsilon is not None and epsilon < math.inf and delta is not None
@@ -421,6 +424,8 @@ def _statement(account: Account) -> str:
             "The ledger counts more releases than the run recorded. What the others cost is not in "
             "this epsilon. "
         )
+    if NOT_BESIDE in (account.ledger or {}).values():
+        text += "Its ledger is not beside the logs: releases of other runs are not counted. "
     if account.noise_multiplier is not None and account.poisson is not None:
         batches = "rounds" if account.is_of_clients else "batches"
         scale = " over the sensitivity" if account.is_of_clients else ""
@@ -454,36 +459,42 @@ def _checked(account: Account) -> str:
 
 
 def _read_ledgers(
-    paths: Sequence[str | None], problems: list[str]
+    paths: Sequence[str | None], folders: Sequence[Path], problems: list[str]
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Return the SHA-256 and the number of releases of each ledger file, by its name.
 
     A ledger is one file, or a file for each client, whose name then ends with
-    ``.<client>-of-<clients>``.
+    ``.<client>-of-<clients>``. It is looked for beside the logs, under the name that they state:
+    whoever wrote them could name any file of the reader.
 
     Args:
         paths: The ledgers of one defence, one for each client; None for a client without one.
-        problems: The list of problems. A sentence is added for each file with invalid lines.
+        folders: The folders of the logs.
+        problems: The list of problems. A sentence is added for each file with invalid lines, which
+            may be no ledger, and has no hash.
     """
     hashes: dict[str, str] = {}
     counts: dict[str, int] = {}
-    for ledger in (Path(path) for path in dict.fromkeys(paths) if path):
-        try:
-            parts = ledger.parent.glob(f"{glob.escape(ledger.name)}.*-of-*")
-            files = [ledger] if ledger.is_file() else sorted(parts)
-            for file in files:
-                content = file.read_bytes()
-                hashes[file.name] = hashlib.sha256(content).hexdigest()
-                counts[file.name], invalid = _count_releases(content)
-                if invalid:
-                    problems.append(
-                        f"{len(invalid)} of the lines of the ledger {file.name} are no releases: "
-                        f"{first_of(invalid)}"
-                    )
-            if not files:
-                hashes[ledger.name] = "the file is not there"
-        except (OSError, ValueError) as error:
-            hashes[ledger.name] = f"cannot be read: {type(error).__name__}"
+    for name in dict.fromkeys(Path(path).name for path in paths if path):
+        files = [folder / name for folder in folders if (folder / name).is_file()]
+        parts = (folder.glob(f"{glob.escape(name)}.*-of-*") for folder in folders)
+        files = files or sorted(part for folder_parts in parts for part in folder_parts)
+        hashes |= {} if files else {name: NOT_BESIDE}
+        for file in files:
+            try:
+                content = read_regular(file)
+            except OSError as error:
+                hashes[file.name] = f"cannot be read: {type(error).__name__}"
+                continue
+            count, invalid = _count_releases(content)
+            counts[file.name] = max(count, counts.get(file.name, 0))
+            hashes[file.name] = hashlib.sha256(content).hexdigest()
+            if invalid:  # it may be another private file, whose content a hash lets anyone guess
+                hashes[file.name] = "no hash: not all lines are releases"
+                problems.append(
+                    f"{len(invalid)} of the lines of the ledger {file.name} are no releases: "
+                    f"{first_of(invalid)}"
+                )
     return hashes, counts
 
 

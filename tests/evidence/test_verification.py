@@ -21,7 +21,7 @@ from lightning_fedleak import BagOfWords
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
 from lightning_fedleak.evidence.chain import Verdict, _ChainedFile, check_plans, read_chain
 from lightning_fedleak.private_files import hash_weights, plain_name
-from lightning_fedleak.report import ReportError, write
+from lightning_fedleak.report import ReportError, write, write_live
 from lightning_fedleak.report.records import (
     RECORD,
     RESULTS,
@@ -450,12 +450,65 @@ def test_a_run_killed_before_its_gate_was_asked_is_open(tmp_path: Path) -> None:
     assert verify_run(tmp_path).status == OPEN
 
 
+def reported(folder: Path) -> Path:
+    """Return the folder of a watched run with its report."""
+    watched(folder)
+    [logs] = {path.parent for path in folder.rglob(RESULTS)}
+    write([logs])
+    return logs
+
+
 def test_a_report_elsewhere_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another path to the folder gives the same; a copy under another name is open."""
-    watched(tmp_path / "run")
-    [folder] = {path.parent for path in (tmp_path / "run").rglob(RESULTS)}
-    write([folder])
+    """Another path to the folder gives the same, and so does a copy under another name."""
+    folder = reported(tmp_path / "run")
     monkeypatch.chdir(folder.parent)
     assert verify_run(Path(folder.name)).status == HOLDS
-    shutil.copytree(folder, tmp_path / "copy")
-    assert verify_run(tmp_path / "copy").status == OPEN
+    shutil.copytree(folder, tmp_path / "a copy")
+    check = verify_run(tmp_path / "a copy")
+    assert check.status == HOLDS, check
+    assert {"report.json", "report.html"} <= set(check.checked)
+    monkeypatch.chdir(tmp_path / "a copy")
+    write([Path()])
+    check = verify_run(tmp_path / "a copy")
+    assert check.status == HOLDS, check
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("1.00", "0.52"), ("</main>", "<p>All is well.</p></main>"), ("UTC", "CET")]
+)
+def test_an_edited_page_is_a_contradiction(tmp_path: Path, old: str, new: str) -> None:
+    path = reported(tmp_path / "run") / "report.html"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    [contradiction] = verify_run(path.parent).contradictions
+    assert contradiction == "report.html differs from the page that report.json gives"
+
+
+@pytest.mark.parametrize("key", ["problems", "people", "made"])
+def test_what_a_report_adds_to_the_logs_must_fit_its_page(tmp_path: Path, key: str) -> None:
+    path = reported(tmp_path / "run") / "report.json"
+    report = json.loads(path.read_text())
+    for odd in ("2026-01-01", ["a problem that no log has"], {"release": {"form": "safe"}}, 7):
+        path.write_text(json.dumps(report | {key: odd}))
+        assert verify_run(path.parent).status == CONTRADICTED
+
+
+def test_a_page_that_cannot_be_compared_is_open(tmp_path: Path) -> None:
+    folder = reported(tmp_path / "run")
+    (tmp_path / "words.txt").write_text("private")
+    (tmp_path / "link.txt").symlink_to("words.txt")  # the reader's own: it may be a link
+    write([folder], reveal=[tmp_path / "link.txt"])
+    [question] = verify_run(folder).open
+    assert question.startswith("report.html is not compared: its run goes on, or it shows")
+    [run] = {line["run"] for line in map(json.loads, lines_of(folder / RECORD))}
+    write_live(folder / RECORD, run)
+    assert verify_run(folder).open == [question]
+    report = json.loads((folder / "report.json").read_text()) | {"made_by": "lightning-fedleak 0.1"}
+    (folder / "report.json").write_text(json.dumps(report))
+    assert verify_run(folder).open == [
+        "report.json is not compared: it was made by another version, lightning-fedleak 0.1"
+    ]
+    (folder / "report.json").unlink()
+    [question] = verify_run(folder).open
+    assert question == "a report: there is no report.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from lightning_fedleak import BagOfWords, SubspaceWords
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.callbacks import LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.evidence import HOLDS, verify_run
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
@@ -72,6 +74,25 @@ def same(a, b):
 
 def decisions(folder):
     return [x for x in lines(folder, "run.jsonl") if x["kind"] == "gate"]
+
+
+def test_a_client_whose_training_fails_is_in_the_record(tmp_path):
+    out, sent = client(tmp_path), trained_state(model())
+
+    def fails():
+        raise RuntimeError("a private text")
+
+    for round_ in range(2):
+        leaving = out.answer(round_, sent, fails)
+        assert (leaving.state, leaving.withheld) == (None, True)
+    out.observer.end()
+    record = lines(tmp_path, "run.jsonl")
+    assert [x["kind"] for x in record] == ["begin", "gate", "gate", "end"]
+    for round_, line in enumerate(decisions(tmp_path)):
+        assert (line["did"], line["step"], line["client"]) == ("withheld", round_, 0)
+        assert line["why"].startswith("training failed: RuntimeError at test_gate.py")
+        assert "private" not in json.dumps(line)
+    assert verify_run(tmp_path).status == HOLDS
 
 
 # ---- without differential privacy ---------------------------------------------------------------

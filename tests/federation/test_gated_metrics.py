@@ -157,8 +157,8 @@ def test_an_attack_that_is_not_made_for_several_adaptive_steps_leaves_the_worst_
 # ---- a LoRA's first round -----------------------------------------------------------------------
 
 
-def first_rounds(folder, gates, optimizer, n=2, net=None, attacks=()):
-    """Rounds of one step that begin with the same model."""
+def first_rounds(folder, gates, optimizer, n=2, net=None, attacks=(), repeats=False):
+    """Rounds of one step that begin with the same model; the server may repeat their number."""
     net = lora(r=8) if net is None else net
     listed = [SubspaceWords(capacity_seconds=0), *attacks]
     games = Games(held_out=texts(5, n=96))
@@ -166,7 +166,8 @@ def first_rounds(folder, gates, optimizer, n=2, net=None, attacks=()):
     out = OutgoingUpdates(watched, gates)
     for round_ in range(n):
         data = batches(round_, n=1, rows=16)
-        yield out.leaves(round_, trained_state(net), train(net, data, optimizer), data)
+        number = 0 if repeats else round_
+        yield out.leaves(number, trained_state(net), train(net, data, optimizer), data)
 
 
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.05), ADAMW])
@@ -178,6 +179,12 @@ def test_one_update_leaves_before_words_can_be_read_and_no_second_one(tmp_path, 
     assert "until B" in second.events[0].why
     report = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "gate"]
     assert [(x["did"], x["measured"]) for x in report] == [("not yet", None), ("withheld", None)]
+
+
+def test_a_server_that_repeats_a_round_gets_no_second_update(tmp_path):
+    gate = RoundGate(WORDS, at_most=0.9)
+    result = list(first_rounds(tmp_path, [gate], ADAMW, n=4, repeats=True))
+    assert [leaving.withheld for leaving in result] == [False, True, True, True]
 
 
 def test_membership_is_judged_in_a_first_round_and_what_it_holds_back_does_not_count(tmp_path):

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -330,7 +331,7 @@ def test_what_is_sent_must_be_the_models(tmp_path):
         (sent | {"other": torch.zeros(1)}, "'other' is sent"),
         ({n: t for n, t in sent.items() if n != name}, "is trained and not sent"),
         (sent | {name: torch.zeros(2, 2)}, r"shape \(2, 2\)"),
-        (sent | {name: torch.full_like(sent[name], math.nan)}, "cannot hold"),
+        (sent | {name: torch.full_like(sent[name], math.nan)}, "calibrated on the sent model: NaN"),
     ):
         with pytest.raises(UpdateError, match=said):
             observer(tmp_path, net).begin(0, state)
@@ -350,6 +351,57 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path):
         observer(tmp_path, frozen)
     with pytest.raises(TypeError, match="write settings=RoundSettings"):
         RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
+
+
+NAMES = ["../../../../escape", "/etc/x", "a/b/c", "x\0y", "é中文", "n" * 300, "", ".", "..", "a\nb",
+         "<script>alert(1)</script>", "a b", "a%20b", True, -1]  # fmt: skip
+
+
+def test_a_client_s_name_leads_to_no_other_folder(tmp_path):
+    net, folder = model(), tmp_path / "deep" / "er" / "logs"
+    rounds = observer(folder, net, tensorboard=True)
+    rounds.begin(0, trained_state(net))
+    threads = threading.active_count()
+    for client, name in enumerate(NAMES):
+        data = batches(client)
+        assert rounds.look(train(net, data), name, batches=data).values[F1] == 1.0
+    assert threading.active_count() == threads  # TensorBoard has none for each client
+    rounds.end()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.relative_to(folder).parts[0] for path in files} == {
+        "leakage.jsonl", "run.jsonl", "tensorboard",
+    }  # fmt: skip
+    boards = list((folder / "tensorboard").iterdir())
+    assert len(boards) == len(NAMES)
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    for board in boards:
+        assert F1 in read_board(board).scalars.Keys()
+
+
+def read_board(folder):
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return board
+
+
+def test_a_model_with_nan_makes_its_round_unknown_and_no_other(tmp_path):
+    """A hostile client's NaN reaches the next model through a server that takes the mean."""
+    net, looks = model(), []
+    sent = trained_state(net)
+    broken = {n: t * math.nan for n, t in sent.items()}
+    rounds = observer(tmp_path, net)
+    for round_, state in enumerate((sent, broken, broken, sent)):
+        rounds.begin(round_, state)
+        rounds.begin(round_, dict(state))  # for another client
+        data = batches(round_)
+        returned = train(net, data) if round_ in (0, 3) else broken
+        looks.append(rounds.look(returned, batches=data))
+    rounds.end()
+    assert [look.values[F1] for look in (looks[0], looks[3])] == [1.0, 1.0]
+    for look in looks[1:3]:
+        assert math.isnan(look.values[F1])
+    [why] = looks[1].unknown.values()
+    assert "the sent state holds NaN" in why
 
 
 # ---- what people look at ------------------------------------------------------------------------

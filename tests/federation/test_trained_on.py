@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import random
+import signal
+import time
 from functools import partial
 
 import pytest
@@ -160,6 +164,65 @@ def test_a_broken_report_fails_once(hand_over):
     with pytest.raises(SafetensorError):
         hand_over.take()
     assert not hand_over.take()
+
+
+def test_closing_removes_what_a_killed_process_left_and_cannot_fail(tmp_path, recwarn):
+    listening = HandOver(tmp_path / "steps")
+    listening.open()
+    half = "000000000.0.7.safetensors"
+    for name in (f".{half}.deadbeef", f"{half}", "000000001.1.8.safetensors"):
+        (listening.folder / name).write_bytes(b"a piece of a private batch")
+    os.chmod(listening.folder / half, 0o644)
+    listening.close()
+    assert not listening.folder.exists()
+    assert not recwarn.list
+    HandOver(tmp_path / "steps").close()  # which was never opened
+
+    listening.open()
+    (listening.folder / "notes.txt").write_text("of somebody else")
+    (listening.folder / half).mkdir()
+    with pytest.warns(UserWarning, match=f"stays, with '{half}, notes.txt'"):
+        listening.close()
+    assert reports.FOLDER not in os.environ
+    (listening.folder / "notes.txt").unlink()
+    (listening.folder / half).rmdir()
+    listening.open()
+    listening.folder.rmdir()
+    listening.close()
+
+
+def test_a_file_that_others_may_read_fails_once(hand_over):
+    path = hand_over.folder / "0.safetensors"
+    path.touch(mode=0o644)
+    with pytest.raises(ValueError, match="other users may access it"):
+        hand_over.take()
+    assert not hand_over.take()
+
+
+def test_a_process_that_trains_on_writes_nothing_where_nobody_receives(tmp_path, monkeypatch):
+    monkeypatch.setenv(reports.FOLDER, str(tmp_path / "steps"))
+    trained_on({"input_ids": torch.arange(6).view(2, 3)})
+    assert not (tmp_path / "steps").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it needs fork")
+def test_no_piece_of_a_batch_stays_after_kills_at_drawn_moments(tmp_path):
+    draws = random.Random(1)
+    for number in range(5):
+        listening = HandOver(tmp_path / str(number))
+        listening.open()
+        child = os.fork()
+        if child == 0:
+            while True:
+                trained_on({"pixel_values": torch.zeros(8, 3, 224, 224)})
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not list(listening.folder.glob("*.safetensors")):
+            time.sleep(0.002)
+        time.sleep(draws.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        listening.close()
+        assert not listening.folder.exists()
 
 
 def test_two_clients_in_one_process_are_refused(hand_over, tmp_path):

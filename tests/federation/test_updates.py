@@ -28,6 +28,7 @@ from lightning_fedleak.federation import (
     parameter_names,
     trained_state,
 )
+from lightning_fedleak.federation.updates import read_state
 from lightning_fedleak.model.snapshots import AVERAGED, Stage
 from tests.callbacks.runs import Probe
 from tests.defenses.test_gradient_compression import largest
@@ -112,6 +113,27 @@ def test_what_is_not_trained_must_come_back_as_it_was():
         changed = returned | {name: returned[name] + 1}
         with pytest.raises(UpdateError, match=f"'{name}' is not trained"):
             observe(sent, changed, sgd(), 1, trained=["w", "b"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.zeros(4_000_000, 1, 1),  # 16 MB, whose sum has 1 TB
+        torch.tensor(0.1),
+        torch.ones(1, 256),
+        torch.ones(256, 256, dtype=torch.int64),
+        torch.ones(256, 256, dtype=torch.bool),
+        torch.ones(256, 256, dtype=torch.complex64),
+    ],
+    ids=lambda t: f"{t.dtype} {tuple(t.shape)}",
+)
+def test_a_change_of_another_form_is_refused_before_any_sum(change):
+    sent = {"w": torch.zeros(256, 256)}
+    with pytest.raises(UpdateError, match=r"the update has 'w' with shape .*, which was not sent"):
+        read_state({"w": change}, sent)
+    for dtype in (torch.float64, torch.bfloat16):  # as a mean of a server and a model in half have
+        read = read_state({"w": torch.ones(256, 256, dtype=dtype)}, sent)
+        assert torch.equal(read["w"], torch.ones(256, 256))
 
 
 def test_half_precision_is_subtracted_in_single():

@@ -293,6 +293,17 @@ def test_a_failed_client_stays_failed(tmp_path):
 
     reply = FedLeakMod(ForClient(tmp_path))(message(), context(), fails)
     assert reply.error.reason == "mine"
+    [path] = tmp_path.rglob("run.jsonl")
+    [line] = [x for x in lines(path.parent, "run.jsonl") if x.get("did")]
+    assert (line["did"], line["step"]) == ("withheld", 1)
+    assert "training failed" in line["why"]
+
+
+def test_a_client_with_noise_of_its_own_says_what_others_need(tmp_path):
+    """Flower's strategies end a run whose replies have different metrics."""
+    own = FedLeakMod(ForClient(tmp_path), dp=lambda where: private(tmp_path, trust="local"))
+    with pytest.warns(UserWarning, match="give all clients a ClientDP"):
+        own(message(), context(), train)
 
 
 # ---- the server ---------------------------------------------------------------------------------
@@ -336,6 +347,27 @@ def test_a_watched_strategy_gives_the_same_model(tmp_path):
     outcome = [(x["client"], x["stage"]) for x in lines(tmp_path)]
     assert outcome == [(0, "shared"), (1, "shared"), (2, "shared"), ("sum", "aggregate")]
     assert all(x["unknown"] for x in lines(tmp_path))
+
+
+def test_a_client_that_sends_nan_ends_no_federation(tmp_path):
+    """FedAvg takes the mean, so that the next model is NaN: its rounds are unknown."""
+
+    def hostile(asked, where):
+        reply = train(asked, where)
+        if where.node_config["partition-id"] == 1 and asked.content["config"]["server-round"] == 1:
+            reply.content["arrays"] = ArrayRecord(faulty("nan", arrays(reply)))
+        return reply
+
+    sent = ArrayRecord(trained_state(model()))
+    strategy = Observed(FedAvg(fraction_evaluate=0.0), observer(tmp_path, side="server"))
+    result = strategy.start(Grid(2, hostile), sent, num_rounds=3)
+    plain = FedAvg(fraction_evaluate=0.0).start(Grid(2, hostile), sent, num_rounds=3)
+    assert len(result.train_metrics_clientapp) == len(plain.train_metrics_clientapp) == 3
+    assert all(bool(t.isnan().all()) for t in result.arrays.to_torch_state_dict().values())
+    outcome = [x for x in lines(tmp_path) if x["round"] > 1]
+    assert len(outcome) == 2 * 3
+    assert all("NaN" in x["unknown"] for x in outcome if x["round"] == 2)
+    assert all(x["unknown"] for x in outcome)
 
 
 def test_where_every_client_withholds_the_model_that_was_sent_is_kept(tmp_path, caplog):

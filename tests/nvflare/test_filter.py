@@ -25,6 +25,7 @@ from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
 
 from lightning_fedleak.defenses import DefenseError, GradientCompression
+from lightning_fedleak.evidence import HOLDS, verify_run
 from lightning_fedleak.federation import ClientDP, UpdateSum, difference, joint_norm, trained_state
 from lightning_fedleak.federation.nvflare import FedLeakFilter, PrivateFedAvg
 from tests.federation.rounds import model
@@ -161,6 +162,36 @@ def test_a_compression_of_the_observer_is_applied_and_what_it_leaves_out_leaves_
     memory = compressed.filter._outgoing.compression.memory
     for name, residual in missing.items():
         np.testing.assert_allclose(memory[f"residual/{name}"].numpy(), residual, atol=1e-6)
+
+
+def test_the_end_of_a_run_ends_the_observer_whatever_a_killed_script_left(site, tmp_path):
+    watched = site([OPEN])
+    watched.answer(task_of())
+    folder = watched.filter._hand_over.folder
+    (folder / ".000000000.0.7.safetensors.deadbeef").write_bytes(b"a piece of a batch")
+    (folder / "000000001.0.7.safetensors").write_bytes(b"torn")
+    watched.end()
+    assert not folder.exists()
+    assert lines(tmp_path / "site-1", "run.jsonl")[-1]["kind"] == "end"
+    assert verify_run(tmp_path / "site-1").status == HOLDS
+
+
+@pytest.mark.parametrize("withheld", ["zero", "error"])
+def test_a_script_that_always_fails_is_in_the_record(site, tmp_path, withheld):
+    watched = site([OPEN], withheld=withheld)
+
+    def fails(net, data):
+        raise RuntimeError("a private text")
+
+    watched.trains = fails
+    for round_ in range(2):
+        reply = watched.answer(task_of(round_))
+        assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
+    decisions = [x for x in lines(tmp_path / "site-1", "run.jsonl") if x.get("did")]
+    assert [(x["did"], x["step"], x["why"]) for x in decisions] == [
+        ("withheld", round_, "the training script returned no model (EXECUTION_EXCEPTION)")
+        for round_ in range(2)
+    ]
 
 
 # ---- other tasks --------------------------------------------------------------------------------

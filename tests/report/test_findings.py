@@ -219,7 +219,8 @@ def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
     own = {"name": "dpsgd", "class": "ClientDP", "guarantee": "a client"}
     record = [begin("a", **told)]
     for client, run in enumerate("bc"):
-        ledger = tmp_path / f"{client}.ledger"
+        ledger = tmp_path / "logs" / f"{client}.ledger"
+        ledger.parent.mkdir(exist_ok=True)
         ledger.write_text("1.0 1.0 2\n")
         record += [
             begin(run, **told),
@@ -352,7 +353,8 @@ def test_an_epsilon_of_a_run_that_was_cut_off_is_no_bound(tmp_path, last, whole)
 
 @pytest.mark.parametrize(("in_ledger", "whole"), [(3, True), (40, False)])
 def test_a_ledger_knows_what_a_killed_run_released(tmp_path, in_ledger, whole):
-    ledger = tmp_path / "ledger"
+    ledger = tmp_path / "run" / "ledger"
+    ledger.parent.mkdir()
     ledger.write_text(f"1.0 1.0 {in_ledger}\n")
     defense = dpsgd(poisson=False, ledger=str(ledger))
     [cost] = accounted(tmp_path / "run", defense=defense).runs[0].privacy

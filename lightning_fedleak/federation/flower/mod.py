@@ -26,6 +26,7 @@ from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.extras import require_package
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.updates import State, UpdateError, trained_state
+from lightning_fedleak.messages import rank_zero_warn
 
 with require_package("flower", "lightning_fedleak.federation.flower needs Flower"):
     from flwr import common
@@ -243,8 +244,9 @@ class FedLeakMod:
         gates: the gates of each client, or a function that makes them from the first context, for
             example from the run's configuration.
         dp: a function that makes a client's :class:`ClientDP` from its context in every round, or
-            returns None for a client without one; None if no client has a ClientDP. The ClientDP
-            needs a ledger, because Flower may run each round in another process.
+            returns None for a client without one; None if no client has a ClientDP. Strategies of
+            Flower need replies with the same metrics, so that either all clients add noise or none.
+            The ClientDP needs a ledger, because Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
         secure_aggregation: whether updates are masked by other means than Flower's SecAgg+. SecAgg+
             is detected in the messages.
@@ -297,6 +299,10 @@ class FedLeakMod:
                 masked=is_masked,
                 mend="pass mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on "
                 "the server, or FedLeakMod(secure_aggregation=True) if something else masks it",
+            )
+            rank_zero_warn(
+                f"FedLeakMod: a client with a ClientDP sends '{self._weight}' as its only metric: "
+                "give all clients a ClientDP, or Flower ends the run"
             )
         observer, gates = self._watch_run(context)
         outgoing = federation.OutgoingUpdates(

@@ -31,6 +31,7 @@ from lightning_fedleak.model.anatomy import Anatomy, cache_argument
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.pairs import PairBatch, RatedBatch
 from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.private_files import name_content
 
 TOKENS_AT_ONCE = 1 << 10  # tokens of one forward; more are not faster on two CPU cores
 LOGITS_OF_FORWARD = 1 << 25  # logits of one forward: 128 MiB, no more than an evaluation takes
@@ -147,7 +148,7 @@ class Completions(Text):
 
 
 def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
-    """Return 16 hexadecimal digits that are the same for the same pool of texts, in any order.
+    """Return 16 digits that are the same for the same pool in any order, within this process.
 
     Args:
         texts: N texts.
@@ -157,7 +158,7 @@ def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
         hashlib.sha256(text.content + bytes([inside])).digest()
         for text, inside in zip(texts, members.tolist(), strict=True)
     )
-    return hashlib.sha256(b"".join(sorted(rows))).hexdigest()[:16]
+    return name_content(b"".join(sorted(rows)))
 
 
 def label_places(texts: Sequence[Text], columns: int) -> Tensor:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.report.records.fields import SCHEMA, JsonObject
+from lightning_fedleak.private_files import read_regular
+from lightning_fedleak.report.records.fields import SCHEMA, JsonObject, split_lines
 from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
 # Names of the files with the results of attacks, and with the record of the run.
@@ -41,24 +42,28 @@ def read_lines(path: Path) -> _FileLines:
         return _FileLines()
     lines: list[ResultLine | RunLine] = []
     unreadable, foreign, invalid = [], [], []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                content = parse_json(text)
-            except (ValueError, RecursionError):
-                content = None
-            if not isinstance(content, dict):
-                unreadable.append(number)
-                continue
-            if content.get("schema") != SCHEMA:
-                foreign.append(number)
-                continue
-            try:
-                lines.append(_read_line(content, path.name))
-            except ValueError as error:
-                invalid.append(f"{number} ({error})")
+    try:
+        content = read_regular(path)
+    except OSError as error:
+        return _FileLines(problems=[f"{short(path)} cannot be read: {error.strerror}"])
+    for number, line in enumerate(split_lines(content), 1):
+        text = line.decode("utf-8", "replace")
+        if not text.strip():
+            continue
+        try:
+            fields = parse_json(text)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            unreadable.append(number)
+            continue
+        if fields.get("schema") != SCHEMA:
+            foreign.append(number)
+            continue
+        try:
+            lines.append(_read_line(fields, path.name))
+        except ValueError as error:
+            invalid.append(f"{number} ({error})")
     problems = [
         f"{len(numbers)} of the lines of {short(path)} {reason}: {first_of(numbers)}"
         for numbers, reason in (

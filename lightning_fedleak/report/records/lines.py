@@ -207,8 +207,8 @@ class ResultLine(fields.Record):
         exposed: whether the data that the attack reads was shared; None counts as shared.
         metrics: values by name; None is unknown.
         unknown: the reason why there is no result; None if there is one.
-        pool: identifies the candidate texts: only results on the same ones are comparable. None if
-            the attack has no pool of candidates.
+        pool: names the candidate texts within one process, by a keyed hash: only results on the
+            same ones are comparable. None if the attack has no pool of candidates.
     """
 
     schema: int = fields.SCHEMA
@@ -339,7 +339,8 @@ class PoolLine(RunLine):
             extraction alone; 0 in older records, which had none.
         short: number of texts excluded because they have too few label tokens.
         searched: share of the data's rows that was searched for repeats.
-        base: SHA-256 of the texts and of the base model's scores on them; None if unknown.
+        base: names the texts and the base model's scores on them within one process, by a keyed
+            hash; None if unknown.
         reference: the reference model; None without one.
     """
 

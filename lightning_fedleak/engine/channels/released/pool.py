@@ -49,6 +49,7 @@ from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
+from lightning_fedleak.private_files import name_content
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import PoolLine
 
@@ -262,7 +263,7 @@ class Pool:
             short=self.short,
             searched=self.searched,
             copied=int((self.times > 1).sum()),
-            base=base,
+            base=base and name_content(base.encode()),
         )
 
     @property

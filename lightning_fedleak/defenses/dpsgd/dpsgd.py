@@ -9,6 +9,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -143,6 +144,7 @@ class DPSGD(base.Defense):
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._audit: Any = None  # the audit of the last fit by `check`
         self._later_defenses: list[str] = []
+        self._is_rehearsed = True
 
     @property
     def max_grad_norm(self) -> MaxGradNorm:
@@ -234,8 +236,9 @@ class DPSGD(base.Defense):
         return changed
 
     def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
-        """Note which defences change gradients after this one."""
+        """Note which defences change gradients after this one, and whether any draws in a step."""
         super().check_order(before, after)
+        self._is_rehearsed = not any(d.activation_layers for d in (*before, *after))
         self._later_defenses = [defense.name for defense in after if defense.acts_on_gradients]
 
     def before_setup(self, context: base.DefenseContext) -> None:
@@ -351,16 +354,18 @@ class DPSGD(base.Defense):
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
-        max_rows = self.max_physical_batch_size
-        if max_rows is None:
-            return step(batch)
-        return self._fit_step.run_in_pieces(step, batch, max_rows, self.releases, context)
+        max_rows, fit = self.max_physical_batch_size, self._fit_step
+        with fit.rehearsed(step, batch, max_rows, context) if self._is_rehearsed else nullcontext():
+            if max_rows is None:
+                return step(batch)
+            return fit.run_in_pieces(step, batch, max_rows, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero."""
-        return self._fit_step.run(training_step, batch, self.releases, context)
+        base = self._noise_base(context)
+        return self._fit_step.run(training_step, batch, self.releases, context, base)
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""

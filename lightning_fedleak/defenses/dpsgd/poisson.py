@@ -96,6 +96,10 @@ class PoissonBatchSampler(Sampler[list[int]]):
             self.drawn.append(len(batch))
             yield batch
 
+    def loading_key(self) -> bytes:
+        """Return the key of the random states from which the next batch is loaded."""
+        return hashlib.sha256(b"loading" + self._key + self.step.to_bytes(8, "big")).digest()
+
     def rows(self, step: int) -> list[int]:
         """Return the indices in the dataset of the rows in batch ``step``."""
         return self.draw(step)

@@ -23,6 +23,7 @@ from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
+from lightning_fedleak.defenses.dpsgd.randomness import SecretLoader, check_loading
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Users
 from lightning_fedleak.model.batches import BatchError, read_batch
@@ -289,6 +290,7 @@ def sampling_of(
         rows_per_user=None if users is None else users.rows_per_user,
     )
     assert isinstance(loader.batch_sampler, poisson.PoissonBatchSampler)
+    check_loading(dataset, dataloader.collate_fn)
     check_documents(loader, by_user=users is not None)
     if users is not None:
         check_order(loader)
@@ -392,7 +394,7 @@ def poisson_loader(
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
     collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
-    return data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
+    return SecretLoader(loader.dataset, collate, sampler, sampler.loading_key, **loading)
 
 
 def is_sharded(loader: Any) -> bool:

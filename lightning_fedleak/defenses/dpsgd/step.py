@@ -25,8 +25,15 @@ from torch.utils._pytree import tree_leaves
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd import experts, loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import Step, pieces_of, run_pieces, with_loss
+from lightning_fedleak.defenses.dpsgd.logical import (
+    Step,
+    pieces_of,
+    rows_of,
+    run_pieces,
+    with_loss,
+)
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
+from lightning_fedleak.defenses.dpsgd.randomness import check_step, secret_states
 from lightning_fedleak.defenses.dpsgd.recorder import (
     SMALL_BATCH,
     Recorder,
@@ -35,7 +42,8 @@ from lightning_fedleak.defenses.dpsgd.recorder import (
 )
 from lightning_fedleak.defenses.dpsgd.writes import Buffers, Weights
 from lightning_fedleak.defenses.host import Host, Piece
-from lightning_fedleak.defenses.processes import Team
+from lightning_fedleak.defenses.noise import noise_key
+from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 from lightning_fedleak.model.model_state import is_compiled, reset_compiled
 
 # If the expected batch size is below this number of samples, rows are also compared in batches of
@@ -81,6 +89,8 @@ class WatchedStep:
         self._uses_ddp, self._shards = False, list[nn.Parameter]()
         self._scaling_hooks = list[Any]()
         self._in_logical_batch = self._is_placeholder = False
+        # `_rehearses`: steps run without gradient now. `_pieces`: those of the batch run so far.
+        self._rehearses, self._is_rehearsed, self._pieces = False, False, 0
         self._failure: Exception | None = None  # of `batch_to_run`
         self._last_comparison: int | None = None  # releases before the last one of all contents
 
@@ -151,6 +161,36 @@ class WatchedStep:
         finally:
             self._in_logical_batch = self._is_placeholder = False
 
+    @contextmanager
+    def rehearsed(
+        self, step: Step, batch: Any, max_rows: int | None, context: DefenseContext
+    ) -> Iterator[None]:
+        """Once in a fit, check before the block where a step gets its random numbers from.
+
+        The step is run without gradient on a copy of the batch, or of its first ``max_rows`` rows.
+        If that raises an error, it is left to the step in the block. Steps under FSDP2 are not run.
+
+        Raises:
+            DefenseError: They do not follow the global generators, or only the rehearsal failed.
+        """
+        failure, samples = None, count_samples(batch)
+        if samples and not (self._is_rehearsed or self._shards):
+            self._is_rehearsed = self._rehearses = True
+            rows = batch if max_rows is None else rows_of(batch, slice(0, max_rows), samples)
+            try:
+                with context.host.without_logs(), torch.no_grad(), self._team.together():
+                    check_step(step, rows, context.root)
+            except DefenseError:
+                raise
+            except Exception as error:
+                failure = error
+            finally:
+                self._rehearses = False
+        yield
+        if failure is not None:
+            why = f"training_step cannot be run twice without gradient ({failure})"
+            raise DefenseError(f"DPSGD: {why}. Nothing was released.") from failure
+
     def _begin(self, batch: Any, context: DefenseContext) -> None:
         """Check a logical batch against the loader's record, and forget the previous one."""
         with self._team.together():
@@ -171,6 +211,7 @@ class WatchedStep:
             by_user = isinstance(sampler, UserBatchSampler)
             self._user_sizes = sampler.claim(samples) if by_user else None
         self._clipped = self._earlier_pieces = None
+        self._pieces = 0
 
     def _check_new(self, batch: Any, host: Host) -> None:
         """Raise an error if this batch was released, or the previous one was not."""
@@ -191,7 +232,12 @@ class WatchedStep:
         self._has_unreleased_batch = True
 
     def run(
-        self, training_step: Callable[[], Any], batch: Any, releases: int, context: DefenseContext
+        self,
+        training_step: Callable[[], Any],
+        batch: Any,
+        releases: int,
+        context: DefenseContext,
+        base: bytes,
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero.
 
@@ -200,6 +246,7 @@ class WatchedStep:
             batch: That batch: a logical one, or a piece of it within :meth:`run_in_pieces`.
             releases: The number of releases so far.
             context: The client and the process.
+            base: The secret bytes from which the random states of the step follow.
 
         Returns:
             The output of ``training_step``, with a loss of zero if the batch does not count.
@@ -210,6 +257,8 @@ class WatchedStep:
                 parameter, or weights are not finite. :meth:`checked_sum` tells a write through
                 ``.data`` to a buffer.
         """
+        if self._rehearses:
+            return training_step()
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
             self._begin(batch, context)
@@ -231,7 +280,11 @@ class WatchedStep:
         is_comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if is_comparable else ()
         counts = not self._is_placeholder
-        with recorder.step(samples, counts=counts, tensors=tensors), synchronized:
+        # Rows of two processes, or of two pieces, must not get the same masks.
+        index, self._pieces = self._pieces + (context.process << SHARD_BITS), self._pieces + 1
+        key = noise_key(base, releases, index, client=context.client, name="", stream="step")
+        record = recorder.step(samples, counts=counts, tensors=tensors)
+        with record, synchronized, secret_states(key):
             output = training_step()
         with team.together():
             recorder.check()

@@ -10,13 +10,13 @@ one state differ.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
+import operator
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import data
 
-from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.base import refuse
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.model.model_state import is_compiled, preserve_model, preserve_process
 
@@ -35,8 +35,7 @@ PROBES = 8
 # Numbers of a module's output that are compared, and their largest difference over their norm. A
 # GPU may round two equal runs differently, in half precision by less than this.
 NUMBERS, SAME_RUN = 1 << 16, 1e-3
-_GENERATORS = ("torch", "NumPy", "Python's `random`")
-Result = TypeVar("Result")
+Values = list[tuple[str, Any]]
 
 
 def set_states(key: bytes) -> None:
@@ -73,41 +72,36 @@ def secret_states(key: bytes) -> Iterator[None]:
 
 
 def check_draws(
-    run: Callable[[], Result], differ: Callable[[Result, Result], str | None], owner: str
+    run: Callable[[], Values], owner: str, differ: Callable[[Any, Any], object] = operator.ne
 ) -> None:
     """Raise an error for code whose random numbers do not follow the global generators' states.
 
     It is run twice from one state, and once from another.
 
     Args:
-        run: Runs the code, and returns its results.
-        differ: Returns what differs between two results, for a message; None if nothing does.
+        run: Runs the code, and returns what makes values, each with the values.
         owner: What runs, for a message.
+        differ: Returns whether two values differ.
 
     Raises:
         DefenseError: Two runs from one state differ, or two from different states end in one.
     """
-    key, results, ends = os.urandom(32), [], []
+    key, runs, ends = os.urandom(32), list[Values](), list[list[Any]]()
     for state in (key, key, os.urandom(32)):
         with secret_states(state):
-            results.append(run())
-            numpy_words: Any = np.random.get_state()
-            ends.append(
-                [torch.get_rng_state().tolist(), numpy_words[1].tolist(), random.getstate()]
-            )
-    drawer = differ(*results[:2])
-    if drawer is not None:
-        raise DefenseError(
-            f"DPSGD: {drawer} gives two results from one random state, so masks may follow from a "
-            "known seed: let it draw from torch's, NumPy's or Python's global generator, which "
-            "DPSGD sets to secret states, and not from a generator, seed or counter of its own"
-        )
-    for name, first, second in zip(_GENERATORS, *ends[1:], strict=True):
-        if first == second:
-            raise DefenseError(
-                f"DPSGD: {owner} seeds the global generator of {name}, so masks may follow from a "
-                "known seed: leave that out"
-            )
+            runs.append(run())
+            words: Any = np.random.get_state()
+            ends.append([torch.get_rng_state().tolist(), words[1].tolist(), random.getstate()])
+    pairs = zip(*runs[:2], strict=False)
+    drawer = next((name for (name, value), (_, again) in pairs if differ(value, again)), "")
+    known, seeds = "so masks may follow from a known seed", any(map(operator.eq, *ends[1:]))
+    refusals: dict[str, object] = {
+        f"{drawer} gives two results from one random state, {known}: let it draw from torch's, "
+        "NumPy's or Python's global generator, which DPSGD sets to secret states, and not from a "
+        "generator, seed or counter of its own": drawer,
+        f"{owner} seeds a global generator, {known}: leave that out": seeds,
+    }
+    refuse("DPSGD: ", refusals)
 
 
 def check_step(step: Callable[[Any], Any], batch: Any, root: nn.Module) -> None:
@@ -121,29 +115,24 @@ def check_step(step: Callable[[Any], Any], batch: Any, root: nn.Module) -> None:
     Raises:
         DefenseError: Names the first module whose output differs between two runs.
     """
-    names = {module: name or "the model" for name, module in root.named_modules()}
+    names = {module: name for name, module in root.named_modules() if name}
 
-    def run() -> list[tuple[str, Tensor]]:
-        outputs = list[tuple[str, Tensor]]()
+    def run() -> Values:
+        values: Values = []
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
-            found = [t for t in tensors_of(output) if t.is_floating_point() and t.numel()]
-            owner = f"'{names.get(module)}' ({type(module).__name__})"
-            outputs.extend((owner, _digest(tensor)) for tensor in found)
+            name = f"'{names.get(module, 'model')}' ({type(module).__name__})"
+            values.extend((name, _digest(t)) for t in tensors_of(output) if t.is_floating_point())
 
         with register_module_forward_hook(note):  # type: ignore[no-untyped-call]
             note(root, None, step(copy.deepcopy(batch)))
-        return outputs
-
-    def differ(first: Any, second: Any) -> str | None:
-        for (owner, a), (_, b) in zip(first, second, strict=False):
-            if bool((a - b)[0].abs() > SAME_RUN * a[1].maximum(b[1])):
-                return str(owner)
-        return "the model" if len(first) != len(second) else None
+        return values
 
     eager = torch.compiler.set_stance("force_eager") if is_compiled(root) else nullcontext()
     with preserve_model(root), eager:
-        check_draws(run, differ, "training_step")
+        check_draws(
+            run, "training_step", lambda a, b: (a - b)[0].abs() > SAME_RUN * a[1].maximum(b[1])
+        )
 
 
 def _digest(tensor: Tensor) -> Tensor:
@@ -162,49 +151,34 @@ def check_loading(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
     """
     indices = [len(dataset) * i // PROBES for i in range(PROBES)]
     fetch = getattr(dataset, "__getitems__", lambda batch: [dataset[i] for i in batch])
-
     name = getattr(collate, "__name__", type(collate).__name__)
-    owners = f"the dataset ({type(dataset).__name__})", f"the collate function ({name})"
 
-    def differ(first: Any, second: Any) -> str | None:
-        return next((o for o, a, b in zip(owners, first, second, strict=True) if a != b), None)
-
-    def load() -> tuple[list[str], list[str]]:
+    def load() -> Values:
         examples = list(fetch(indices))
         contents = [*values_in(examples)]  # before the collate function may change them
-        return contents, [*values_in(collate(examples))]
+        batch = [*values_in(collate(examples))]
+        return [
+            (f"the dataset ({type(dataset).__name__})", contents),
+            (f"the collate function ({name})", batch),
+        ]
 
-    check_draws(load, differ, "the dataset or the collate function")
+    check_draws(load, "the dataset or the collate function")
 
 
 class SecretLoader(data.DataLoader[Any]):
     """A loader whose dataset and collate function draw from secret random states.
 
-    Each batch that this process loads has a state of its own, and each worker one for each iterator
-    over the loader, whatever ``worker_init_fn`` seeds.
-
-    Args:
-        dataset: The dataset.
-        collate: The collate function for torch's loader.
-        batches: The batch sampler.
-        key: Returns a secret key, another one for each batch.
-        settings: The other settings of the DataLoader.
+    Each batch that this process loads has a state of its own, by its batch sampler's
+    ``loading_key``. :func:`begin_worker` sets the state of a worker.
     """
-
-    def __init__(
-        self, dataset: Any, collate: Any, batches: Any, key: Callable[[], bytes], **settings: Any
-    ) -> None:
-        self._key = key
-        begin = functools.partial(_begin_worker, settings["worker_init_fn"], collate.collate, key())
-        settings |= {"worker_init_fn": begin, "generator": None}
-        super().__init__(dataset, batch_sampler=batches, collate_fn=collate, **settings)
 
     def __iter__(self) -> Any:
         """Yield the batches."""
-        with secret_states(self._key()):  # also the workers' seeds are drawn from it
+        sampler: Any = self.batch_sampler
+        with secret_states(sampler.loading_key()):  # also the workers' seeds are drawn from it
             batches = super().__iter__()
         while True:
-            with secret_states(self._key()):
+            with secret_states(sampler.loading_key()):
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -212,17 +186,23 @@ class SecretLoader(data.DataLoader[Any]):
             yield batch
 
 
-def _begin_worker(
-    begin: Callable[[int], Any] | None, collate: Any, key: bytes, worker: int
-) -> None:
-    """Let a worker of a loader draw from a secret state, after the user's ``worker_init_fn``."""
+def begin_worker(begin: Callable[[int], Any] | None, collate: Any, key: bytes, worker: int) -> None:
+    """Let a worker draw from a secret state of its own, whatever it has seeded itself.
+
+    Args:
+        begin: The user's ``worker_init_fn``.
+        collate: The user's collate function.
+        key: Secret bytes of the loader.
+        worker: The worker's number.
+
+    Raises:
+        DefenseError: It now draws from another generator than the global ones.
+    """
     info: Any = data.get_worker_info()
     if begin is not None:
         begin(worker)
         check_loading(info.dataset, collate)
-    set_states(
-        hashlib.sha256(b"worker" + key + info.seed.to_bytes(16, "big", signed=True)).digest()
-    )
+    set_states(b"worker" + key + info.seed.to_bytes(16, "big", signed=True))
 
 
 def values_in(value: Any) -> Iterator[str]:

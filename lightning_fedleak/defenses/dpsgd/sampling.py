@@ -8,6 +8,7 @@ them, which leaks nothing about the choice.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
-from lightning_fedleak.defenses.dpsgd.randomness import SecretLoader, check_loading
+from lightning_fedleak.defenses.dpsgd.randomness import SecretLoader, begin_worker, check_loading
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Users
 from lightning_fedleak.model.batches import BatchError, read_batch
@@ -394,7 +395,9 @@ def poisson_loader(
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
     collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
-    return SecretLoader(loader.dataset, collate, sampler, sampler.loading_key, **loading)
+    begin = loader.worker_init_fn, loader.collate_fn, sampler.loading_key()
+    loading |= {"worker_init_fn": functools.partial(begin_worker, *begin), "generator": None}
+    return SecretLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
 
 def is_sharded(loader: Any) -> bool:

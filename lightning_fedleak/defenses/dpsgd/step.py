@@ -11,6 +11,7 @@ would be shared without noise, and is refused (:mod:`~lightning_fedleak.defenses
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Integral
@@ -64,6 +65,7 @@ class WatchedStep:
         check: The checks of the loss.
         trained_weights: The check that only the optimizer changes the weights.
         audited: Whether an audit reads ``p.grad``.
+        is_rehearsed: Whether random numbers were checked, or are not to be.
         canaries: The number of canary gradients that were released at this step.
         clip: The clip norm and the form of clipping.
         sampling: The Poisson-sampled loader and its rate; it is set before the first batch.
@@ -89,8 +91,8 @@ class WatchedStep:
         self._uses_ddp, self._shards = False, list[nn.Parameter]()
         self._scaling_hooks = list[Any]()
         self._in_logical_batch = self._is_placeholder = False
-        # `_rehearses`: steps run without gradient now. `_pieces`: those of the batch run so far.
-        self._rehearses, self._is_rehearsed, self._pieces = False, False, 0
+        # `_rehearses`: `check_step` runs. `_pieces`: the number of pieces of the batch so far.
+        self._rehearses, self.is_rehearsed, self._pieces = False, False, 0
         self._failure: Exception | None = None  # of `batch_to_run`
         self._last_comparison: int | None = None  # releases before the last one of all contents
 
@@ -112,6 +114,45 @@ class WatchedStep:
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
         return batch
+
+    def run_batch(
+        self, step: Step, batch: Any, max_rows: int | None, releases: int, context: DefenseContext
+    ) -> Any:
+        """Run a logical batch, and once in a fit check where its random numbers come from.
+
+        For the check the step is run again, without gradient, on a copy of the batch, or of its
+        first ``max_rows`` rows. Steps under FSDP2 are not checked.
+
+        Args:
+            step: A function that passes a batch to ``training_step`` through :meth:`run`.
+            batch: The logical batch.
+            max_rows: The largest number of rows of a piece; None to run the batch at once.
+            releases: The number of releases so far.
+            context: The client and the process.
+
+        Returns:
+            The output of ``training_step`` for the whole batch.
+
+        Raises:
+            DefenseError: As for :meth:`run_in_pieces`, or random numbers do not follow the global
+                generators.
+        """
+        samples, rows = count_samples(batch), None
+        if samples and not (self.is_rehearsed or self._shards):
+            part = batch if max_rows is None else rows_of(batch, slice(0, max_rows), samples)
+            rows = copy.deepcopy(part)  # now, because a step may change its batch
+        if max_rows is None:
+            output = step(batch)
+        else:
+            output = self.run_in_pieces(step, batch, max_rows, releases, context)
+        if rows is not None:
+            self.is_rehearsed = self._rehearses = True
+            try:
+                with context.host.without_logs(), torch.no_grad(), self._team.together():
+                    check_step(step, rows, context.root)
+            finally:
+                self._rehearses = False
+        return output
 
     def run_in_pieces(
         self, step: Step, batch: Any, max_rows: int, releases: int, context: DefenseContext
@@ -160,36 +201,6 @@ class WatchedStep:
             return run_pieces(pieces, step, context, begin_piece=begin, end_piece=end)
         finally:
             self._in_logical_batch = self._is_placeholder = False
-
-    @contextmanager
-    def rehearsed(
-        self, step: Step, batch: Any, max_rows: int | None, context: DefenseContext
-    ) -> Iterator[None]:
-        """Once in a fit, check before the block where a step gets its random numbers from.
-
-        The step is run without gradient on a copy of the batch, or of its first ``max_rows`` rows.
-        If that raises an error, it is left to the step in the block. Steps under FSDP2 are not run.
-
-        Raises:
-            DefenseError: They do not follow the global generators, or only the rehearsal failed.
-        """
-        failure, samples = None, count_samples(batch)
-        if samples and not (self._is_rehearsed or self._shards):
-            self._is_rehearsed = self._rehearses = True
-            rows = batch if max_rows is None else rows_of(batch, slice(0, max_rows), samples)
-            try:
-                with context.host.without_logs(), torch.no_grad(), self._team.together():
-                    check_step(step, rows, context.root)
-            except DefenseError:
-                raise
-            except Exception as error:
-                failure = error
-            finally:
-                self._rehearses = False
-        yield
-        if failure is not None:
-            why = f"training_step cannot be run twice without gradient ({failure})"
-            raise DefenseError(f"DPSGD: {why}. Nothing was released.") from failure
 
     def _begin(self, batch: Any, context: DefenseContext) -> None:
         """Check a logical batch against the loader's record, and forget the previous one."""

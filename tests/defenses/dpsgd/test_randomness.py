@@ -366,7 +366,7 @@ GENERATOR, NUMPYS, PYTHONS = torch.Generator(), np.random.default_rng(), random.
         (NUMPYS.random, plain, "dataset \\(Texts\\) gives two results"),
         (PYTHONS.random, plain, "dataset \\(Texts\\) gives two results"),
         (Counted(), plain, "dataset \\(Texts\\) gives two results"),
-        (None, reseeded, "seeds the global generator of torch"),
+        (None, reseeded, "seeds a global generator"),
     ],
 )
 def test_a_loader_with_a_generator_of_its_own_is_refused(
@@ -439,7 +439,7 @@ OWN = "layers.0.mlp.down_proj.1' \\(Drop\\) gives two results from one random st
         (lambda shape: torch.rand(shape, generator=GENERATOR), OWN),
         (lambda shape: torch.from_numpy(NUMPYS.random(shape)), OWN),
         (counted(), OWN),
-        (seeding, "training_step seeds the global generator of torch"),
+        (seeding, "training_step seeds a global generator"),
     ],
     ids=["torch", "numpy", "counter", "seeds"],
 )

@@ -34,7 +34,6 @@ from lightning_fedleak.defenses.dpsgd.logical import (
     with_loss,
 )
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
-from lightning_fedleak.defenses.dpsgd.randomness import check_step, secret_states
 from lightning_fedleak.defenses.dpsgd.recorder import (
     SMALL_BATCH,
     Recorder,
@@ -45,6 +44,7 @@ from lightning_fedleak.defenses.dpsgd.writes import Buffers, Weights
 from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.noise import noise_key
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
+from lightning_fedleak.defenses.randomness import check_step, secret_states
 from lightning_fedleak.model.model_state import is_compiled, reset_compiled
 
 # If the expected batch size is below this number of samples, rows are also compared in batches of

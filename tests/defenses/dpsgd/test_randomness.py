@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 from transformers.integrations import activate_neftune
 
-from lightning_fedleak.defenses import DPSGD, DefenseError, release
-from lightning_fedleak.defenses.dpsgd import poisson, randomness, step
-from lightning_fedleak.defenses.dpsgd.randomness import secret_states
+from lightning_fedleak.defenses import DPSGD, DefenseError, randomness, release
+from lightning_fedleak.defenses.dpsgd import poisson, step
 from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
+from lightning_fedleak.defenses.randomness import secret_states
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.trainers import DefendedLoop
 from tests.helpers.models import tiny_gpt2, tiny_llama

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -23,13 +24,19 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 from transformers.integrations import activate_neftune
 
+from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import DPSGD, DefenseError, randomness, release
 from lightning_fedleak.defenses.dpsgd import poisson, step
 from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
 from lightning_fedleak.defenses.randomness import secret_states
+from lightning_fedleak.engine.results import UNEXPLAINED
 from lightning_fedleak.model.model_state import preserve_process
+from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import DefendedLoop
+from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2, tiny_llama
+from tests.helpers.settings import QUIET
 from tests.trainers.hosts import BATCH, HOSTS, N, lora, rows, trainer_of
 
 C, P = 0.02, 0.3
@@ -469,3 +476,15 @@ def test_noise_whose_size_depends_on_the_longest_text_is_refused(host: str, tmp_
     activate_neftune(model, 5.0)
     with pytest.raises(DefenseError, match="has NEFTune's noise, whose size depends on the length"):
         HOSTS[host](tmp_path, model, [DPSGD(C, 1.0, target_delta=1e-2)], 0.1)
+
+
+def test_a_watched_step_is_made_again_with_its_own_masks(tmp_path: Path) -> None:
+    """Without clipping and noise the gradient of the step made again is the released one."""
+    module = CausalLMModule(lora_with_dropout(), lr=0.0)
+    monitor = LeakageMonitor(SubspaceWords(capacity_seconds=0), every_n_steps=1)
+    trainer = pl.Trainer(
+        max_steps=1, devices=1, callbacks=[monitor], default_root_dir=tmp_path, **QUIET,
+        strategy=DefendedStrategy("auto", [DPSGD(1e6, 0.0)]),
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(rows(), batch_size=N))
+    assert monitor.latest[UNEXPLAINED] < 1e-4

@@ -14,7 +14,7 @@ templates, with a threshold that is fixed beforehand:
 
 Printed are how far the sum moves by the first template, in units of the clip norm, and for each
 template a 95% lower bound on epsilon beside the claim. ``--public`` puts the public seed in place
-of the secret states: the first bound must then exceed the claim.
+of the secret states: the first bound then exceeds the claim, if the sum moves by 7 C or more.
 """
 
 from __future__ import annotations

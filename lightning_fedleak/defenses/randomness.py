@@ -124,7 +124,7 @@ def check_step(step: Callable[[Any], Any], batch: Any, root: nn.Module) -> None:
             name = f"'{names.get(module, 'model')}' ({type(module).__name__})"
             values.extend((name, _digest(t)) for t in tensors_of(output) if t.is_floating_point())
 
-        with register_module_forward_hook(note):  # type: ignore[no-untyped-call]
+        with register_module_forward_hook(note):
             note(root, None, step(copy.deepcopy(batch)))
         return values
 

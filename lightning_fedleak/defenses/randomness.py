@@ -32,8 +32,8 @@ WORDS = 624  # 32-bit words of the state of torch's CPU generator, a Mersenne tw
 # The number of examples that are loaded to compare two runs. With few tokens, two draws of a masked
 # language model may be equal by chance: at 10 tokens for each example in one of 10^10 cases.
 PROBES = 8
-# Numbers of a module's output that are compared, and their largest difference over their norm. A
-# GPU may round two equal runs differently, in half precision by less than this.
+# Numbers of a module's output that are compared, and the largest difference of their sum over their
+# norm. It is 0 on a CPU; a GPU may round two equal runs differently. Not tuned.
 NUMBERS, SAME_RUN = 1 << 16, 1e-3
 Values = list[tuple[str, Any]]
 

@@ -14,7 +14,7 @@ import hashlib
 import operator
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import data
 
 from lightning_fedleak.defenses.base import refuse
-from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
+from lightning_fedleak.defenses.dpsgd.recorder import tensors_of, values_in
 from lightning_fedleak.model.model_state import is_compiled, preserve_model, preserve_process
 
 WORDS = 624  # 32-bit words of the state of torch's CPU generator, a Mersenne twister
@@ -35,7 +35,7 @@ PROBES = 8
 # Numbers of a module's output that are compared, and the largest difference of their sum over their
 # norm. It is 0 on a CPU; a GPU may round two equal runs differently. Not tuned.
 NUMBERS, SAME_RUN = 1 << 16, 1e-3
-Values = list[tuple[str, Any]]
+Values = list[tuple[str, object]]
 
 
 def set_states(key: bytes) -> None:
@@ -122,7 +122,9 @@ def check_step(step: Callable[[Any], Any], batch: Any, root: nn.Module) -> None:
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
             name = f"'{names.get(module, 'model')}' ({type(module).__name__})"
-            values.extend((name, _digest(t)) for t in tensors_of(output) if t.is_floating_point())
+            values.extend(
+                (name, _weighted_sum(t)) for t in tensors_of(output) if t.is_floating_point()
+            )
 
         with register_module_forward_hook(note):
             note(root, None, step(copy.deepcopy(batch)))
@@ -135,7 +137,7 @@ def check_step(step: Callable[[Any], Any], batch: Any, root: nn.Module) -> None:
         )
 
 
-def _digest(tensor: Tensor) -> Tensor:
+def _weighted_sum(tensor: Tensor) -> Tensor:
     """Return a sum (2,) of a tensor's numbers that depends on their order, and their norm."""
     numbers = tensor.detach().flatten()
     numbers = numbers[:: max(1, len(numbers) // NUMBERS)].double()
@@ -203,20 +205,3 @@ def begin_worker(begin: Callable[[int], Any] | None, collate: Any, key: bytes, w
         begin(worker)
         check_loading(info.dataset, collate)
     set_states(b"worker" + key + info.seed.to_bytes(16, "big", signed=True))
-
-
-def values_in(value: Any) -> Iterator[str]:
-    """Yield the content of an example, or of a value in it, as texts."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key)
-            yield from values_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from values_in(item)
-    elif hasattr(value, "tolist"):
-        yield repr(value.tolist())
-    elif hasattr(value, "tobytes"):  # an image
-        yield repr(value.tobytes())
-    elif isinstance(value, str | bytes | int | float):
-        yield repr(value)

@@ -8,7 +8,6 @@ them, which leaks nothing about the choice.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,6 @@ from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Users
-from lightning_fedleak.defenses.randomness import SecretLoader, begin_worker, check_loading
 from lightning_fedleak.model.batches import BatchError, read_batch
 from lightning_fedleak.model.model_state import preserve_process
 
@@ -291,7 +289,6 @@ def sampling_of(
         rows_per_user=None if users is None else users.rows_per_user,
     )
     assert isinstance(loader.batch_sampler, poisson.PoissonBatchSampler)
-    check_loading(dataset, dataloader.collate_fn)
     check_documents(loader, by_user=users is not None)
     if users is not None:
         check_order(loader)
@@ -394,10 +391,7 @@ def poisson_loader(
         sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
-    collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
-    begin = loader.worker_init_fn, loader.collate_fn, sampler.loading_key()
-    loading |= {"worker_init_fn": functools.partial(begin_worker, *begin), "generator": None}
-    return SecretLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
+    return poisson.secret_loader(loader, sampler, first, loading)
 
 
 def is_sharded(loader: Any) -> bool:

@@ -17,12 +17,11 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.recorder import trains
+from lightning_fedleak.defenses.dpsgd.recorder import trains, values_in
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
 from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, check_experts, rule_of
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
-from lightning_fedleak.defenses.randomness import values_in
 
 # The number of examples by which the datasets of two processes are compared. More take more time at
 # setup. Not tuned.

@@ -236,7 +236,7 @@ class EmptyCollate:
 
 
 def secret_loader(
-    loader: DataLoader[Any], sampler: PoissonBatchSampler, first: int, settings: dict[str, Any]
+    loader: DataLoader[Any], sampler: PoissonBatchSampler, first: int, **settings: Any
 ) -> SecretLoader:
     """Return a loader of the same examples with another batch sampler and secret random states.
 

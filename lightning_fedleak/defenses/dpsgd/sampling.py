@@ -391,7 +391,7 @@ def poisson_loader(
         sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
-    return poisson.secret_loader(loader, sampler, first, loading)
+    return poisson.secret_loader(loader, sampler, first, **loading)
 
 
 def is_sharded(loader: Any) -> bool:

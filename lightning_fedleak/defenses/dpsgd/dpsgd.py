@@ -143,6 +143,7 @@ class DPSGD(base.Defense):
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._audit: Any = None  # the audit of the last fit by `check`
         self._later_defenses: list[str] = []
+        self._has_activation_noise = False  # which draws secret numbers itself
 
     @property
     def max_grad_norm(self) -> MaxGradNorm:
@@ -234,8 +235,9 @@ class DPSGD(base.Defense):
         return changed
 
     def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
-        """Note which defences change gradients after this one."""
+        """Note which defences change gradients after this one, and whether one changes states."""
         super().check_order(before, after)
+        self._has_activation_noise = any(d.activation_layers for d in (*before, *after))
         self._later_defenses = [defense.name for defense in after if defense.acts_on_gradients]
 
     def before_setup(self, context: base.DefenseContext) -> None:
@@ -255,6 +257,7 @@ class DPSGD(base.Defense):
         self._read_ledger(context)
         trusted = self.clip.loss == "trusted"
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
+        self._step.is_rehearsed = self._has_activation_noise
         if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling
 
@@ -356,16 +359,15 @@ class DPSGD(base.Defense):
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
-        max_rows = self.max_physical_batch_size
-        if max_rows is None:
-            return step(batch)
-        return self._fit_step.run_in_pieces(step, batch, max_rows, self.releases, context)
+        max_rows, fit = self.max_physical_batch_size, self._fit_step
+        return fit.run_batch(step, batch, max_rows, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero."""
-        return self._fit_step.run(training_step, batch, self.releases, context)
+        base = self._noise_base(context)
+        return self._fit_step.run(training_step, batch, self.releases, context, base)
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""

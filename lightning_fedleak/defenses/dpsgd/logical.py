@@ -68,11 +68,11 @@ def pieces_of(
     for counts in row_counts:
         rows = slice(start, start + sum(counts))
         by_user = None if users is None else counts
-        pieces.append(Piece(_rows(batch, rows, samples), sum(counts), by_user))
+        pieces.append(Piece(rows_of(batch, rows, samples), sum(counts), by_user))
         start = rows.stop
     # Placeholders. Each has its own batch, because a loss may remove the labels from its batch.
     while len(pieces) < count:
-        pieces.append(Piece(_rows(batch, slice(0, 1), samples or 1), 0))
+        pieces.append(Piece(rows_of(batch, slice(0, 1), samples or 1), 0))
     return pieces
 
 
@@ -190,7 +190,7 @@ def _restore(sums: dict[nn.Parameter, Tensor]) -> None:
 # ---- rows of a batch -------------------------------------------------------------------------
 
 
-def _rows(value: Any, rows: slice, samples: int) -> Any:
+def rows_of(value: Any, rows: slice, samples: int) -> Any:
     """Return a batch with these rows of everything in it that has one row for each sample.
 
     Args:
@@ -201,13 +201,13 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
     if isinstance(value, Tensor):
         return value[rows] if value.dim() else value
     if isinstance(value, Mapping):
-        return rebuilt(value, {key: _rows(item, rows, samples) for key, item in value.items()})
+        return rebuilt(value, {key: rows_of(item, rows, samples) for key, item in value.items()})
     if isinstance(value, str | bytes):
         return value
     if isinstance(value, list | tuple):
         if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
             return value[rows]
-        return rebuilt(value, [_rows(item, rows, samples) for item in value])
+        return rebuilt(value, [rows_of(item, rows, samples) for item in value])
     shape = getattr(value, "shape", None)
     return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
 

@@ -7,6 +7,7 @@ has a release (of noise only) and must not be skipped.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
+from lightning_fedleak.defenses.randomness import SecretLoader, begin_worker, check_loading
 
 # Prefix of the hash that gives the sampling key. Another prefix would draw other examples.
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"
@@ -95,6 +97,10 @@ class PoissonBatchSampler(Sampler[list[int]]):
                 self.drawn = deque(maxlen=MAX_WAITING)
             self.drawn.append(len(batch))
             yield batch
+
+    def loading_key(self) -> bytes:
+        """Return the key of the random states from which the next batch is loaded."""
+        return hashlib.sha256(b"loading" + self._key + self.step.to_bytes(8, "big")).digest()
 
     def rows(self, step: int) -> list[int]:
         """Return the indices in the dataset of the rows in batch ``step``."""
@@ -227,6 +233,27 @@ class EmptyCollate:
                 f"make {self.rows} for each"
             )
         return batch
+
+
+def secret_loader(
+    loader: DataLoader[Any], sampler: PoissonBatchSampler, first: int, **settings: Any
+) -> SecretLoader:
+    """Return a loader of the same examples with another batch sampler and secret random states.
+
+    Args:
+        loader: The user's loader.
+        sampler: The batch sampler.
+        first: The index of the example of which an empty batch is made.
+        settings: The other settings of the DataLoader.
+
+    Raises:
+        DefenseError: The dataset or the collate function has random numbers of its own.
+    """
+    check_loading(loader.dataset, loader.collate_fn)
+    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
+    begin = loader.worker_init_fn, loader.collate_fn, sampler.loading_key()
+    settings |= {"worker_init_fn": functools.partial(begin_worker, *begin), "generator": None}
+    return SecretLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **settings)
 
 
 def _emptied(once: Any, twice: Any) -> Any:

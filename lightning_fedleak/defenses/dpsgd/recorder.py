@@ -597,3 +597,20 @@ def tensors_of(batch: Any) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             stack += value[::-1]
     return tensors
+
+
+def values_in(value: Any) -> Iterator[str]:
+    """Yield the content of an example, or of a value in it, as texts."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from values_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from values_in(item)
+    elif hasattr(value, "tolist"):
+        yield repr(value.tolist())
+    elif hasattr(value, "tobytes"):  # an image
+        yield repr(value.tobytes())
+    elif isinstance(value, str | bytes | int | float):
+        yield repr(value)

@@ -392,8 +392,7 @@ def poisson_loader(
         sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
-    collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
-    return data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
+    return poisson.secret_loader(loader, sampler, first, **loading)
 
 
 def is_sharded(loader: Any) -> bool:

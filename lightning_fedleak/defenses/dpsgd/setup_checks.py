@@ -8,7 +8,7 @@ change. The *host* is the trainer or training loop. Several processes may togeth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.recorder import trains
+from lightning_fedleak.defenses.dpsgd.recorder import trains, values_in
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
 from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, check_experts, rule_of
 from lightning_fedleak.defenses.host import Host
@@ -104,6 +104,8 @@ def check_model(root: nn.Module, clipping: str) -> None:
             ),
             "changes ranks by gradients without noise. Use LoraConfig(use_rslora=True), or "
             "LoHaConfig.": hasattr(module, "update_and_allocate"),
+            "has NEFTune's noise, whose size depends on the length of the longest text of a batch. "
+            "Leave out neftune_noise_alpha.": getattr(module, "neftune_noise_alpha", None),
             "keeps statistics of the data. Build it with track_running_stats=False.": (
                 is_instance_norm and module.training and module.track_running_stats
             ),
@@ -174,22 +176,5 @@ def _digest(dataset: Any) -> int:
     """Return a digest of a few examples, of 48 bits, which float64 represents exactly."""
     last = len(dataset) - 1
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
-    digest = hashlib.sha256("\0".join(_values_in(examples)).encode()).digest()
+    digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
-
-
-def _values_in(value: Any) -> Iterator[str]:
-    """Yield the content of an example, or of a value in it, as texts."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key)
-            yield from _values_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _values_in(item)
-    elif hasattr(value, "tolist"):
-        yield repr(value.tolist())
-    elif hasattr(value, "tobytes"):  # an image
-        yield repr(value.tobytes())
-    elif isinstance(value, str | bytes | int | float):
-        yield repr(value)

@@ -11,6 +11,7 @@ would be shared without noise, and is refused (:mod:`~lightning_fedleak.defenses
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Integral
@@ -25,7 +26,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd import experts, loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import Step, pieces_of, run_pieces, with_loss
+from lightning_fedleak.defenses.dpsgd.logical import (
+    Step,
+    pieces_of,
+    rows_of,
+    run_pieces,
+    with_loss,
+)
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
 from lightning_fedleak.defenses.dpsgd.recorder import (
     SMALL_BATCH,
@@ -35,7 +42,9 @@ from lightning_fedleak.defenses.dpsgd.recorder import (
 )
 from lightning_fedleak.defenses.dpsgd.writes import Buffers, Weights
 from lightning_fedleak.defenses.host import Host, Piece
-from lightning_fedleak.defenses.processes import Team
+from lightning_fedleak.defenses.noise import noise_key
+from lightning_fedleak.defenses.processes import SHARD_BITS, Team
+from lightning_fedleak.defenses.randomness import check_step, secret_states
 from lightning_fedleak.model.model_state import is_compiled, reset_compiled
 
 # If the expected batch size is below this number of samples, rows are also compared in batches of
@@ -56,6 +65,7 @@ class WatchedStep:
         check: The checks of the loss.
         trained_weights: The check that only the optimizer changes the weights.
         audited: Whether an audit reads ``p.grad``.
+        is_rehearsed: Whether random numbers were checked, or are not to be.
         canaries: The number of canary gradients that were released at this step.
         clip: The clip norm and the form of clipping.
         sampling: The Poisson-sampled loader and its rate; it is set before the first batch.
@@ -81,6 +91,8 @@ class WatchedStep:
         self._uses_ddp, self._shards = False, list[nn.Parameter]()
         self._scaling_hooks = list[Any]()
         self._in_logical_batch = self._is_placeholder = False
+        # `_rehearses`: `check_step` runs. `_pieces`: the number of pieces of the batch so far.
+        self._rehearses, self.is_rehearsed, self._pieces = False, False, 0
         self._failure: Exception | None = None  # of `batch_to_run`
         self._last_comparison: int | None = None  # releases before the last one of all contents
 
@@ -102,6 +114,45 @@ class WatchedStep:
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
         return batch
+
+    def run_batch(
+        self, step: Step, batch: Any, max_rows: int | None, releases: int, context: DefenseContext
+    ) -> Any:
+        """Run a logical batch, and once in a fit check where its random numbers come from.
+
+        For the check the step is run again, without gradient, on a copy of the batch, or of its
+        first ``max_rows`` rows. Steps under FSDP2 are not checked.
+
+        Args:
+            step: A function that passes a batch to ``training_step`` through :meth:`run`.
+            batch: The logical batch.
+            max_rows: The largest number of rows of a piece; None to run the batch at once.
+            releases: The number of releases so far.
+            context: The client and the process.
+
+        Returns:
+            The output of ``training_step`` for the whole batch.
+
+        Raises:
+            DefenseError: As for :meth:`run_in_pieces`, or random numbers do not follow the global
+                generators.
+        """
+        samples, rows = count_samples(batch), None
+        if samples and not (self.is_rehearsed or self._shards):
+            part = batch if max_rows is None else rows_of(batch, slice(0, max_rows), samples)
+            rows = copy.deepcopy(part)  # now, because a step may change its batch
+        if max_rows is None:
+            output = step(batch)
+        else:
+            output = self.run_in_pieces(step, batch, max_rows, releases, context)
+        if rows is not None:
+            self.is_rehearsed = self._rehearses = True
+            try:
+                with context.host.without_logs(), torch.no_grad(), self._team.together():
+                    check_step(step, rows, context.root)
+            finally:
+                self._rehearses = False
+        return output
 
     def run_in_pieces(
         self, step: Step, batch: Any, max_rows: int, releases: int, context: DefenseContext
@@ -171,6 +222,7 @@ class WatchedStep:
             by_user = isinstance(sampler, UserBatchSampler)
             self._user_sizes = sampler.claim(samples) if by_user else None
         self._clipped = self._earlier_pieces = None
+        self._pieces = 0
 
     def _check_new(self, batch: Any, host: Host) -> None:
         """Raise an error if this batch was released, or the previous one was not."""
@@ -191,7 +243,12 @@ class WatchedStep:
         self._has_unreleased_batch = True
 
     def run(
-        self, training_step: Callable[[], Any], batch: Any, releases: int, context: DefenseContext
+        self,
+        training_step: Callable[[], Any],
+        batch: Any,
+        releases: int,
+        context: DefenseContext,
+        base: bytes,
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero.
 
@@ -200,6 +257,7 @@ class WatchedStep:
             batch: That batch: a logical one, or a piece of it within :meth:`run_in_pieces`.
             releases: The number of releases so far.
             context: The client and the process.
+            base: The secret bytes from which the random states of the step follow.
 
         Returns:
             The output of ``training_step``, with a loss of zero if the batch does not count.
@@ -210,6 +268,8 @@ class WatchedStep:
                 parameter, or weights are not finite. :meth:`checked_sum` tells a write through
                 ``.data`` to a buffer.
         """
+        if self._rehearses:
+            return training_step()
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
             self._begin(batch, context)
@@ -231,7 +291,11 @@ class WatchedStep:
         is_comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if is_comparable else ()
         counts = not self._is_placeholder
-        with recorder.step(samples, counts=counts, tensors=tensors), synchronized:
+        # Rows of two processes, or of two pieces, must not get the same masks.
+        index, self._pieces = self._pieces + (context.process << SHARD_BITS), self._pieces + 1
+        key = noise_key(base, releases, index, client=context.client, name="", stream="step")
+        record = recorder.step(samples, counts=counts, tensors=tensors)
+        with record, synchronized, secret_states(key):
             output = training_step()
         with team.together():
             recorder.check()

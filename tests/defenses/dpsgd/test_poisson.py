@@ -220,7 +220,7 @@ WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
         (DataLoader(DATA, sampler=Twice(DATA)), "Twice"),
         (DataLoader(DATA, sampler=TwiceApart(DATA, 2, 0)), "TwiceApart"),
         (DataLoader(DATA, sampler=DistributedSamplerWrapper(WEIGHTED, 2, 0)), "WeightedRandom"),
-        (poisson(DataLoader(DATA, batch_size=2)), "not a PoissonBatchSampler"),
+        (poisson(DataLoader(DATA, batch_size=2)), "not a SecretLoader"),
         (DataLoader(Subset(DATA, []), batch_size=2), "no examples"),
         (DataLoader(FailsOnNothing(torch.ones(3)), batch_size=2), "IndexError"),
         (

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, flat
 from lightning_fedleak.model.snapshots import Stage
 
@@ -92,14 +94,15 @@ class Control:
 
 @dataclass(frozen=True)
 class Found:
-    """The score of an attack's guess.
+    """The trials by which an attack's guess is scored.
 
     Attributes:
-        numbers: The numbers that the attack's channel packs, in its order.
+        trials: The trials, with the columns of the attack's channel, (n, columns); or other numbers
+            in an order that the channel knows.
         control: The control of this look; None if it has none.
     """
 
-    numbers: Sequence[float]
+    trials: Tensor | Sequence[float]
     control: Control | None = None
 
 

@@ -86,6 +86,11 @@ def flat(rates: Mapping[str, Rate]) -> dict[str, float]:
     return values
 
 
+def values_of(rates: Mapping[str, Rate]) -> dict[str, float]:
+    """Return each rate by its name, without its interval."""
+    return {name: rate.value for name, rate in rates.items()}
+
+
 def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Counts:
     """Return the counts of one batch, comparing guessed types with the types in it.
 
@@ -98,7 +103,7 @@ def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Count
         ValueError: An id, guessed or true, lies outside the vocabulary.
     """
     guessed_types, true_types = (
-        _type_mask(ids, vocab_size, argument)
+        type_mask(ids, vocab_size, argument)
         for ids, argument in ((guess.types, "guess.types"), (truth_types, "truth_types"))
     )
     true_types = true_types.to(guessed_types.device)
@@ -171,7 +176,7 @@ def type_count_error(estimate: float | None, n_types: int) -> float:
     return abs(estimate - n_types) / n_types
 
 
-def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
+def type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     """Return (vocab_size,) bool, the types among ids; raise ``ValueError`` for other ids."""
     ids = ids.detach().reshape(-1)
     if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):

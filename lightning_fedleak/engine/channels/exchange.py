@@ -92,7 +92,7 @@ class Exchange:
         if gathered is not None:
             rows = torch.split(gathered, [len(row) for row in sent], dim=1)
             clients = {
-                series: [_read(row, self._channels[series], series) for row in of_series]
+                series: [_read_row(row, self._channels[series], series) for row in of_series]
                 for series, of_series in zip(results, rows, strict=True)
             }
             # If no client shared anything, this step has no outcome.
@@ -106,9 +106,8 @@ class Exchange:
         if self._is_distributed:
             joint = pooled and {s: _without_clients(outcome) for s, outcome in pooled.items()}
             joint, next_step = self._run.broadcast((joint, next_step))
-            if gathered is None:
-                pooled = joint and {s: _with_reason(o, results[s]) for s, o in joint.items()}
-        return pooled, next_step
+            pooled = joint if gathered is None else pooled
+        return pooled and {s: _with_reason(o, results[s]) for s, o in pooled.items()}, next_step
 
     def _gather(self, local: Tensor) -> Tensor | None:
         """Return the numbers of all processes, (clients, n), on process 0; None on the others."""
@@ -134,13 +133,10 @@ class Exchange:
             clients = clients[:1]  # every process has the same result
         found = {i: result for i, result in enumerate(clients) if isinstance(result, Found)}
         if failed:
-            why = f"the attack failed on client {min(failed)}"
-            why = local.why if isinstance(local, Unknown) else why
             applies = bool(found) or any(result.applies for result in failed.values())
-            return unknown(metrics, why, applies=applies)
+            return unknown(metrics, f"the attack failed on client {min(failed)}", applies=applies)
         if not found:
-            why = local.why if isinstance(local, Waiting) else OTHER_WAITS
-            return pending(why, soon=Waiting("") in clients)
+            return pending(OTHER_WAITS, soon=Waiting("") in clients)
         why = local.control.why if isinstance(local, Found) and local.control else ""
         controls = [result.control for result in found.values() if result.control is not None]
         control = _lowest(controls, metrics, why or "it failed on another client")
@@ -201,7 +197,7 @@ def _without_clients(outcome: Outcome) -> Outcome:
 
 
 def _with_reason(outcome: Outcome, local: Result) -> Outcome:
-    """Return an outcome of process 0, with the reason of this process if it has one."""
+    """Return an outcome with the reason of this process if it has one."""
     if outcome.unknown is not None and isinstance(local, Unknown):
         return replace(outcome, unknown=local.why)
     if outcome.pending is not None and isinstance(local, Waiting):
@@ -209,7 +205,7 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
     return outcome
 
 
-def _parts(row: Tensor, channel: Channel, series: Series) -> Sequence[Tensor]:
+def _parts_of(row: Tensor, channel: Channel, series: Series) -> Sequence[Tensor]:
     """Return the parts of a series' row as views: the layout of the numbers that a client sends.
 
     The first part has the place in :data:`KINDS` and how many numbers the trials have. The second
@@ -225,7 +221,7 @@ def _row(result: Result, channel: Channel, series: Series) -> Tensor:
     """Return a client's result as one row of numbers, of a length that the series determines."""
     metrics, plain = channel.metrics_of(series), result
     row = torch.zeros(5 + channel.width + 2 * len(metrics), dtype=torch.float64)
-    head, trials, facts, *rates = _parts(row, channel, series)
+    head, trials, facts, *rates = _parts_of(row, channel, series)
     if isinstance(result, Found):
         numbers = torch.as_tensor(result.trials, dtype=torch.float64).flatten()
         trials[: len(numbers)], head[1], plain = numbers, len(numbers), Found(())
@@ -241,9 +237,9 @@ def _row(result: Result, channel: Channel, series: Series) -> Tensor:
     return row
 
 
-def _read(row: Tensor, channel: Channel, series: Series) -> Result:
+def _read_row(row: Tensor, channel: Channel, series: Series) -> Result:
     """Return the result that :func:`_row` wrote, without its reason."""
-    head, trials, facts, *rates = (part.tolist() for part in _parts(row, channel, series))
+    head, trials, facts, *rates = (part.tolist() for part in _parts_of(row, channel, series))
     kind, n_numbers = map(int, head)
     result, control = KINDS[kind], None
     if facts[0]:

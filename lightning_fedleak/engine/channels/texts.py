@@ -71,13 +71,13 @@ class _Text(NamedTuple):
     """A text of a client's micro-batches.
 
     Attributes:
-        micro_batch: The index of its micro-batch.
+        source: Its micro-batch, or what of this has crossed a split.
         row: The index of its document in there.
         ids: The token ids, (L,).
         real: True at tokens and False at padding, (L,) bool.
     """
 
-    micro_batch: int
+    source: Any
     row: int
     ids: Tensor
     real: Tensor
@@ -234,7 +234,7 @@ class TextsChannel(Channel):
             self._crossings.append(tap.take(step.batch))
         failure, texts = None, list[_Text]()
         try:
-            texts = self._draw_texts(look.step, self._crossings)
+            texts = self._draw_texts(self._crossings, look.step)
         except Exception as error:
             failure = Unknown(reason(error))
         if failure is None and not texts:
@@ -245,9 +245,7 @@ class TextsChannel(Channel):
             answer: Reconstruction | Unknown = Unknown("")
             for i, stage in enumerate(self._stages):
                 if i == 0 or attack.layer in self._defended_layers:
-                    answer = failure or self._run_attack(
-                        attack, stage, texts, look.step, self._crossings
-                    )
+                    answer = failure or self._run_attack(attack, stage, texts, look.step)
                 look.answers |= dict.fromkeys(self.series(attack, (stage,)), answer)
 
     def _draw(self, n: int, step: int) -> list[int]:
@@ -256,23 +254,18 @@ class TextsChannel(Channel):
         generator = torch.Generator().manual_seed(1_000_003 * step + self.run.rank)
         return sorted(torch.randperm(n, generator=generator)[: self.settings.texts].tolist())
 
-    def _draw_texts(self, step: int, crossed: Sequence[Crossed]) -> list[_Text]:
-        """Draw as many texts of the micro-batches as the settings name."""
-        texts = _find_texts([crossing.batch for crossing in crossed])
+    def _draw_texts(self, crossed: Sequence[Crossed], step: int) -> list[_Text]:
+        """Draw as many texts that crossed the split as the settings name."""
+        texts = _find_texts(crossed)
         return [texts[i] for i in self._draw(len(texts), step)]
 
     def _run_attack(
-        self,
-        attack: InversionAttack,
-        stage: Stage,
-        texts: Sequence[_Text],
-        step: int,
-        crossed: Sequence[Crossed],
+        self, attack: InversionAttack, stage: Stage, texts: Sequence[_Text], step: int
     ) -> Reconstruction | Unknown:
         """Return an attack's reconstruction of texts at a stage, with the truth."""
         input_ids, real = _stack_tokens(texts)
         try:
-            snapshot = self._snapshot(attack.layer, stage, texts, step, crossed)
+            snapshot = self._snapshot(attack.layer, stage, texts, step)
             with self.run.timed(attack.name):
                 guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
@@ -288,23 +281,18 @@ class TextsChannel(Channel):
         return texts_found
 
     def _snapshot(
-        self,
-        layer: int,
-        stage: Stage,
-        texts: Sequence[_Text],
-        step: int,
-        crossed: Sequence[Crossed],
+        self, layer: int, stage: Stage, texts: Sequence[_Text], step: int
     ) -> ActivationSnapshot:
         """Return the activations of texts at a layer, padded on the right, as the server got them.
 
         Raises:
             UnusableObservation: Only some of the micro-batches have position ids.
         """
-        origins = [(crossed[text.micro_batch], text.row) for text in texts]
-        states = [batch.states(stage, layer)[row] for batch, row in origins]
+        origins = [(text.source, text.row) for text in texts]
+        states = [crossed.states(stage, layer)[row] for crossed, row in origins]
         length = max(len(s) for s in states)
-        masks = [batch.attention_mask for batch, _ in origins]
-        positions = [batch.position_ids for batch, _ in origins]
+        masks = [crossed.attention_mask for crossed, _ in origins]
+        positions = [crossed.position_ids for crossed, _ in origins]
         if len({p is None for p in positions}) > 1:
             raise UnusableObservation("only some micro-batches were given position_ids")
         mask = None
@@ -346,8 +334,8 @@ class TextsChannel(Channel):
             answer = Unknown(reason(error))
         # Entered on every process, which FSDP2's gathering of the model needs.
         with whole_model(self.run.anatomy.root), torch.no_grad():
-            if texts := self._draw_texts(control.number, crossed):
-                answer = self._run_attack(attack, Stage.LOCAL, texts, control.number, crossed)
+            if texts := self._draw_texts(crossed, control.number):
+                answer = self._run_attack(attack, Stage.LOCAL, texts, control.number)
         return answer
 
     # ---- trials and their rates -------------------------------------------------------------
@@ -380,11 +368,10 @@ class TextsChannel(Channel):
         texts = self._match(answer, attack, truth)
         guess, started = texts.guess, texts.started
         counted = texts.real if kind is None else self._find_values(texts, kind)
-        scores = sentence_scores(
-            guess.tokens[started], texts.input_ids[started], counted[started]
-        ).table()
+        columns = (guess.tokens, texts.input_ids, counted)
+        scores = sentence_scores(*(column[started] for column in columns)).table()
         certified = math.nan if guess.certified is None else guess.certified
-        stated = torch.tensor([attack.age(truth.number), guess.finished, certified]).double()
+        stated = scores.new_tensor([attack.age(truth.number), guess.finished, certified])
         return torch.cat([stated.expand(len(scores), -1), scores], 1)
 
     def _find_values(self, texts: Reconstruction, kind: str) -> Tensor:
@@ -427,18 +414,21 @@ class TextsChannel(Channel):
         return means | ({"certified": float(certified.mean())} if has_certificate else {})
 
 
-def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) -> list[_Text]:
-    """Return all texts of batches that have a token.
+def _find_texts(
+    sources: Sequence[TokenBatch | Crossed], *, in_gradients: bool = False
+) -> list[_Text]:
+    """Return all texts that have a token.
 
     Args:
-        batches: The micro-batches of this process.
+        sources: The micro-batches of this process, or what of them has crossed a split.
         in_gradients: Whether to exclude tokens that no label depends on.
 
     Raises:
         BatchError: Documents in a row are not read as they would be alone.
     """
     texts = list[_Text]()
-    for i, batch in enumerate(batches):
+    for source in sources:
+        batch = source.batch if isinstance(source, Crossed) else source
         documents = batch.by_document()
         ids, mask = documents.input_ids.cpu(), documents.attention_mask
         if in_gradients:
@@ -446,7 +436,7 @@ def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) ->
         else:
             real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
         rows = real.any(1).nonzero().flatten().tolist()
-        texts += [_Text(i, row, ids[row], real[row]) for row in rows]
+        texts += [_Text(source, row, ids[row], real[row]) for row in rows]
     return texts
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.engine.channels import WordsChannel
-from lightning_fedleak.engine.channels.exchange import Exchange, _read, _row
+from lightning_fedleak.engine.channels.exchange import Exchange, _read_row, _row
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import (
     Control,
@@ -59,7 +59,7 @@ def test_every_result_is_a_row_of_equally_many_numbers_on_the_runs_device(monkey
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
 def test_a_row_is_read_as_what_was_written_without_reasons(result):
-    read = _read(_row(result, CHANNEL, SERIES), CHANNEL, SERIES)
+    read = _read_row(_row(result, CHANNEL, SERIES), CHANNEL, SERIES)
     assert type(read) is type(result)
     for name in ("applies", "soon"):
         assert getattr(read, name, None) == getattr(result, name, None)

@@ -208,13 +208,10 @@ class Outcome:
         named = {"p_of_this_look": self.p_value, "p_over_looks": self.p_over_looks}
         return {name: value for name, value in named.items() if not math.isnan(value)}
 
-    def values_now(self, root: str) -> dict[str, float]:
-        """Return the values by log name, each pooled rate replaced by this look's."""
-        values = self.values(root)
-        if self.now is not None and values:
-            values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}
-            values |= {f"{root}/{name}": value for name, value in self.now.items()}
-        return values
+    def rate(self, name: str, *, of_look: bool) -> float:
+        """Return a rate, of this look alone or as it is pooled over looks; NaN without one."""
+        pooled = self.rates.get(name, UNKNOWN).value
+        return self.now.get(name, pooled) if of_look and self.now is not None else pooled
 
 
 def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:

@@ -209,8 +209,17 @@ class Channel(ABC):
     # ---- names ------------------------------------------------------------------------------
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of an attack's results at those of the stages where it has one."""
-        return [Series.at(stage, attack.name) for stage in stages if stage != Stage.RELEASED]
+        """Return the series of an attack's results at those of the stages where it has one.
+
+        Each is followed by its series of each kind of values in texts.
+        """
+        kinds = ("", *(f"{_ENTITY}{kind}" for kind in self.entity_kinds))
+        return [
+            replace(Series.at(stage, attack.name), name=f"{attack.name}{kind}")
+            for stage in stages
+            if stage != Stage.RELEASED
+            for kind in kinds
+        ]
 
     def metrics_of(self, series: Series) -> tuple[str, ...]:
         """Return the names of the rates of a series."""
@@ -393,15 +402,6 @@ class Channel(ABC):
 # ---- values in texts ------------------------------------------------------------------------
 
 _ENTITY = "/entity/"  # between the name of an attack and a kind of values
-
-
-def entity_series(series: Sequence[Series], kinds: Sequence[str]) -> list[Series]:
-    """Return the series, each followed by its series of each kind of values in texts."""
-    return [
-        replace(parent, name=f"{parent.name}{end}")
-        for parent in series
-        for end in ("", *(f"{_ENTITY}{kind}" for kind in kinds))
-    ]
 
 
 def kind_of(series: Series) -> str | None:

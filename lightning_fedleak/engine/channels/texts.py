@@ -37,12 +37,7 @@ from lightning_fedleak.attacks import (
     TextGuess,
     UnusableObservation,
 )
-from lightning_fedleak.engine.channels.base import (
-    Channel,
-    check_guess,
-    entity_series,
-    kind_of,
-)
+from lightning_fedleak.engine.channels.base import Channel, check_guess, kind_of
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series, Unknown
@@ -156,7 +151,7 @@ class TextsChannel(Channel):
         """Return the series at these stages; no activations are reduced over clients."""
         if isinstance(attack, InversionAttack):
             stages = [stage for stage in stages if stage in CROSSING]
-        return entity_series(super().series(attack, stages), self.entity_kinds)
+        return super().series(attack, stages)
 
     # ---- a fit ------------------------------------------------------------------------------
 

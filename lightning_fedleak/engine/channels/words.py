@@ -13,7 +13,7 @@ series of the types in such values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, WordGuess
-from lightning_fedleak.engine.channels.base import Channel, entity_series, kind_of
+from lightning_fedleak.engine.channels.base import Channel, kind_of
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.run import Look, Run
@@ -108,10 +108,6 @@ class WordsChannel(Channel):
     bounds_noise: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
     no_value = NO_WORD
-
-    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of all words, and those of values by kind."""
-        return entity_series(super().series(attack, stages), self.entity_kinds)
 
     # ---- a fit ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.evaluation.metrics.clustered import Floats
@@ -296,13 +295,7 @@ class TextReconstruction(RateMetric):
         0.75
     """
 
-    sentences: list[Tensor]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        # The dtype of the empty tensor that a process without sentences gathers.
-        self.set_dtype(torch.float64)
-        self.add_state("sentences", [], dist_reduce_fx="cat")
+    n_columns = len(SentenceScores._fields)
 
     def update(
         self, guess: TextGuess | Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
@@ -318,12 +311,8 @@ class TextReconstruction(RateMetric):
             ValueError: The shapes differ.
         """
         guessed = guess.tokens if isinstance(guess, TextGuess) else guess
-        rows = sentence_scores(guessed, input_ids, attention_mask).table()
-        # Flat, like the empty tensor that a process without sentences gathers.
-        self.sentences.append(rows.flatten().to(self.device))
+        self._add(sentence_scores(guessed, input_ids, attention_mask).table())
 
     def rates(self) -> dict[str, Rate]:
         """Return the rates in ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
-        state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
-        columns = state.reshape(-1, len(SentenceScores._fields)).cpu().double().unbind(1)
-        return reconstruction_rates(SentenceScores(*columns))
+        return reconstruction_rates(SentenceScores(*self._trials().unbind(1)))

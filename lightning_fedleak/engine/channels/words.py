@@ -37,7 +37,7 @@ from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import leaf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
-from lightning_fedleak.model.snapshots import Stage, UnusableObservation, is_shard
+from lightning_fedleak.model.snapshots import UnusableObservation, is_shard
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report.records import WORDS, default_limit

@@ -499,10 +499,8 @@ class MembershipChannel(Channel):
         Raises:
             UnusableObservation: The guess has another shape than the bits, or a score is NaN.
         """
-        guess, members = answer
-        games = [
-            column.detach().cpu().double() for column in (guess.scores, members, guess.members)
-        ]
+        columns = answer.guess.scores, answer.members, answer.guess.members.bool()
+        games = [column.detach().cpu().double() for column in columns]
         if len({column.shape for column in games}) > 1 or bool(games[0].isnan().any()):
             raise UnusableObservation("the attack gave no score and decision for each target")
         return torch.stack(games, 1)

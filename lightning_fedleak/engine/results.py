@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.engine.channels.base import Channel, gives_control
+from lightning_fedleak.engine.channels.base import Channel, gives_control, highest
 from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, unknown
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics.clustered import over_looks
@@ -444,14 +444,14 @@ def _worst(
         return {}
     if not exposed:
         return {name: math.nan if shared else 0.0}
-    rates = [outcome.rate(headline, of_look=of_look) for outcome in exposed]
-    headlines = [rate for rate in rates if not math.isnan(rate)]
+    worst = highest([outcome.rate(headline, of_look=of_look) for outcome in exposed])
+    is_known = not math.isnan(worst)
     is_pending = any(outcome.pending is not None for outcome in exposed)
     missing = any(o.unknown is not None and o.applies for o in exposed) or not tested
     certified = any(outcome.extra.get("certified") == 1.0 for outcome in exposed)
-    if headlines and (certified or 1.0 in headlines or not (missing or is_pending)):
-        return {name: max(headlines)}
-    lower_bound = {f"{name}_at_least": max(headlines)} if headlines else {}
+    if is_known and (certified or worst == 1.0 or not (missing or is_pending)):
+        return {name: worst}
+    lower_bound = {f"{name}_at_least": worst} if is_known else {}
     return lower_bound if is_pending else {name: math.nan} | lower_bound
 
 

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, flat
 from lightning_fedleak.model.snapshots import Stage
 
@@ -92,14 +94,15 @@ class Control:
 
 @dataclass(frozen=True)
 class Found:
-    """The score of an attack's guess.
+    """The trials by which an attack's guess is scored.
 
     Attributes:
-        numbers: The numbers that the attack's channel packs, in its order.
+        trials: The trials, with the columns of the attack's channel, (n, columns); or other numbers
+            in an order that the channel knows.
         control: The control of this look; None if it has none.
     """
 
-    numbers: Sequence[float]
+    trials: Tensor | Sequence[float]
     control: Control | None = None
 
 
@@ -205,13 +208,10 @@ class Outcome:
         named = {"p_of_this_look": self.p_value, "p_over_looks": self.p_over_looks}
         return {name: value for name, value in named.items() if not math.isnan(value)}
 
-    def values_now(self, root: str) -> dict[str, float]:
-        """Return the values by log name, each pooled rate replaced by this look's."""
-        values = self.values(root)
-        if self.now is not None and values:
-            values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}
-            values |= {f"{root}/{name}": value for name, value in self.now.items()}
-        return values
+    def rate(self, name: str, *, of_look: bool) -> float:
+        """Return a rate, of this look alone or as it is pooled over looks; NaN without one."""
+        pooled = self.rates.get(name, UNKNOWN).value
+        return self.now.get(name, pooled) if of_look and self.now is not None else pooled
 
 
 def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.engine.channels.base import Channel, gives_control
+from lightning_fedleak.engine.channels.base import Channel, gives_control, highest
 from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, unknown
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics.clustered import over_looks
@@ -264,14 +264,14 @@ class Results:
         values: dict[str, float] = {}
         values_of_look: dict[str, float] = {}
         for series, outcome in counted.items():
-            values |= outcome.values(series.log_name)
-            values_of_look |= outcome.values_now(series.log_name)
-            values |= control_values(series, self._channels[series], outcome)
+            now, root = outcome.now or {}, series.log_name
+            values |= outcome.values(root) | control_values(series, self._channels[series], outcome)
+            values_of_look |= {f"{root}/{name}": value for name, value in now.items()}
         families_read = {self._channels[s].family for s in outcomes}
         for family, headline in self.families.items():
             # A look may run only some attacks of a family; for the rest, use their newest result.
             members = [
-                (series.log_name, outcome)
+                outcome
                 for series, outcome in self._newest.items()
                 if self._channels[series].family == family and _counts_for_worst(series)
             ]
@@ -422,7 +422,7 @@ def control_values(series: Series, channel: Channel, outcome: Outcome) -> dict[s
 def _worst(
     family: str,
     headline: str,
-    members: Sequence[tuple[str, Outcome]],
+    members: Sequence[Outcome],
     shared: bool,
     tested: bool,
     *,
@@ -438,19 +438,20 @@ def _worst(
       lower bound.
     - Otherwise: the highest headline.
     """
-    exposed = [(root, outcome) for root, outcome in members if outcome.exposed]
+    exposed = [outcome for outcome in members if outcome.exposed]
     name = f"{WORST}/{family}"
     if not members:
         return {}
     if not exposed:
         return {name: math.nan if shared else 0.0}
-    headlines = _headlines(exposed, headline, of_look=of_look)
-    is_pending = any(outcome.pending is not None for _, outcome in exposed)
-    missing = any(o.unknown is not None and o.applies for _, o in exposed) or not tested
-    certified = any(o.extra.get("certified") == 1.0 for _, o in exposed)
-    if headlines and (certified or 1.0 in headlines or not (missing or is_pending)):
-        return {name: max(headlines)}
-    lower_bound = {f"{name}_at_least": max(headlines)} if headlines else {}
+    worst = highest([outcome.rate(headline, of_look=of_look) for outcome in exposed])
+    is_known = not math.isnan(worst)
+    is_pending = any(outcome.pending is not None for outcome in exposed)
+    missing = any(o.unknown is not None and o.applies for o in exposed) or not tested
+    certified = any(outcome.extra.get("certified") == 1.0 for outcome in exposed)
+    if is_known and (certified or worst == 1.0 or not (missing or is_pending)):
+        return {name: worst}
+    lower_bound = {f"{name}_at_least": worst} if is_known else {}
     return lower_bound if is_pending else {name: math.nan} | lower_bound
 
 
@@ -462,15 +463,6 @@ def _of_another_source(share: float) -> str:
         f"Of the gradient {share:.2g} is not its batch's: a penalty on the weights, rounding, or a "
         "change between backward and optimizer.step()"
     )
-
-
-def _headlines(
-    members: Sequence[tuple[str, Outcome]], headline: str, *, of_look: bool
-) -> list[float]:
-    """Return the known headlines of results, which have the starts of their log names."""
-    logged = [(root, o.values_now(root) if of_look else o.values(root)) for root, o in members]
-    headlines = (values.get(f"{root}/{headline}", math.nan) for root, values in logged)
-    return [value for value in headlines if not math.isnan(value)]
 
 
 def series_of(

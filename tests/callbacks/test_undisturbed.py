@@ -160,8 +160,8 @@ def test_a_resumed_run_is_bit_identical_and_its_games_go_on(tmp_path):
     assert (second.failures, second.last_step) == (0, 12)
     assert second.looks > first.looks > 2
     assert any(name.startswith("LeakageMonitor") for name in state["callbacks"])
-    before, after = (m.engine.state_dict()["games of leakage/fc_1"]["games"] for m in monitors[2:])
-    assert torch.equal(after[: len(before)], before)
+    before, after = (m.engine.state_dict()["games of leakage/fc_1"] for m in monitors[2:])
+    assert all(map(torch.equal, before, after))
     assert len(after) > len(before) > 0
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Capability, Guess, Query, Surfaces, ThreatModel
 from lightning_fedleak.engine.channels import Channel
-from lightning_fedleak.engine.channels.base import worst_of
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.run import Look
-from lightning_fedleak.evaluation.metrics import Counts, Rate, proportion
+from lightning_fedleak.evaluation.metrics import Rate, proportion
+from lightning_fedleak.evaluation.metrics.rates import values_of
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Observation
+from lightning_fedleak.model.taps import Step
 from lightning_fedleak.report.records import Family
 
 
@@ -56,42 +61,43 @@ class CountsChannel(Channel):
         terms={"Right": "The share of looks at which the count was right. 1 is always."},
     )
     metrics = ("right", "wrong")
-    width = 2
+    columns = ("right", "off")
+    width = len(columns)
     extras = ("off",)
 
     def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:
         super().__init__(attacks, settings)
-        self.counts: dict[Series, Counts] = {}
+        self.looks: dict[str, Tensor] = {}
         self.revealed: list[tuple[int, str]] = []
 
-    def score(self, look: Look, series: Series, answer: Any) -> list[float]:
-        assert isinstance(answer, CountGuess)
+    def accept(self, look: Look, plan: Plan, series: Series, answer: Any, truth: Step) -> None:
         look.notes[series] = lambda files, title: self.revealed.append((look.step, title))
-        texts = sum(len(batch.input_ids) for batch in look.training_step.batches)
-        return [float(answer.texts == texts), float(answer.texts - texts)]
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        right = sum(int(row[0]) for row in rows.values())
-        counts = self.counts.get(series, Counts()) + Counts(right, len(rows) - right)
-        self.counts[series] = counts
-        return Outcome(
-            {"right": _share(counts.tp, counts), "wrong": _share(counts.fp, counts)},
-            len(rows),
-            worst=worst_of([{"right": r[0], "wrong": 1 - r[0]} for r in rows.values()]),
-            extra={"off": max(abs(row[1]) for row in rows.values())},
-            now={"right": right / len(rows), "wrong": 1 - right / len(rows)},
-        )
+    def trials(self, plan: Plan, answer: Any, truth: Step, kind: str | None = None) -> Tensor:
+        assert isinstance(answer, CountGuess)
+        texts = sum(len(batch.input_ids) for batch in truth.batches)
+        return torch.tensor([[answer.texts == texts, answer.texts - texts]], dtype=torch.float64)
+
+    def rates(self, trials: Tensor) -> dict[str, Rate]:
+        n, right = len(trials), int(trials[:, 0].sum())
+        return {"right": proportion(right, n), "wrong": proportion(n - right, n)}
+
+    def means(self, tables: Sequence[Tensor]) -> dict[str, float]:
+        return {"off": float(torch.cat([*tables])[:, 1].abs().max())}
+
+    def pooled(self, series: Series, rows: Mapping[int, Any]) -> Outcome:
+        look, before = super().pooled(series, rows), self.looks.get(series.log_name)
+        tables = [*(() if before is None else (before,)), *self._tables(rows)]
+        self.looks[series.log_name] = torch.cat(tables)
+        rates = self.rates(self.looks[series.log_name])
+        return replace(look, rates=rates, now=values_of(look.rates))
 
     def state_dict(self) -> dict[str, object]:
-        return {f"counts of {s.log_name}": [c.tp, c.fp] for s, c in self.counts.items()}
+        return {f"counts of {name}": trials for name, trials in self.looks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts.clear()
+        self.looks.clear()
         for attack in self.listed_attacks:
             for series in self.series(attack, ON_THE_WAY):
-                if saved := state.get(f"counts of {series.log_name}"):
-                    self.counts[series] = Counts(*saved)
-
-
-def _share(hits: int, counts: Counts) -> Rate:
-    return proportion(hits, counts.tp + counts.fp)
+                if (saved := state.get(f"counts of {series.log_name}")) is not None:
+                    self.looks[series.log_name] = saved

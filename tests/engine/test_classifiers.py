@@ -22,14 +22,15 @@ from lightning_fedleak.attacks import (
     FlatChat,
     SubspaceWords,
 )
-from lightning_fedleak.engine.channels.words import _WordTruth
 from lightning_fedleak.engine.results import UNEXPLAINED
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import context_length, sees_no_later, undisturbed
+from lightning_fedleak.model.taps import ModelCall, Step
 from tests.engine.test_auto import configure
 from tests.helpers.loops import check_undisturbed, watched
 from tests.helpers.models import own_rng, tiny_marian
+from tests.helpers.steps import open_channel
 
 VOCABULARY, WIDTH, POSITIONS, TARGETS = 300, 64, 40, 200
 SIZES = {
@@ -192,11 +193,12 @@ def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     check_words(monitor, BagOfWords())
     check_words(monitor, subspace(), certified=True)
     assert sees_no_later(find_anatomy(model)) == (family == "Llama")
-    batches = [TokenBatch(ids, labels, None, "classifier")]
-    truth = _WordTruth.from_batches(batches, one_way=family == "Llama")
+    calls = [ModelCall(batch=TokenBatch(ids, labels, None, "classifier"))]
+    truth = open_channel(BagOfWords(), model).truth(Step(calls=calls))
     counted = ids[:, :-2] if family == "Llama" else ids
-    assert set(truth.input_types.tolist()) == set(counted.flatten().tolist())
-    assert not len(truth.output_types)
+    outputs, inputs = truth.used
+    assert set(inputs.nonzero().flatten().tolist()) == set(counted.flatten().tolist())
+    assert not outputs.any()
     assert truth.n_targets == 3
 
 

@@ -110,10 +110,7 @@ AFTER_LINES = {
 """Run after (the first) lines of a look: its values are unknown, and the lines of the next look."""
 AFTER_LOOK = {"Results.waiting"}
 """Run after a look has been published: the lines of the next look are unknown."""
-CONTROL = {
-    *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates"),
-    *("precision_recall_f1", "Results._controlled", "Results.judge"),
-}
+CONTROL = {"precision_recall_f1", "Results._controlled", "Results.judge"}
 """Are entered for the control of a look alone."""
 
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 import stat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,17 +15,15 @@ from torch import nn
 from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
-from lightning_fedleak.engine.channels.texts import TextsChannel
+from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.texts import Reconstruction, TextsChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.run import Series
-from lightning_fedleak.evaluation.metrics.texts import (
-    Inverted,
-    reconstruction_rates,
-    sentence_scores,
-)
+from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import place_of, states_out
 from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.model.taps import Step
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import model_loss, still_gpt2, train, watched
@@ -326,13 +325,16 @@ def test_attacks_on_texts_that_cannot_be_run_are_refused(tmp_path, attack, optio
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**6))
 def test_clients_are_pooled_by_text(clients, n, length, seed):
     generator = torch.Generator().manual_seed(seed)
-    channel, series = TextsChannel([Recording()], Options(texts=5)), Series.at(Stage.SHARED, "a")
-    rows, parts = {}, []
+    attack = Recording()
+    channel, series = TextsChannel([attack], Options(texts=5)), Series.at(Stage.SHARED, "a")
+    plan, rows, parts = Plan(attack, (), True, None), {}, []
     for client in range(clients):
         truth, guess = torch.randint(3, (2, n, length), generator=generator)
         real = torch.rand(n, length, generator=generator) < 0.8
         real[:, 0] = True
-        rows[client] = Inverted(TextGuess(guess), truth, real, float(client)).pack(5)
+        attack._copy = SimpleNamespace(age=lambda step, age=client: age)
+        answer = Reconstruction(TextGuess(guess), truth, real)
+        rows[client] = channel.trials(plan, answer, Step()).flatten().tolist()
         parts.append((guess, truth, real))
     outcome = channel.pooled(series, rows)
     whole = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]

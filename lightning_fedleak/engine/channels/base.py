@@ -1,12 +1,14 @@
 """Channels: one object for each family of leak, through which the engine uses its attacks.
 
 A family is what attacks recover: words, whole texts, membership, or what the weights memorized. A
-*look* is one measurement at a step. In it a channel records the tensors that its attacks read, lets
-them guess, scores the guesses against the batch, and packs the numbers into one row, so that
-processes can exchange them. A *stage* is a point on the gradient's way: ``local`` before the
-defences, ``shared`` as a client sends it, ``aggregate`` after the reduction over clients; or the
-``released`` weights. The results of one attack at one stage are a *series* in the logs. A *plan*
-says which gradients an attack reads in this run.
+*look* is one measurement at a step. In it a channel records the tensors that its attacks read, and
+lets them guess. A guess is scored as *trials*: a table with a row for each thing that could be
+recovered, such as a text. Rates, intervals and p-values come from such tables alone, be it of a
+look, of its *control* (the same step on known words), of several clients or of several looks. A
+*stage* is a point on the gradient's way: ``local`` before the defences, ``shared`` as a client
+sends it, ``aggregate`` after the reduction over clients; or the ``released`` weights. The results
+of one attack at one stage are a *series* in the logs. A *plan* says which gradients an attack reads
+in this run.
 
 The engine holds a list of channels and knows no family. To add a family, write a subclass of
 :class:`Channel` and its attacks: ``Channel.reads`` is the base class of the attacks that it takes.
@@ -15,14 +17,14 @@ The engine holds a list of channels and knows no family. To add a family, write 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fedleak.attacks import (
     HONEST_BUT_CURIOUS,
@@ -45,9 +47,12 @@ from lightning_fedleak.engine.outcomes import (
     Series,
     Unknown,
     Waiting,
+    pending,
 )
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.entities import EntityFinder, entity_names, finders_of
+from lightning_fedleak.evaluation.metrics.clustered import lowest_p_value
+from lightning_fedleak.evaluation.metrics.rates import Rate, values_of
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -85,8 +90,8 @@ class Channel(ABC):
     A channel lives as long as its monitor. :meth:`open` begins a fit. In a look the engine calls
     :meth:`arm`, :meth:`batch_ends` for each micro-batch but the last, then :meth:`at_stages` and
     :meth:`before_defense` as the gradient passes the defences, :meth:`batch_ends` for the last
-    micro-batch, :meth:`score` and :meth:`disarm`. A subclass must define how a guess is scored
-    (:meth:`score`) and how the results of clients are combined (:meth:`pooled`).
+    micro-batch, :func:`results_of` and :meth:`disarm`. A subclass must define how a guess is scored
+    (:meth:`trials`), and the rates of the trials (:meth:`rates`).
 
     Args:
         attacks: The attacks of this family; may be empty.
@@ -104,7 +109,8 @@ class Channel(ABC):
         leak: The kind of leak that it measures, with the words for reports.
         family: The name of the leak in the logs.
         metrics: The names of its rates, each logged with ``_low`` and ``_high``.
-        width: The number of numbers in a packed result.
+        columns: The names of the numbers of a trial.
+        width: The largest number of numbers in a table of trials of one look.
         headline: The main metric, for pages and tables.
         extras: The names of its values without an interval.
         ranges: The smallest, the largest and the uninformed value (that of an attack that guesses)
@@ -124,9 +130,10 @@ class Channel(ABC):
             the same texts, and their intervals are corrected to hold jointly.
         tests_looks: Whether each look has its own p-value.
         controlled: Whether its attacks also run on the *control* of a look, the same step on known
-            words, which shows whether they work at all; see :meth:`control_rates`.
+            words, which shows whether they work at all; see :meth:`control_answer`.
         bounds_noise: Whether a low headline behind declared defences needs a bound on all readers.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
+        no_value: Why such a series has no result yet, with a place for the kind of values.
         entity_kinds: The kinds of these values.
         uninformed: The headline of an answer that names everything, whatever the gradient, at the
             newest look; 0 if that is not known.
@@ -142,6 +149,7 @@ class Channel(ABC):
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
@@ -157,6 +165,7 @@ class Channel(ABC):
     controlled: ClassVar[bool] = False
     bounds_noise: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
+    no_value: ClassVar[str] = "no text has a value of kind '{}'"
     uninformed: float = 0.0
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}  # the channels by `reads`
@@ -200,8 +209,17 @@ class Channel(ABC):
     # ---- names ------------------------------------------------------------------------------
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of an attack's results at those of the stages where it has one."""
-        return [Series.at(stage, attack.name) for stage in stages if stage != Stage.RELEASED]
+        """Return the series of an attack's results at those of the stages where it has one.
+
+        Each is followed by its series of each kind of values in texts.
+        """
+        kinds = ("", *(f"{_ENTITY}{kind}" for kind in self.entity_kinds))
+        return [
+            replace(Series.at(stage, attack.name), name=f"{attack.name}{kind}")
+            for stage in stages
+            if stage != Stage.RELEASED
+            for kind in kinds
+        ]
 
     def metrics_of(self, series: Series) -> tuple[str, ...]:
         """Return the names of the rates of a series."""
@@ -273,53 +291,102 @@ class Channel(ABC):
     ) -> None:
         """Prepare for a defence that acts on the gradients next."""
 
-    def _holds_nothing(self, look: Look) -> bool:
-        """Return whether the batches of the look are empty; called once in a look."""
-        return not any(batch.input_ids.numel() for batch in look.training_step.batches)
-
-    @abstractmethod
-    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
-
-        Args:
-            look: The look with its batches. The method may add to ``look.notes`` a function that
-                writes the recovered words or texts.
-            series: The series of the guess.
-            answer: The guess that :meth:`at_stages` stored in ``look.answers``.
-
-        Raises:
-            Exception: There is no score, and the result is unknown.
-        """
-
-    def rates(self, step: Step, plan: Plan, answer: Any) -> Mapping[str, float]:
-        """Return the rates of a guess against the batches of this process so far in a step."""
-        return {}
-
-    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of an attack on a control, or why there are none (yet).
+    def control_answer(self, plan: Plan, control: Step) -> Any:
+        """Return the guess of an attack on a control, or why there is none (yet).
 
         Args:
             plan: The plan of the attack.
             control: A step of known words, with its gradient at stage ``local``.
         """
-        answer = guess(plan, control, Stage.LOCAL, self.run)
-        return (
-            answer if isinstance(answer, Unknown | Waiting) else self.rates(control, plan, answer)
-        )
+        return guess(plan, control, Stage.LOCAL, self.run)
 
     def disarm(self, look: Look) -> None:  # noqa: B027
         """End a look, also one that failed, and free its tensors."""
 
-    # ---- over clients and looks -------------------------------------------------------------
+    # ---- trials and their rates -------------------------------------------------------------
 
-    @abstractmethod
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome of all clients' packed results.
+    def truth(self, step: Step) -> Any:
+        """Return what only this process knows of a step so far. By default it is the step."""
+        return step
+
+    def joined(self, truth: Any) -> Any:
+        """Return the truth of all processes of a client; None stands for one that is not known.
+
+        Every process must call it. By default the truth of a process counts alone.
+        """
+        return truth
+
+    def holds_nothing(self, truth: Any) -> bool:
+        """Return whether a step with this truth has nothing to leak."""
+        return not any(batch.input_ids.numel() for batch in truth.batches)
+
+    def trials(self, plan: Plan, answer: Any, truth: Any, kind: str | None = None) -> Tensor:
+        """Return the trials of a guess, (n, columns) float64.
+
+        Args:
+            plan: The plan of the attack.
+            answer: The guess, from :meth:`at_stages` or :meth:`control_answer`.
+            truth: The truth of the step.
+            kind: A kind of values in texts, to count only these; None counts all.
+
+        Raises:
+            Exception: The guess cannot be scored, and the result is unknown.
+        """
+        raise NotImplementedError
+
+    def rates(self, trials: Tensor) -> Mapping[str, Rate]:
+        """Return the rates of trials, by name."""
+        raise NotImplementedError
+
+    def accept(self, look: Look, plan: Plan, series: Series, answer: Any, truth: Any) -> None:  # noqa: B027
+        """Take note of a guess of a look before it is scored.
+
+        The method may add to ``look.notes`` a function that writes the recovered words or texts.
+
+        Raises:
+            Exception: The guess does not count, and the result is unknown.
+        """
+
+    def count(self, trials: Tensor) -> int:
+        """Return the number of counted items in trials; by default each trial is one."""
+        return len(trials)
+
+    def p_value(self, trials: Tensor) -> float:
+        """Return how probably guessing does as well as a client's trials; NaN without a test."""
+        return math.nan
+
+    def means(self, tables: Sequence[Tensor]) -> Mapping[str, float]:
+        """Return the values of :attr:`extras` from the tables of trials of all clients."""
+        return {}
+
+    def pooled(self, series: Series, rows: Mapping[int, Any]) -> Outcome:
+        """Return the outcome of the trials of all clients.
 
         Args:
             series: The series of the results.
-            rows: The packed result of each client, by its number; at least one.
+            rows: The numbers of the table of trials of each client, by its number; at least one.
         """
+        tables, kind = self._tables(rows), kind_of(series)
+        trials, names = torch.cat(tables), self.metrics_of(series)
+        all_rates, n = self.rates(trials), self.count(trials)
+        rates = {name: all_rates[name] for name in names}
+        if kind is not None:
+            return Outcome(rates, n) if n else pending(self.no_value.format(kind))
+        clients = [values_of(self.rates(table)) for table in tables] if len(tables) > 1 else []
+        return Outcome(
+            rates,
+            n,
+            worst={
+                name: highest([client[name] for client in clients]) for name in names if clients
+            },
+            extra=self.means(tables),
+            p_value=lowest_p_value([self.p_value(table) for table in tables]),
+        )
+
+    def _tables(self, rows: Mapping[int, Sequence[float]]) -> list[Tensor]:
+        """Return the numbers of clients as tables of trials, (n, columns) each."""
+        numbers = (torch.tensor(row, dtype=torch.float64) for row in rows.values())
+        return [row.view(-1, len(self.columns)) for row in numbers]
 
     def state_dict(self) -> dict[str, object]:
         """Return the state for a checkpoint, by names that no other channel uses."""
@@ -335,15 +402,6 @@ class Channel(ABC):
 # ---- values in texts ------------------------------------------------------------------------
 
 _ENTITY = "/entity/"  # between the name of an attack and a kind of values
-
-
-def entity_series(series: Sequence[Series], kinds: Sequence[str]) -> list[Series]:
-    """Return the series, each followed by its series of each kind of values in texts."""
-    return [
-        replace(parent, name=f"{parent.name}{end}")
-        for parent in series
-        for end in ("", *(f"{_ENTITY}{kind}" for kind in kinds))
-    ]
 
 
 def kind_of(series: Series) -> str | None:
@@ -367,16 +425,21 @@ def find_entities(settings: Options, run: Run) -> EntityFinder | None:
 
 def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
     """Return this process's result of each series. Every process must call it at every look."""
-    empty = channel._holds_nothing(look)
+    step, truth = look.training_step, None
+    try:
+        truth = channel.truth(step) if step.error is None else None
+    except Exception as error:
+        step.error = reason(error)
+    truth = channel.joined(truth)
     return {
-        series: _result(channel, look, plan, series, empty=empty)
+        series: _result(channel, look, plan, series, truth)
         for plan in channel.plans
         for series in channel.all_series
         if series.attack == plan.attack.name
     }
 
 
-def _result(channel: Channel, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
+def _result(channel: Channel, look: Look, plan: Plan, series: Series, truth: Any) -> Result:
     """Return this process's result of a series.
 
     Args:
@@ -384,19 +447,21 @@ def _result(channel: Channel, look: Look, plan: Plan, series: Series, *, empty: 
         look: The look.
         plan: The plan of its attack.
         series: The series.
-        empty: Whether the batches of the look have nothing to leak.
+        truth: The truth of the look's step, of all processes of the client.
     """
     if (failure := look.training_step.error) is not None:
         return Unknown(f"the batch could not be read: {failure}")
-    if empty or not look.stepped or not plan.exposed:
+    if channel.holds_nothing(truth) or not look.stepped or not plan.exposed:
         return NothingShared()
     answer = look.answers.get(series, Unknown("the attack was not run"))
     if isinstance(answer, Unknown | Waiting):
         return answer
     try:
-        return Found(channel.score(look, series, answer), look.controls.get(plan.attack.name))
+        channel.accept(look, plan, series, answer, truth)
+        trials = channel.trials(plan, answer, truth, kind_of(series))
     except Exception as error:
         return Unknown(reason(error))
+    return Found(trials, look.controls.get(plan.attack.name))
 
 
 def exclude(channel: Channel, names: Collection[str]) -> None:
@@ -528,11 +593,6 @@ def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
         )
 
 
-def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the highest value of each metric over clients; empty for one client.
-
-    A metric that is NaN for every client is NaN.
-    """
-    names = clients[0] if len(clients) > 1 else ()
-    numbers = {n: [rates[n] for rates in clients if not math.isnan(rates[n])] for n in names}
-    return {name: max(values, default=math.nan) for name, values in numbers.items()}
+def highest(values: Sequence[float]) -> float:
+    """Return the highest of the known values; NaN if none is known."""
+    return max((value for value in values if not math.isnan(value)), default=math.nan)

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Run, reason
+from lightning_fedleak.evaluation.metrics.rates import values_of
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
@@ -125,6 +127,20 @@ def _explain(
             unexplained += float(residual.square().sum())
             remainder[role] = residual.to(x.device, torch.promote_types(x.dtype, torch.float32))
     return min(1.0, math.sqrt(unexplained / square) / factor), remainder
+
+
+def _score(channel: Channel, plan: Plan, answer: Any, truth: Any) -> dict[str, float]:
+    """Return the rates of a guess against the truth, without their intervals."""
+    return values_of(channel.rates(channel.trials(plan, answer, truth)))
+
+
+def _score_control(
+    channel: Channel, plan: Plan, control: Step
+) -> Mapping[str, float] | Unknown | Waiting:
+    """Return the rates of an attack on a control, or why there are none (yet)."""
+    truth = channel.joined(channel.truth(control))
+    answer = channel.control_answer(plan, control)
+    return answer if isinstance(answer, Unknown | Waiting) else _score(channel, plan, answer, truth)
 
 
 class Controls:
@@ -223,7 +239,8 @@ class Controls:
         channel, missing = self._channels[plan.attack.name], Unknown | Waiting | None
         guesses = [a for a in self._answers(look, plan) if not isinstance(a, missing)]
         try:
-            rates = [channel.rates(look.training_step, plan, guess) for guess in guesses]
+            truth = channel.truth(look.training_step)
+            rates = [_score(channel, plan, guess, truth) for guess in guesses]
         except Exception:  # the result of the attack states the reason
             return 0.0
         numbers = (values.get(channel.headline, math.nan) for values in rates)
@@ -373,7 +390,7 @@ class Controls:
         for plan in plans:
             name = plan.attack.name
             try:
-                rates[name] = self._channels[name].control_rates(plan, control)
+                rates[name] = _score_control(self._channels[name], plan, control)
             except Exception as error:
                 rates[name] = Unknown(reason(error))
         return rates

@@ -3,8 +3,9 @@
 A *series* is the results of one attack at one stage, and a *channel* the object that scores the
 attacks of one family. Each process is a client, or all together are one.
 
-1. Each process packs its results into one row of numbers, of the same width everywhere.
-2. The rows are gathered on process 0, which pools those of each series into an outcome.
+1. Each process writes its results into one row of numbers, of the same length everywhere.
+2. The rows are gathered on process 0, which reads the results again, without their reasons, and
+   pools those of each series into an outcome.
 3. Process 0 sends the outcomes to the others, without the values of single clients.
 
 :func:`over_processes` divides the queries to a model among the processes.
@@ -15,17 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, highest
 from lightning_fedleak.engine.outcomes import (
     Control,
     Found,
+    NothingShared,
     Outcome,
     Result,
     Series,
@@ -37,11 +38,18 @@ from lightning_fedleak.engine.outcomes import (
 )
 from lightning_fedleak.engine.run import Run, reason
 
-# The first number of a packed result says what kind of result it is: a score; a failed attack;
-# nothing was shared; no result yet; a method that is not made for these gradients; no result yet,
-# but maybe in the next step.
-SCORED, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 OTHER_WAITS = "another client waits"
+
+
+KINDS: tuple[Result, ...] = (
+    NothingShared(),
+    Found(()),
+    Unknown(""),
+    Unknown("", applies=False),
+    Waiting(""),
+    Waiting("", soon=False),
+)
+"""The results of a client without their trials and reasons; the place here is what is sent."""
 
 
 class Exchange:
@@ -78,27 +86,28 @@ class Exchange:
             The outcomes, None if nothing was shared; and the next step to look at, as process 0
             proposes it.
         """
-        rows = [_row(result, self._channels[series], series) for series, result in results.items()]
-        widths = [len(row) for row in rows]
-        gathered = self._gather(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
+        sent = [_row(result, self._channels[series], series) for series, result in results.items()]
+        gathered = self._gather(torch.cat(sent) if sent else torch.zeros(0, dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
-            tables = dict(zip(results, torch.split(gathered, widths, dim=1), strict=True))
+            rows = torch.split(gathered, [len(row) for row in sent], dim=1)
+            clients = {
+                series: [_read_row(row, self._channels[series], series) for row in of_series]
+                for series, of_series in zip(results, rows, strict=True)
+            }
             # If no client shared anything, this step has no outcome.
-            empty = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
-            if not any(empty):
+            if not any({*map(type, clients[s])} == {NothingShared} for s in clients if exposed[s]):
                 pooled = {
-                    series: self._outcome(series, table, results[series])
+                    series: self._outcome(series, clients[series], results[series])
                     if exposed[series]
                     else not_shared(self._channels[series].metrics_of(series))
-                    for series, table in tables.items()
+                    for series in clients
                 }
         if self._is_distributed:
             joint = pooled and {s: _without_clients(outcome) for s, outcome in pooled.items()}
             joint, next_step = self._run.broadcast((joint, next_step))
-            if gathered is None:
-                pooled = joint and {s: _with_reason(o, results[s]) for s, o in joint.items()}
-        return pooled, next_step
+            pooled = joint if gathered is None else pooled
+        return pooled and {s: _with_reason(o, results[s]) for s, o in pooled.items()}, next_step
 
     def _gather(self, local: Tensor) -> Tensor | None:
         """Return the numbers of all processes, (clients, n), on process 0; None on the others."""
@@ -111,34 +120,31 @@ class Exchange:
         dist.gather(local, rows, dst=0)
         return None if rows is None else torch.stack(rows).cpu()
 
-    def _outcome(self, series: Series, rows: Tensor, local: Result) -> Outcome:
-        """Pool the clients' rows (clients, width), at least one of which is not NOTHING.
+    def _outcome(self, series: Series, clients: Sequence[Result], local: Result) -> Outcome:
+        """Pool the results of clients, at least one of which shared something.
 
         The outcome is unknown if the attack failed on any client, where more may have leaked. It is
         pending if every client with something to read waits.
         """
-        channel, states = self._channels[series], rows[:, 0].tolist()
-        failed = [i for i, state in enumerate(states) if state in (FAILED, INAPPLICABLE)]
+        channel = self._channels[series]
+        metrics = channel.metrics_of(series)
+        failed = {i: result for i, result in enumerate(clients) if isinstance(result, Unknown)}
         if self._one_client and not channel.parted and not failed:
-            rows = rows[:1]  # every process has the same result
-        scored = {i: row for i, row in enumerate(rows.tolist()) if row[0] == SCORED}
-        rows_of_clients = {i: row[1 : 1 + channel.width] for i, row in scored.items()}
+            clients = clients[:1]  # every process has the same result
+        found = {i: result for i, result in enumerate(clients) if isinstance(result, Found)}
         if failed:
-            why = f"the attack failed on client {failed[0]}"
-            why = local.why if isinstance(local, Unknown) else why
-            applies = bool(scored) or FAILED in states
-            return unknown(channel.metrics_of(series), why, applies=applies)
-        if not scored:
-            why = local.why if isinstance(local, Waiting) else OTHER_WAITS
-            return pending(why, soon=bool((rows[:, 0] == SOON).any()))
+            applies = bool(found) or any(result.applies for result in failed.values())
+            return unknown(metrics, f"the attack failed on client {min(failed)}", applies=applies)
+        if not found:
+            return pending(OTHER_WAITS, soon=Waiting("") in clients)
         why = local.control.why if isinstance(local, Found) and local.control else ""
-        why = why or "it failed on another client"
-        control = _control_of(channel, series, [*scored.values()], why)
+        controls = [result.control for result in found.values() if result.control is not None]
+        control = _lowest(controls, metrics, why or "it failed on another client")
         try:
-            outcome = replace(channel.pooled(series, rows_of_clients), control=control)
+            outcome = channel.pooled(series, {i: result.trials for i, result in found.items()})
         except Exception as error:
-            return unknown(channel.metrics_of(series), reason(error))
-        return replace(outcome, worst={}) if self._one_client else outcome
+            return unknown(metrics, reason(error))
+        return replace(outcome, control=control, worst={} if self._one_client else outcome.worst)
 
 
 def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
@@ -191,7 +197,7 @@ def _without_clients(outcome: Outcome) -> Outcome:
 
 
 def _with_reason(outcome: Outcome, local: Result) -> Outcome:
-    """Return an outcome of process 0, with the reason of this process if it has one."""
+    """Return an outcome with the reason of this process if it has one."""
     if outcome.unknown is not None and isinstance(local, Unknown):
         return replace(outcome, unknown=local.why)
     if outcome.pending is not None and isinstance(local, Waiting):
@@ -199,50 +205,74 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
     return outcome
 
 
-def _row(result: Result, channel: Channel, series: Series) -> list[float]:
-    """Return a client's result as one row of numbers, of a width that the series determines.
+def _parts_of(row: Tensor, channel: Channel, series: Series) -> Sequence[Tensor]:
+    """Return the parts of a series' row as views: the layout of the numbers that a client sends.
 
-    The row holds the kind of result, ``channel.width`` packed numbers, four facts of the control
-    (whether there is one, whether a part was read, the unexplained share, the bound), and for each
-    metric the rates of the control and of the part.
+    The first part has the place in :data:`KINDS` and how many numbers the trials have. The second
+    has the trials, and zeros up to ``channel.width`` numbers. The third has three facts: whether
+    there is a control, its unexplained share, and its bound. The last two have for each metric the
+    rate of the control, and of a part of it; NaN without one.
     """
-    control = None
+    n_metrics = len(channel.metrics_of(series))
+    return torch.split(row, [2, channel.width, 3, n_metrics, n_metrics])
+
+
+def _row(result: Result, channel: Channel, series: Series) -> Tensor:
+    """Return a client's result as one row of numbers, of a length that the series determines."""
+    metrics, plain = channel.metrics_of(series), result
+    row = torch.zeros(5 + channel.width + 2 * len(metrics), dtype=torch.float64)
+    head, trials, facts, *rates = _parts_of(row, channel, series)
     if isinstance(result, Found):
-        numbers, control = [SCORED, *result.numbers], result.control
+        numbers = torch.as_tensor(result.trials, dtype=torch.float64).flatten()
+        trials[: len(numbers)], head[1], plain = numbers, len(numbers), Found(())
+        if (control := result.control) is not None:
+            facts[:] = row.new_tensor([1, control.unexplained, control.bound])
+            for part, values in zip(rates, (control.rates, control.part), strict=True):
+                part[:] = row.new_tensor([values.get(name, math.nan) for name in metrics])
     elif isinstance(result, Unknown):
-        numbers = [FAILED if result.applies else INAPPLICABLE]
+        plain = replace(result, why="")
     elif isinstance(result, Waiting):
-        numbers = [SOON if result.soon else WAITING]
-    else:
-        numbers = [NOTHING]
-    numbers += [0.0] * (1 + channel.width - len(numbers))
-    if control is None:
-        return [*numbers, *[0.0] * (4 + 2 * len(channel.metrics_of(series)))]
-    numbers += [1.0, float(bool(control.part)), control.unexplained, control.bound]
-    for rates in (control.rates, control.part):
-        numbers += [rates.get(name, math.nan) for name in channel.metrics_of(series)]
-    return numbers
+        plain = replace(result, why="", zeros=())
+    head[0] = KINDS.index(plain)
+    return row
 
 
-def _control_of(
-    channel: Channel, series: Series, rows: Sequence[Sequence[float]], why: str
-) -> Control | None:
-    """Return the lowest control of the clients that have one, from what :func:`_row` added.
+def _read_row(row: Tensor, channel: Channel, series: Series) -> Result:
+    """Return the result that :func:`_row` wrote, without its reason."""
+    head, trials, facts, *rates = (part.tolist() for part in _parts_of(row, channel, series))
+    kind, n_numbers = map(int, head)
+    result, control = KINDS[kind], None
+    if facts[0]:
+        whole, part = (dict(zip(channel.metrics_of(series), r, strict=True)) for r in rates)
+        has_part = not all(map(math.isnan, part.values()))
+        control = Control(whole, part if has_part else {}, "", *facts[1:])
+    return Found(trials[:n_numbers], control) if isinstance(result, Found) else result
+
+
+def _lowest(controls: Sequence[Control], metrics: Sequence[str], why: str) -> Control | None:
+    """Return the lowest control of clients; None if no client has one.
 
     A *control* is the same step on known words. Its rates show whether an attack works at all.
+
+    Args:
+        controls: The controls.
+        metrics: The names of the rates.
+        why: Why the control could not be read, if it was not.
     """
-    added = [row[1 + channel.width :] for row in rows]
-    rates_of_clients = [row[4:] for row in added if row[0]]
-    if not rates_of_clients:
+    if not controls:
         return None
-    has_part = any(row[1] for row in added if row[0])
-    # NaN is lower than any number: that client's control could not be read.
-    lowest = torch.tensor(rates_of_clients, dtype=torch.float64).amin(0).tolist()
-    metrics = channel.metrics_of(series)
-    n = len(metrics)
-    rates = dict(zip(metrics, lowest[:n], strict=True))
-    part = dict(zip(metrics, lowest[n:], strict=True)) if has_part else {}
-    facts = torch.tensor([row[2:4] for row in added if row[0]], dtype=torch.float64)
-    highest = facts.nan_to_num(-1.0).amax(0).tolist()
-    unexplained, bound = (math.nan if value < 0 else value for value in highest)
-    return Control(rates, part, why, unexplained, bound)
+    rates, parts = [control.rates for control in controls], [control.part for control in controls]
+    return Control(
+        {name: _lower([values[name] for values in rates]) for name in metrics},
+        {name: _lower([values.get(name, math.nan) for values in parts]) for name in metrics}
+        if any(parts)
+        else {},
+        why,
+        highest([control.unexplained for control in controls]),
+        highest([control.bound for control in controls]),
+    )
+
+
+def _lower(values: Sequence[float]) -> float:
+    """Return the lowest value; NaN is lower than any: that client's control could not be read."""
+    return math.nan if any(map(math.isnan, values)) else min(values)

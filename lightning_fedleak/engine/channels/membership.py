@@ -18,15 +18,20 @@ the client's defences, ``shared`` after them. The order of a look:
    unknown (:meth:`~MembershipChannel.before_defense`).
 4. At each stage of the look, every attack guesses from its canary
    (:meth:`~MembershipChannel.at_stages`).
-5. :meth:`~MembershipChannel.disarm` frees the tensors and remembers the batches, from which later
-   looks draw non-members.
+5. :meth:`~MembershipChannel.disarm` frees the tensors and keeps the batches: later non-members.
+
+Each game is one trial. The trials of all clients and of the last looks are a *window*, whose rates
+are logged; intervals describe only these looks. An exact test within one look shows whether it
+leaked at all (:mod:`lightning_fedleak.evaluation.metrics.clustered`).
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +50,6 @@ from lightning_fedleak.attacks import (
     upstream_of,
 )
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
-from lightning_fedleak.engine.channels import played
 from lightning_fedleak.engine.channels.base import Channel, Requirement, check_guess, guess
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import (
@@ -59,7 +63,13 @@ from lightning_fedleak.engine.channels.targets import (
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
-from lightning_fedleak.evaluation.metrics.membership import RATES
+from lightning_fedleak.evaluation.metrics.clustered import rank_p_value
+from lightning_fedleak.evaluation.metrics.membership import (
+    NEGATIVES_PER_FPR,
+    RATES,
+    membership_rates,
+)
+from lightning_fedleak.evaluation.metrics.rates import Rate, values_of
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
@@ -76,6 +86,20 @@ from lightning_fedleak.report.records import MEMBERSHIP
 
 _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
 
+MIN_MEMBERS = 16
+"""The number of members, and of non-members, that one look needs to judge an update.
+
+The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
+(Van Dantzig 1951), here 1/8. With a smaller value a leaking update may pass by chance; with a
+larger one, rounds of few texts can never be judged.
+"""
+MAX_CONTROL_P_VALUE = 0.05
+"""The largest p-value of a control's games at which the attack counts as working.
+
+With a larger value an attack that guesses passes as one that would have found a leak; with a
+smaller one, batches of a few texts have no control.
+"""
+
 
 @dataclass(frozen=True)
 class _Games:
@@ -88,6 +112,13 @@ class _Games:
 
     targets: Targets
     canary: CanaryGradient
+
+
+class _Played(NamedTuple):
+    """An adversary's guess in games, and the secret bits, (n,) bool."""
+
+    guess: Any
+    members: Tensor
 
 
 _LayerData = Sequence[tuple[TokenBatch, Tensor, Tensor]]
@@ -112,8 +143,8 @@ class MembershipChannel(Channel):
     controlled: ClassVar[bool] = True  # attacks also run on the same step with known words
     leak = MEMBERSHIP
     metrics = RATES
-    # The smallest and the largest value of each rate, and that of an attack without information
-    # (of F1 and TPR: one that names no member).
+    columns = ("score", "member", "decision")  # a trial is a game; bits and decisions are 0 or 1
+    # The last value is that of an attack without information (F1, TPR: that names no member).
     ranges: ClassVar[Any] = {
         **dict.fromkeys(("accuracy", "auc"), (0.0, 1.0, 0.5)),
         **dict.fromkeys(("f1", "tpr_at_fpr_"), (0.0, 1.0, 0.0)),
@@ -125,15 +156,14 @@ class MembershipChannel(Channel):
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         super().__init__(attacks, settings)
         self.games = games = settings.games
-        # The number of games, then a score, a bit and a decision for each member and non-member.
-        self.width = 1 + 3 * 2 * games.targets
-        self._windows: dict[str, played.Window] = {}
+        self.width = len(self.columns) * 2 * games.targets  # members, and as many non-members
+        self._windows: dict[str, deque[Tensor]] = {}  # by series, the trials of each look
         self._tap: ActivationTap | None = None  # records gradients of hidden states
         self._calls: ModelCalls | None = None  # records token ids, if a defence changes them
         self._layers: set[int] = set()  # the layers at which the tap records
         # The targets of this look; None until they are drawn.
         self._targets: Targets | Waiting | None = None
-        self._games: dict[str, _Games | Unknown] = {}
+        self._games: dict[str, _Games | Unknown | Waiting] = {}  # by attack
         self._canaries_in_transit = False  # True between stage local and stage shared of a look
 
     def _check_settings(self) -> None:
@@ -148,7 +178,25 @@ class MembershipChannel(Channel):
 
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
         """Return the looks that a TPR needs, and why a rate cannot judge one update alone."""
-        return played.requirement_of(metric, self.games.targets, clients, self.own_threshold)
+        rate = metric.removesuffix("_worst_client").removesuffix("_low").removesuffix("_high")
+        looks, why = 1, ""  # only a TPR may need more than one look
+        if rate.startswith("tpr_at_fpr_"):
+            fpr, n = float(rate.removeprefix("tpr_at_fpr_")), self.games.targets * clients
+            # The tolerance keeps rounding from adding a look, as in 10 / 0.01 / n.
+            looks = math.ceil(NEGATIVES_PER_FPR / fpr / n - 1e-9)
+            why = (
+                f"a TPR at an FPR of {fpr:g} needs {NEGATIVES_PER_FPR / fpr:.0f} non-members, and "
+                f"a look has {n}"
+            )
+        never_alone = why if looks > 1 else _too_few(self.games.targets)
+        if metric.endswith(("_low", "_high")):
+            never_alone = "intervals use the games of all rounds, and a gate judges one round"
+        elif metric in self.own_threshold:
+            never_alone = (
+                "it uses the attack's own threshold, so that it may be 0 even if the scores "
+                "separate members from non-members without an error"
+            )
+        return Requirement(looks, why, never_alone=never_alone)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -253,6 +301,7 @@ class MembershipChannel(Channel):
         self._canaries_in_transit = True
         self._targets = self._sources.population(step.number, batches)
         if not isinstance(targets := self._targets, Targets):
+            self._games = {attack.name: targets for attack in self.attacks}
             return
         layers: dict[int, _LayerData] = {}
         for attack in self.attacks:
@@ -356,7 +405,7 @@ class MembershipChannel(Channel):
         """Apply a defence to every canary too, as to the gradients that the step shares."""
         in_transit = self._games if self._canaries_in_transit else {}
         for name, games in in_transit.items():
-            if isinstance(games, Unknown):
+            if not isinstance(games, _Games):
                 continue
             if not defense.acts_on_canaries:
                 in_transit[name] = Unknown(
@@ -389,12 +438,10 @@ class MembershipChannel(Channel):
     @torch.no_grad()
     def _guess(
         self, attack: MembershipAttack, step: int, stage: Stage
-    ) -> played.GameResults | Unknown | Waiting:
+    ) -> _Played | Unknown | Waiting:
         """Return an attack's guesses at a stage with the truth, or why there are none (yet)."""
-        if isinstance(self._targets, Waiting):
-            return self._targets
         games = self._games.get(attack.name, Unknown("no canary was computed at stage local"))
-        if isinstance(games, Unknown):
+        if not isinstance(games, _Games):
             return games
         try:
             with self.run.timed(attack.name):
@@ -404,7 +451,7 @@ class MembershipChannel(Channel):
 
     def _run_attack(
         self, attack: MembershipAttack, games: _Games, step: int, stage: Stage
-    ) -> played.GameResults | Unknown | Waiting:
+    ) -> _Played:
         """Return an attack's guesses from its canary in its present state, with the truth."""
         canary = games.canary
         shared = {CRAFTED: canary.released}
@@ -412,32 +459,29 @@ class MembershipChannel(Channel):
         snapshot = GradientSnapshot(step, stage, shared, client=client, noise_std=std)
         answer = attack.run(Observation((snapshot,)), games.targets.query())
         check_guess(attack, answer, self.guesses)
-        return played.game_results(answer, games.targets.members)
+        return _Played(answer, games.targets.members)
 
-    def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of an attack's games: ``answer`` has its guesses and the truth."""
-        assert isinstance(answer, played.GameResults)
-        return played.rates_of(answer)
+    def control_answer(self, plan: Plan, control: Step) -> Any:
+        """Return the guesses on a control, whose non-members are shuffled like its members.
 
-    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates on a control, the same step on its words in random order.
-
-        The tokens of the non-members are shuffled too.
+        They are unknown if random scores may do as well, unless the texts are so few that not even
+        perfect scores would be significant.
         """
         labelled = map(with_labels, control.batches)
         batches = [batch for batch in labelled if batch is not None]
         targets = self._sources.population(control.number, batches, shuffled=True)
         if not isinstance(targets, Targets):
             return targets
-        games = self._control_games(plan, control, targets)
-        if not isinstance(games, played.GameResults):
-            return games
-        return played.control_rates_of(games)
+        answer = self._control_games(plan, control, targets)
+        if isinstance(answer, _Played):
+            p_value = self.p_value(self.trials(plan, answer, control))
+            n, n_members = len(answer.members), int(answer.members.sum())
+            if p_value > MAX_CONTROL_P_VALUE >= 1 / math.comb(n, n_members):
+                return Unknown(f"random scores do as well with a probability of {p_value:.2f}")
+        return answer
 
     @torch.no_grad()
-    def _control_games(
-        self, plan: Plan, control: Step, targets: Targets
-    ) -> played.GameResults | Unknown | Waiting:
+    def _control_games(self, plan: Plan, control: Step, targets: Targets) -> Any:
         """Return the games of an attack on a control's texts, before any defence."""
         attack: Any = plan.attack
         scale, layer = self.run.loss_scale, attack.layer
@@ -447,31 +491,62 @@ class MembershipChannel(Channel):
         games = self._make_games(attack, states, targets)
         return self._run_attack(attack, games, control.number, Stage.LOCAL)
 
-    def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Return the packed games of one look."""
-        assert isinstance(answer, played.GameResults)
-        return answer.pack(self.width)
+    # ---- trials and their rates -------------------------------------------------------------
 
-    # ---- over clients and looks -------------------------------------------------------------
+    def trials(self, plan: Plan, answer: Any, truth: Any, kind: str | None = None) -> Tensor:
+        """Return a trial for each game.
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        Raises:
+            UnusableObservation: The guess has another shape than the bits, or a score is NaN.
+        """
+        columns = answer.guess.scores, answer.members, answer.guess.members.bool()
+        games = [column.detach().cpu().double() for column in columns]
+        if len({column.shape for column in games}) > 1 or bool(games[0].isnan().any()):
+            raise UnusableObservation("the attack gave no score and decision for each target")
+        return torch.stack(games, 1)
+
+    def rates(self, trials: Tensor) -> dict[str, Rate]:
+        """Return the rates of games, with intervals that take each game as a trial."""
+        scores, members, decisions = trials.unbind(1)
+        # None: each game is a cluster of its own. 100 resamples, because this runs at every look.
+        return membership_rates(scores, members == 1, None, decisions == 1, resamples=100)
+
+    def p_value(self, trials: Tensor) -> float:
+        """Return the exact p-value of "members rank no higher than non-members"."""
+        scores, members, _ = trials.unbind(1)
+        return rank_p_value(scores.numpy(), members.numpy() == 1)
+
+    def pooled(self, series: Series, rows: Mapping[int, Any]) -> Outcome:
         """Return the outcome of the games of this look and the last ones, over all clients."""
-        return self._window(series).add(rows)
+        look, trials = super().pooled(series, rows), torch.cat(self._tables(rows))
+        window = self._window(series)
+        window.append(trials)
+        games = torch.cat([*window])
+        return replace(
+            look,
+            rates=look.rates if len(window) == 1 else self.rates(games),
+            n=len(games),
+            now=values_of(look.rates),
+            too_few=_too_few(int(trials[:, self.columns.index("member")].sum())),
+        )
 
-    def _window(self, series: Series) -> played.Window:
-        return self._windows.setdefault(series.log_name, played.Window(self.games.window))
+    def _window(self, series: Series) -> deque[Tensor]:
+        return self._windows.setdefault(series.log_name, deque(maxlen=self.games.window))
 
     def state_dict(self) -> dict[str, object]:
-        """Return the games of each series' window."""
-        return {f"games of {name}": w.state_dict() for name, w in self._windows.items()}
+        """Return the trials of each look in each series' window."""
+        return {f"games of {name}": [*window] for name, window in self._windows.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the windows."""
+        """Restore the windows. Version 0.3 saved one table of (look, client, *trial)."""
         self._windows.clear()
         for attack in self.listed_attacks:
             for series in self.series(attack, ON_THE_WAY):
-                if saved := state.get(f"games of {series.log_name}"):
-                    self._window(series).load_state_dict(saved)
+                if looks := state.get(f"games of {series.log_name}"):
+                    if isinstance(looks, Mapping):
+                        games = looks["games"]
+                        looks = [games[games[:, 0] == look, 2:] for look in games[:, 0].unique()]
+                    self._window(series).extend(look.cpu().double() for look in looks)
 
 
 class PassiveMembershipChannel(MembershipChannel):
@@ -501,12 +576,21 @@ class PassiveMembershipChannel(MembershipChannel):
 
     def _play(
         self, plan: Plan, step: Step, stage: Stage, targets: Targets
-    ) -> played.GameResults | Unknown | Waiting:
+    ) -> _Played | Unknown | Waiting:
         """Return an attack's guesses from the gradients of a step, with the truth."""
         answer = guess(plan, step, stage, self.run, targets.query())
-        return played.game_results(answer, targets.members)
+        return answer if isinstance(answer, Unknown | Waiting) else _Played(answer, targets.members)
 
-    def _control_games(
-        self, plan: Plan, control: Step, targets: Targets
-    ) -> played.GameResults | Unknown | Waiting:
+    def _control_games(self, plan: Plan, control: Step, targets: Targets) -> Any:
         return self._play(plan, control, Stage.LOCAL, targets)
+
+
+def _too_few(members: int) -> str | None:
+    """Return why one look has too few members to judge an update; None if it has enough."""
+    if members >= MIN_MEMBERS:
+        return None
+    return (
+        f"{members} texts of the update were queried, and as many non-members: with fewer than "
+        f"{MIN_MEMBERS} a rate may be low by chance (raise games=Games(targets=...), and use more "
+        "texts per round)"
+    )

@@ -13,7 +13,7 @@ For an attack on hidden states (:class:`~lightning_fedleak.attacks.InversionAtta
 3. :meth:`~TextsChannel.at_stages` draws some of the batch's texts, and the attack reconstructs them
    once, with the server's copy of the bottom model. The *age* of this copy is the number of steps
    since the attack renewed it.
-4. :meth:`~TextsChannel.score` compares the texts with their reconstructions.
+4. :meth:`~TextsChannel.trials` compares the texts with their reconstructions.
 
 An attack on gradients guesses at each stage, and its texts are matched with those of the batch.
 """
@@ -21,7 +21,8 @@ An attack on gradients guesses at each stage, and its texts are matched with tho
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,23 +37,16 @@ from lightning_fedleak.attacks import (
     TextGuess,
     UnusableObservation,
 )
-from lightning_fedleak.engine.channels.base import (
-    Channel,
-    check_guess,
-    entity_series,
-    kind_of,
-    worst_of,
-)
+from lightning_fedleak.engine.channels.base import Channel, check_guess, kind_of
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
+from lightning_fedleak.engine.outcomes import Series, Unknown
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate, reconstruction_rates
 from lightning_fedleak.evaluation.metrics.texts import (
-    Inverted,
     SentenceScores,
     in_true_order,
-    unpack,
+    sentence_scores,
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
@@ -72,16 +66,40 @@ class _Text(NamedTuple):
     """A text of a client's micro-batches.
 
     Attributes:
-        micro_batch: The index of its micro-batch.
+        source: Its micro-batch, or what of this has crossed a split.
         row: The index of its document in there.
         ids: The token ids, (L,).
         real: True at tokens and False at padding, (L,) bool.
     """
 
-    micro_batch: int
+    source: Any
     row: int
     ids: Tensor
     real: Tensor
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """An attack's guess of n texts, and the true texts.
+
+    Attributes:
+        guess: The guess, with tokens (n, L).
+        input_ids: (n, L) The true tokens.
+        real: (n, L) bool, False at padding.
+        matched: Whether the attack named texts in no order, so that :func:`in_true_order` matched
+            them; a true text without a match was missed, and counts.
+    """
+
+    guess: TextGuess
+    input_ids: Tensor
+    real: Tensor
+    matched: bool = False
+
+    @property
+    def started(self) -> Tensor:
+        """Return (n,) bool, False for texts that the attack had no time to begin."""
+        has_guess = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
+        return torch.ones_like(has_guess) if self.guess.finished or self.matched else has_guess
 
 
 class TextsChannel(Channel):
@@ -100,9 +118,10 @@ class TextsChannel(Channel):
     reads = TextAttack
     leak = TEXTS
     metrics = ("token_accuracy", "exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
-    # The age of the bottom model's copy, and the shares of clients on which the attack finished
-    # within its time, and proved that its texts are right.
+    # The age of the bottom model's copy (NaN if the attack does not say), and the shares of clients
+    # on which the attack finished within its time, and proved that its texts are right.
     extras = ("age", "finished", "certified")
+    columns = (*extras, *SentenceScores._fields)  # a trial is a text
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     parted = True  # each process reconstructs texts of its own batch
     reads_updates = True  # but attacks on hidden states do not, see _reads_updates
@@ -121,7 +140,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + len(SentenceScores._fields) * settings.texts  # see Inverted.pack
+        self.width = len(self.columns) * settings.texts
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossings: list[Crossed] = []
 
@@ -132,7 +151,7 @@ class TextsChannel(Channel):
         """Return the series at these stages; no activations are reduced over clients."""
         if isinstance(attack, InversionAttack):
             stages = [stage for stage in stages if stage in CROSSING]
-        return entity_series(super().series(attack, stages), self.entity_kinds)
+        return super().series(attack, stages)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -210,7 +229,7 @@ class TextsChannel(Channel):
             self._crossings.append(tap.take(step.batch))
         failure, texts = None, list[_Text]()
         try:
-            texts = self._draw_texts(look.step, self._crossings)
+            texts = self._draw_texts(self._crossings, look.step)
         except Exception as error:
             failure = Unknown(reason(error))
         if failure is None and not texts:
@@ -218,12 +237,10 @@ class TextsChannel(Channel):
         for attack in self.inverters:
             if Series.at(self._stages[0], attack.name) in look.answers:
                 continue
-            answer: Inverted | Unknown = Unknown("")
+            answer: Reconstruction | Unknown = Unknown("")
             for i, stage in enumerate(self._stages):
                 if i == 0 or attack.layer in self._defended_layers:
-                    answer = failure or self._run_attack(
-                        attack, stage, texts, look.step, self._crossings
-                    )
+                    answer = failure or self._run_attack(attack, stage, texts, look.step)
                 look.answers |= dict.fromkeys(self.series(attack, (stage,)), answer)
 
     def _draw(self, n: int, step: int) -> list[int]:
@@ -232,55 +249,45 @@ class TextsChannel(Channel):
         generator = torch.Generator().manual_seed(1_000_003 * step + self.run.rank)
         return sorted(torch.randperm(n, generator=generator)[: self.settings.texts].tolist())
 
-    def _draw_texts(self, step: int, crossed: Sequence[Crossed]) -> list[_Text]:
-        """Draw as many texts of the micro-batches as the settings name."""
-        texts = _find_texts([crossing.batch for crossing in crossed])
+    def _draw_texts(self, crossed: Sequence[Crossed], step: int) -> list[_Text]:
+        """Draw as many texts that crossed the split as the settings name."""
+        texts = _find_texts(crossed)
         return [texts[i] for i in self._draw(len(texts), step)]
 
     def _run_attack(
-        self,
-        attack: InversionAttack,
-        stage: Stage,
-        texts: Sequence[_Text],
-        step: int,
-        crossed: Sequence[Crossed],
-    ) -> Inverted | Unknown:
+        self, attack: InversionAttack, stage: Stage, texts: Sequence[_Text], step: int
+    ) -> Reconstruction | Unknown:
         """Return an attack's reconstruction of texts at a stage, with the truth."""
         input_ids, real = _stack_tokens(texts)
         try:
-            snapshot = self._snapshot(attack.layer, stage, texts, step, crossed)
+            snapshot = self._snapshot(attack.layer, stage, texts, step)
             with self.run.timed(attack.name):
                 guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
             if guess.tokens.shape != input_ids.shape:
                 raise UnusableObservation("the guessed texts have another shape than the sent ones")
-            inverted = Inverted(guess, input_ids, real, attack.age(step))
-            if not bool(inverted.started.any()):
+            texts_found = Reconstruction(guess, input_ids, real)
+            if not bool(texts_found.started.any()):
                 raise UnusableObservation(
                     f"budget_seconds={attack.budget_seconds} is over before the first token"
                 )
         except Exception as error:
             return Unknown(reason(error))
-        return inverted
+        return texts_found
 
     def _snapshot(
-        self,
-        layer: int,
-        stage: Stage,
-        texts: Sequence[_Text],
-        step: int,
-        crossed: Sequence[Crossed],
+        self, layer: int, stage: Stage, texts: Sequence[_Text], step: int
     ) -> ActivationSnapshot:
         """Return the activations of texts at a layer, padded on the right, as the server got them.
 
         Raises:
             UnusableObservation: Only some of the micro-batches have position ids.
         """
-        origins = [(crossed[text.micro_batch], text.row) for text in texts]
-        states = [batch.states(stage, layer)[row] for batch, row in origins]
+        origins = [(text.source, text.row) for text in texts]
+        states = [crossed.states(stage, layer)[row] for crossed, row in origins]
         length = max(len(s) for s in states)
-        masks = [batch.attention_mask for batch, _ in origins]
-        positions = [batch.position_ids for batch, _ in origins]
+        masks = [crossed.attention_mask for crossed, _ in origins]
+        positions = [crossed.position_ids for crossed, _ in origins]
         if len({p is None for p in positions}) > 1:
             raise UnusableObservation("only some micro-batches were given position_ids")
         mask = None
@@ -303,46 +310,17 @@ class TextsChannel(Channel):
             position_ids=_pad_rows(ids) if ids else None,
         )
 
-    def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Return the packed scores of each text."""
-        if isinstance(answer, TextGuess):
-            [attack] = (a for a in self.attacks if a.name == series.attack)
-            answer = self._match(answer, attack, look.training_step)
-        assert isinstance(answer, Inverted)
-        if (kind := kind_of(series)) is not None:
-            return answer.pack(self.settings.texts, self._entities_in(answer, kind))
-        look.notes[series] = partial(_reveal, answer)
-        return answer.pack(self.settings.texts)
+    def control_answer(self, plan: Plan, control: Step) -> Any:
+        """Return the guess of an attack on the texts of a control."""
+        if isinstance(plan.attack, InversionAttack):
+            return self._control_inversion(plan.attack, control)
+        return super().control_answer(plan, control)
 
-    def _entities_in(self, inverted: Inverted, kind: str) -> Tensor:
-        """Return which tokens of the texts are part of a value of a kind, (n, L) bool."""
-        assert self.finder is not None
-        marks = torch.zeros(inverted.real.shape, dtype=torch.bool)
-        for row, ids, real in zip(
-            marks, inverted.input_ids.cpu(), inverted.real.cpu(), strict=True
-        ):
-            row[real] = self.finder.marks(ids[real])[kind]
-        return marks
-
-    def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of guessed texts against the texts of this process."""
-        if isinstance(answer, TextGuess):
-            attack: Any = plan.attack
-            answer = self._match(answer, attack, step)
-        assert isinstance(answer, Inverted)
-        rates = self._values(answer.scores())
-        return rates | {"recall": rates["token_accuracy"]}  # control of series on values in texts
-
-    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of an attack on the texts of a control, the same step on known words."""
-        if not isinstance(plan.attack, InversionAttack):
-            return super().control_rates(plan, control)
-        answer = self._control_inversion(plan.attack, control)
-        return answer if isinstance(answer, Unknown) else self.rates(control, plan, answer)
-
-    def _control_inversion(self, attack: InversionAttack, control: Step) -> Inverted | Unknown:
+    def _control_inversion(
+        self, attack: InversionAttack, control: Step
+    ) -> Reconstruction | Unknown:
         """Return the reconstruction of a control's texts from its hidden states."""
-        answer: Inverted | Unknown = Unknown("the step's batches hold no text")
+        answer: Reconstruction | Unknown = Unknown("the step's batches hold no text")
         crossed: Sequence[Crossed] = ()
         try:
             fails = self.run.on_any_process if self.run.is_sharded else bool
@@ -351,17 +329,22 @@ class TextsChannel(Channel):
             answer = Unknown(reason(error))
         # Entered on every process, which FSDP2's gathering of the model needs.
         with whole_model(self.run.anatomy.root), torch.no_grad():
-            if texts := self._draw_texts(control.number, crossed):
-                answer = self._run_attack(attack, Stage.LOCAL, texts, control.number, crossed)
+            if texts := self._draw_texts(crossed, control.number):
+                answer = self._run_attack(attack, Stage.LOCAL, texts, control.number)
         return answer
 
-    def _match(self, guess: TextGuess, attack: TextAttack, step: Step) -> Inverted:
+    # ---- trials and their rates -------------------------------------------------------------
+
+    def _match(self, answer: Any, attack: Any, step: Step) -> Reconstruction:
         """Match texts guessed from gradients with the texts of the batch.
 
-        Tokens of a causal text that no label depends on (its last token, or all from the last
-        counted label on) do not count if the attack leaves them open.
+        Those guessed from hidden states are matched. Tokens of a causal text that no label depends
+        on (its last token, or all from the last counted label on) do not count if the attack leaves
+        them open.
         """
-        if not guess.finished and not bool((guess.tokens >= 0).any()):
+        if isinstance(answer, Reconstruction):
+            return answer
+        if not answer.finished and not bool((answer.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")
         texts = _find_texts(step.batches, in_gradients=attack.last_token_open)
         if not texts:
@@ -369,67 +352,78 @@ class TextsChannel(Channel):
         ids, real = _stack_tokens(texts)
         order = (~real).int().argsort(dim=1, stable=True)  # moves padding to the right
         ids, real = ids.gather(1, order), real.gather(1, order)
-        tokens = in_true_order(guess.tokens, ids, real)
+        tokens = in_true_order(answer.tokens, ids, real)
         drawn = self._draw(len(texts), step.number)
-        answer = TextGuess(tokens[drawn], finished=guess.finished, certified=guess.certified)
-        return Inverted(answer, ids[drawn], real[drawn], attack.age(step.number), matched=True)
+        guess = replace(answer, tokens=tokens[drawn])
+        return Reconstruction(guess, ids[drawn], real[drawn], matched=True)
 
-    # ---- over clients -----------------------------------------------------------------------
+    def trials(self, plan: Plan, answer: Any, truth: Any, kind: str | None = None) -> Tensor:
+        """Return the scores of each text that the attack began, with what it states of itself."""
+        attack: Any = plan.attack
+        texts = self._match(answer, attack, truth)
+        guess, started = texts.guess, texts.started
+        counted = texts.real if kind is None else self._find_values(texts, kind)
+        columns = (guess.tokens, texts.input_ids, counted)
+        scores = sentence_scores(*(column[started] for column in columns)).table()
+        certified = math.nan if guess.certified is None else guess.certified
+        stated = scores.new_tensor([attack.age(truth.number), guess.finished, certified])
+        return torch.cat([stated.expand(len(scores), -1), scores], 1)
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome of all clients' texts together."""
-        clients = [unpack(row, self.settings.texts) for row in rows.values()]
-        n = sum(int(row[0]) for row in rows.values())
-        pooled = SentenceScores(*map(torch.cat, zip(*clients, strict=True)))
-        if (kind := kind_of(series)) is not None:
-            rates = reconstruction_rates(pooled, resamples=RESAMPLES)
-            recall = {"recall": rates["token_accuracy_pooled"]}
-            return Outcome(recall, n) if n else pending(f"no text has a value of kind '{kind}'")
-        certified = sum(row[3] for row in rows.values()) / len(rows)
-        return Outcome(
-            self._rates(pooled),
-            n,
-            worst=worst_of([*map(self._values, clients)]),
-            extra={
-                "age": max(row[1] for row in rows.values()),
-                "finished": sum(row[2] for row in rows.values()) / len(rows),
-                **({} if math.isnan(certified) else {"certified": certified}),
-            },
-        )
+    def _find_values(self, texts: Reconstruction, kind: str) -> Tensor:
+        """Return which tokens of texts are part of a value of a kind, (n, L) bool."""
+        assert self.finder is not None
+        marks = torch.zeros(texts.real.shape, dtype=torch.bool)
+        for row, ids, real in zip(marks, texts.input_ids.cpu(), texts.real.cpu(), strict=True):
+            row[real] = self.finder.marks(ids[real])[kind]
+        return marks
 
-    def _rates(self, scores: SentenceScores) -> dict[str, Rate]:
+    def accept(self, look: Look, plan: Plan, series: Series, answer: Any, truth: Any) -> None:
+        """Note the texts of a guess."""
+        if kind_of(series) is None:
+            look.notes[series] = partial(self._reveal, plan, answer, truth)
+
+    def _reveal(self, plan: Plan, answer: Any, step: Step, files: RevealFiles, title: str) -> None:
+        """Write each text of one look, the original above the reconstruction."""
+        lines, texts = [title], self._match(answer, plan.attack, step)
+        tokens = texts.guess.tokens.to(texts.input_ids.device)
+        for sent, guessed, real in zip(texts.input_ids, tokens, texts.real, strict=True):
+            true, named = sent[real].tolist(), guessed[real].tolist()
+            right = sum(a == b for a, b in zip(true, named, strict=True))
+            lines.append(f"-- {right} of {len(true)} tokens right")
+            lines.append(f"original:      {files.text(true)}")
+            lines.append(f"reconstructed: {files.text(named)}")
+        files.append("texts", lines)
+
+    def rates(self, trials: Tensor) -> dict[str, Rate]:
+        """Return the rates of texts, and as ``recall`` the share of all their tokens."""
+        scores = SentenceScores(*trials[:, len(self.extras) :].unbind(1))
         rates = reconstruction_rates(scores, resamples=RESAMPLES)
-        return {name: rates[name] for name in self.metrics}
+        return rates | {"recall": rates["token_accuracy_pooled"]}
 
-    def _values(self, scores: SentenceScores) -> dict[str, float]:
-        return {name: rate.value for name, rate in self._rates(scores).items()}
-
-
-def _reveal(inverted: Inverted, files: RevealFiles, title: str) -> None:
-    """Write each text of one look, the original above the reconstruction."""
-    lines = [title]
-    tokens = inverted.guess.tokens.to(inverted.input_ids.device)
-    for sent, guessed, real in zip(inverted.input_ids, tokens, inverted.real, strict=True):
-        true, answer = sent[real].tolist(), guessed[real].tolist()
-        right = sum(a == b for a, b in zip(true, answer, strict=True))
-        lines.append(f"-- {right} of {len(true)} tokens right")
-        lines.append(f"original:      {files.text(true)}")
-        lines.append(f"reconstructed: {files.text(answer)}")
-    files.append("texts", lines)
+    def means(self, tables: Sequence[Tensor]) -> dict[str, float]:
+        """Return the highest age, and the shares of clients; not of texts, which may differ."""
+        clients = torch.stack([table[0] for table in tables])
+        age, finished, certified = clients[:, : len(self.extras)].unbind(1)
+        means = {"age": float(age.max()), "finished": float(finished.mean())}
+        has_certificate = not bool(certified.isnan().any())
+        return means | ({"certified": float(certified.mean())} if has_certificate else {})
 
 
-def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) -> list[_Text]:
-    """Return all texts of batches that have a token.
+def _find_texts(
+    sources: Sequence[TokenBatch | Crossed], *, in_gradients: bool = False
+) -> list[_Text]:
+    """Return all texts that have a token.
 
     Args:
-        batches: The micro-batches of this process.
+        sources: The micro-batches of this process, or what of them has crossed a split.
         in_gradients: Whether to exclude tokens that no label depends on.
 
     Raises:
         BatchError: Documents in a row are not read as they would be alone.
     """
     texts = list[_Text]()
-    for i, batch in enumerate(batches):
+    for source in sources:
+        batch = source.batch if isinstance(source, Crossed) else source
         documents = batch.by_document()
         ids, mask = documents.input_ids.cpu(), documents.attention_mask
         if in_gradients:
@@ -437,7 +431,7 @@ def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) ->
         else:
             real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
         rows = real.any(1).nonzero().flatten().tolist()
-        texts += [_Text(i, row, ids[row], real[row]) for row in rows]
+        texts += [_Text(source, row, ids[row], real[row]) for row in rows]
     return texts
 
 

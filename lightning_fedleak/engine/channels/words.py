@@ -4,7 +4,8 @@ A *channel* plays the attacks of one family in a run, and turns their answers in
 is one measurement at a step. A *word type* is a token id. An attack recovers the types at one
 *surface* of the model: the labels of the loss (``output``), or the ids that the model reads
 (``input``). At a look the types in the batches are collected as the truth, over all processes if
-they are one client. Each guess is counted against them, and the counts of the clients are added.
+they are one client. The counts of a guess against them are one trial, and those of the clients are
+added.
 
 If the settings name kinds of *values* (entities), such as phone numbers, each attack also has a
 series of the types in such values.
@@ -12,10 +13,10 @@ series of the types in such values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, fields, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,17 +25,19 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, WordGuess
-from lightning_fedleak.engine.channels.base import Channel, entity_series, guess, kind_of, worst_of
+from lightning_fedleak.engine.channels.base import Channel, kind_of
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
-from lightning_fedleak.engine.run import Look, Run, reason
-from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1, word_counts
-from lightning_fedleak.evaluation.metrics.clustered import lowest_p_value, naming_p_value
+from lightning_fedleak.engine.outcomes import Series
+from lightning_fedleak.engine.run import Look, Run
+from lightning_fedleak.evaluation.entities import EntityFinder
+from lightning_fedleak.evaluation.metrics import Counts, Rate, precision_recall_f1, word_counts
+from lightning_fedleak.evaluation.metrics.clustered import naming_p_value
+from lightning_fedleak.evaluation.metrics.rates import type_mask
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import leaf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
-from lightning_fedleak.model.snapshots import Stage, UnusableObservation, is_shard
+from lightning_fedleak.model.snapshots import UnusableObservation, is_shard
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report.records import WORDS, default_limit
@@ -68,85 +71,20 @@ NO_WORD = (
 )
 
 
-@dataclass(frozen=True)
-class _WordTruth:
+class WordTruth(NamedTuple):
     """The word types of a step's batches: the truth, which only the client has.
 
     Attributes:
-        output_types: The sorted distinct ids of the labels.
-        input_types: The sorted distinct ids that the model read and the loss depends on.
+        used: Which types are labels, which ones the model reads where the loss depends on them,
+            and for each kind of value which ones have a letter and lie in such a value:
+            (2 + kinds, V) bool on the CPU.
         n_targets: The number of tokens that the loss was computed on; of texts for a classifier.
-        is_soft: Whether some targets are no single labels, so that ``output_types`` is incomplete.
-        entities: By kind of value, the sorted distinct ids with a letter that lie in such a value.
+        is_soft: Whether some targets are no single labels, so that not all labels are known.
     """
 
-    output_types: Tensor
-    input_types: Tensor
+    used: Tensor
     n_targets: int
-    is_soft: bool = False
-    entities: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def from_batches(
-        cls, batches: Sequence[TokenBatch], *, one_way: bool = False, source_only: bool = False
-    ) -> _WordTruth:
-        """Return the words of all micro-batches of one step. On CUDA this waits for the device.
-
-        A classifier's labels are classes, not words.
-
-        Args:
-            batches: The micro-batches of the step.
-            one_way: See :meth:`TokenBatch.context_mask`.
-            source_only: Whether to count only the input of the encoder, because the decoder reads
-                labels of another vocabulary.
-        """
-        targets = [b.target_ids() for b in batches if b.kind != "classifier"]
-        texts = [b.context_mask() for b in batches if b.kind == "classifier"]
-        if source_only:
-            inputs = [b.input_ids[b.context_mask()].long() for b in batches]
-        else:
-            inputs = [b.context_ids(one_way=one_way) for b in batches]
-        live = sum(int(b.live.sum()) for b in batches if b.live is not None)
-        return cls(
-            torch.unique(torch.cat(targets)) if targets else torch.empty(0, dtype=torch.long),
-            torch.unique(torch.cat(inputs)) if inputs else torch.empty(0, dtype=torch.long),
-            max(live, sum(int(t.numel()) for t in targets))
-            + sum(int(t.any(1).sum()) for t in texts),
-            any(b.soft_labels for b in batches),
-        )
-
-    def types(self, surface: str, kind: str | None = None) -> Tensor:
-        """Return the sorted word types at one surface.
-
-        Args:
-            surface: ``"output"`` or ``"input"``.
-            kind: A kind of values, to return only the types in such values; None for all.
-
-        Raises:
-            UnusableObservation: The labels are not all known.
-        """
-        if surface == "output" and self.is_soft:
-            raise UnusableObservation(SOFT_LABELS)
-        types = self.output_types if surface == "output" else self.input_types
-        return types if kind is None else types[torch.isin(types.cpu(), self.entities[kind])]
-
-    def mask(self, vocab_size: int) -> Tensor:
-        """Return the types as (2 + kinds, V) bool, so that processes can be united by a sum."""
-        rows = [self.output_types, self.input_types, *self.entities.values()]
-        device = self.output_types.device
-        mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
-        for row, types in zip(mask, rows, strict=True):
-            row[types.to(device)] = True
-        return mask
-
-    @classmethod
-    def from_mask(
-        cls, mask: Tensor, n_targets: int, is_soft: bool, kinds: Sequence[str] = ()
-    ) -> _WordTruth:
-        """Return the words that a :meth:`mask` marks."""
-        output, inputs, *entities = (row.nonzero().flatten() for row in mask)
-        values = {kind: types.cpu() for kind, types in zip(kinds, entities, strict=True)}
-        return cls(output, inputs, n_targets, is_soft, values)
+    is_soft: bool
 
 
 class WordsChannel(Channel):
@@ -157,7 +95,8 @@ class WordsChannel(Channel):
     reads = Attack
     leak = WORDS
     metrics = ("precision", "recall", "f1")
-    width = len(fields(Counts))
+    columns = tuple(count.name for count in fields(Counts))  # a trial is the batch of a client
+    width = len(columns)
     # What some attacks state: the error of their number of types, the share of batches of which
     # they prove that no type is missing, and how many types they can distinguish, as a multiple of
     # the true number.
@@ -168,10 +107,7 @@ class WordsChannel(Channel):
     controlled: ClassVar[bool] = True
     bounds_noise: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
-
-    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of all words, and those of values by kind."""
-        return entity_series(super().series(attack, stages), self.entity_kinds)
+    no_value = NO_WORD
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -202,137 +138,134 @@ class WordsChannel(Channel):
                 "not trained: a word counts as found where one of its twins is named"
             )
 
-    # ---- a look -----------------------------------------------------------------------------
+    # ---- the truth --------------------------------------------------------------------------
 
-    def _holds_nothing(self, look: Look) -> bool:
-        """Store the words of the look, and return whether the loss was computed on no token."""
-        truth, step = None, look.training_step
-        try:
-            if step.error is None:
-                truth = self._words_in(step.batches)
-        except Exception as error:
-            step.error = reason(error)
-        truth = self._join_processes(truth)
-        self._truth = None if step.error else truth  # None if it is not known
-        return self._truth is None or self._truth.n_targets == 0
+    def truth(self, step: Step) -> WordTruth:
+        """Return the words of this process's batches. On CUDA this waits for the device.
 
-    def _words_in(self, batches: Sequence[TokenBatch]) -> _WordTruth:
-        """Return the word types of this process's batches."""
-        two_vocabularies = self.run.anatomy.target_rows is not None
-        truth = _WordTruth.from_batches(
-            batches, one_way=self._one_way, source_only=two_vocabularies
-        )
-        return truth if self.finder is None else replace(truth, entities=self._entities_in(batches))
-
-    def _entities_in(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
-        """Return the types with a letter in the values of the batches, by kind of value."""
-        assert self.finder is not None
-        types: dict[str, set[int]] = {kind: set() for kind in self.entity_kinds}
-        has_answers = self.run.anatomy.target_rows is None  # otherwise labels have other ids
-        for ids in (ids for batch in batches for ids in _texts_of(batch, has_answers)):
-            for kind, marked in self.finder.marks(ids).items():
-                types[kind] |= set(filter(self.finder.has_letter, ids[marked].tolist()))
-        return {kind: torch.tensor(sorted(ids), dtype=torch.long) for kind, ids in types.items()}
-
-    def _join_processes(self, truth: _WordTruth | None) -> _WordTruth | None:
-        """Return the words of the client: of all processes together if they are one client.
-
-        Every process must call it.
+        A classifier's labels are classes, not words. If the decoder has another vocabulary, only
+        the input of the encoder counts as input.
         """
+        batches = step.batches
+        one_vocabulary = self.run.anatomy.target_rows is None
+        used = torch.zeros(2 + len(self.entity_kinds), self._size, dtype=torch.bool)
+        n_targets = n_texts = n_live = 0
+        for batch in batches:
+            if batch.kind == "classifier":
+                n_texts += int(batch.context_mask().any(1).sum())
+            else:
+                targets = batch.target_ids()
+                used[0] |= type_mask(targets, self._size, "labels").cpu()
+                n_targets += len(targets)
+            n_live += 0 if batch.live is None else int(batch.live.sum())
+            if one_vocabulary:
+                inputs = batch.context_ids(one_way=self._one_way)
+            else:
+                inputs = batch.input_ids[batch.context_mask()].long()
+            used[1] |= type_mask(inputs, self._size, "input_ids").cpu()
+            if self.finder is not None:
+                for text in _texts_of(batch, has_answers=one_vocabulary):
+                    self._mark_values(self.finder, text, used[2:])
+        is_soft = any(batch.soft_labels for batch in batches)
+        return WordTruth(used, max(n_live, n_targets) + n_texts, is_soft)
+
+    def _mark_values(self, finder: EntityFinder, text: Tensor, used: Tensor) -> None:
+        """Mark the types with a letter in a text's values as used, (kinds, V) bool."""
+        marks = finder.marks(text)
+        for kind, row in zip(self.entity_kinds, used, strict=True):
+            row[[*filter(finder.has_letter, text[marks[kind]].tolist())]] = True
+
+    def joined(self, truth: WordTruth | None) -> WordTruth | None:
+        """Return the words of the client: of all processes together if they are one client."""
         if self.run.client != "world" or self.run.processes == 1:
             return truth
         shape = 2 + len(self.entity_kinds), self._size
-        mask = torch.zeros(shape, dtype=torch.int32, device=self.run.device)
-        tokens = torch.zeros(2, dtype=torch.int64, device=self.run.device)
-        if truth is not None:
-            mask += truth.mask(self._size).to(mask.device)
-            tokens += torch.tensor([truth.n_targets, truth.is_soft], device=tokens.device)
-        mask = self.run.summed(mask)
-        n_targets, soft = self.run.summed(tokens).tolist()
-        return _WordTruth.from_mask(mask > 0, n_targets, soft > 0, self.entity_kinds)
+        used, *others = truth or (torch.zeros(shape, dtype=torch.bool), 0, False)
+        numbers = torch.cat([used.flatten().long(), torch.tensor(others)])
+        numbers = self.run.summed(numbers.to(self.run.device)).cpu()
+        n_targets, n_soft = numbers[-2:].tolist()
+        return WordTruth(numbers[:-2].view(shape) > 0, n_targets, n_soft > 0)
 
-    def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of a guess against the words of this process so far in a step."""
-        assert isinstance(answer, WordGuess)
-        return self._rates(answer, self._words_in(step.batches))
+    def holds_nothing(self, truth: WordTruth) -> bool:
+        """Return whether the loss was computed on no token."""
+        return truth.n_targets == 0
 
-    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of an attack on the words of a control, of all processes of a client."""
-        truth = self._join_processes(self._words_in(control.batches))
-        answer = guess(plan, control, Stage.LOCAL, self.run)
-        if isinstance(answer, Unknown | Waiting):
-            return answer
-        assert isinstance(answer, WordGuess)
-        assert truth is not None  # since this process has one
-        return self._rates(answer, truth)
+    def _types(self, truth: WordTruth, surface: str, kind: str | None = None) -> Tensor:
+        """Return the sorted word types at one surface.
 
-    def _counts(self, answer: WordGuess, types: Tensor) -> Counts:
-        """Count a guess against the true types, with one type for all tokens of equal embedding.
+        Args:
+            truth: The words of the step.
+            surface: ``"output"`` or ``"input"``.
+            kind: A kind of values, to return only the types in such values; None for all.
+
+        Raises:
+            UnusableObservation: The labels are not all known.
+        """
+        if surface == "output" and truth.is_soft:
+            raise UnusableObservation(SOFT_LABELS)
+        used = truth.used[0 if surface == "output" else 1]
+        if kind is not None:
+            used = used & truth.used[2 + self.entity_kinds.index(kind)]
+        return used.nonzero()[:, 0]
+
+    # ---- trials and their rates -------------------------------------------------------------
+
+    def trials(self, plan: Plan, answer: Any, truth: Any, kind: str | None = None) -> Tensor:
+        """Return the counts of a guess, with one type for all tokens of equal embedding.
 
         If the layer is trained, its gradient distinguishes such tokens, and each counts by itself.
         The id of padding is no word that a model reads: its row of the embedding has no gradient.
         """
-        if answer.surface == "input":
-            types = types[types != self._padding]
-            answer = replace(answer, types=answer.types[answer.types != self._padding])
-        twins = self._twins.get(answer.surface)
-        if twins is not None and not _is_trained(self._layers[answer.surface]):
+        surface, named = answer.surface, answer.types.cpu()
+        types = self._types(truth, surface, kind)
+        if surface == "input":
+            types, named = types[types != self._padding], named[named != self._padding]
+        twins = self._twins.get(surface)
+        if twins is not None and not _is_trained(self._layers[surface]):
             twins = torch.cat([twins, torch.arange(len(twins), self._size)])
-            types, answer = twins[types.cpu()], replace(answer, types=twins[answer.types.cpu()])
-        return word_counts(answer, types, self._size)
+            types, named = twins[types], twins[named]
+        counts = word_counts(replace(answer, types=named), types, self._size)
+        return torch.tensor([astuple(counts)], dtype=torch.float64)
 
-    def _rates(self, answer: WordGuess, truth: _WordTruth) -> dict[str, float]:
-        """Return the rates of a guess against all word types, without their intervals."""
-        counts = self._counts(answer, truth.types(answer.surface))
-        return {name: rate.value for name, rate in precision_recall_f1(counts).items()}
-
-    def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Count a guess against the words of the look's batches.
+    def accept(self, look: Look, plan: Plan, series: Series, answer: Any, truth: Any) -> None:
+        """Note the words of a guess, and what naming all words would score.
 
         Raises:
             UnusableObservation: Under noise the F1 is high, and no batch of as many words gives a
                 lower one.
         """
-        assert isinstance(answer, WordGuess)
-        assert self._truth is not None
-        types = self._truth.types(answer.surface)
-        counts = self._counts(answer, types)
+        counts = _sum(self.trials(plan, answer, truth))
         right, named, used = int(counts.tp), int(counts.tp + counts.fp), int(counts.tp + counts.fn)
         self.uninformed = 2 * used / (used + self._n_types)
         is_certain = right <= named + used - self._n_types  # whichever types these are
         is_noisy = look.training_step.view(series.stage).noise_std != 0.0
         if is_noisy and is_certain and 2 * right > default_limit(0.0) * (named + used):
             raise UnusableObservation(NAMES_ALL.format(named, self._n_types, used))
-        if (kind := kind_of(series)) is None:
-            look.notes[series] = partial(_reveal, answer, types)
-        else:
-            counts = self._counts(answer, self._truth.types(answer.surface, kind))
-        return [float(count) for count in astuple(counts)]
+        if kind_of(series) is None:
+            look.notes[series] = partial(_reveal, answer, self._types(truth, answer.surface))
 
-    # ---- over clients -----------------------------------------------------------------------
+    def rates(self, trials: Tensor) -> dict[str, Rate]:
+        """Return the rates of the sum of the counts."""
+        return precision_recall_f1(_sum(trials))
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Add the counts of all clients, and compute the rates from the sums.
+    def count(self, trials: Tensor) -> int:
+        """Return the number of used types, added over clients."""
+        counts = _sum(trials)
+        return int(counts.tp + counts.fn)
 
-        The p-value is that of a guess that names as many types at random; twins count as one type.
-        """
-        clients = [Counts(*row) for row in rows.values()]
-        pooled = sum(clients, Counts())
-        rates, n = precision_recall_f1(pooled), int(pooled.tp + pooled.fn)
-        if (kind := kind_of(series)) is not None:
-            return Outcome({"recall": rates["recall"]}, n) if n else pending(NO_WORD.format(kind))
-        values, p_values = [], []
-        for counts in clients:
-            values.append({name: rate.value for name, rate in precision_recall_f1(counts).items()})
-            right, wrong, missed = int(counts.tp), int(counts.fp), int(counts.fn)
-            p_values.append(naming_p_value(right, right + wrong, right + missed, self._n_types))
-        return Outcome(
-            rates,
-            n,
-            worst=worst_of(values),
-            extra=pooled.means(),
-            p_value=lowest_p_value(p_values),
-        )
+    def means(self, tables: Sequence[Tensor]) -> dict[str, float]:
+        """Return the means of what attacks state on batches."""
+        return _sum(torch.cat([*tables])).means()
+
+    def p_value(self, trials: Tensor) -> float:
+        """Return the p-value of naming as many types at random; twins count as one type."""
+        right, wrong, missed = (int(n) for n in astuple(_sum(trials))[:3])
+        return naming_p_value(right, right + wrong, right + missed, self._n_types)
+
+
+def _sum(trials: Tensor) -> Counts:
+    """Return the sum of the counts of trials."""
+    return Counts(*trials.sum(0).tolist())
 
 
 def _is_trained(layer: nn.Module) -> bool:
@@ -375,7 +308,7 @@ def _find_twins(matrix: Tensor) -> Tensor | None:
     return representatives[classes]
 
 
-def _texts_of(batch: TokenBatch, has_answers: bool) -> Iterator[Tensor]:
+def _texts_of(batch: TokenBatch, *, has_answers: bool) -> Iterator[Tensor]:
     """Yield the ids of each text of a batch, with the masked tokens, and of each answer."""
     ids, labels = batch.input_ids.cpu(), None if batch.labels is None else batch.labels.cpu()
     if batch.kind == "masked" and labels is not None and labels.shape == ids.shape:

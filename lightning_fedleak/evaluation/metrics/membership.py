@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from scipy.special import bdtr
 from torch import Tensor
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.evaluation.metrics import clustered
 from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
@@ -20,8 +19,8 @@ FPRS = (0.01, 0.001)  # FPRs of the reported TPRs, the usual ones (Carlini et al
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
 """Names of the rates, in the order in which they are reported."""
 
-# The states of the metric, each with one value for each game.
 COLUMNS = ("scores", "members", "clusters", "decisions")
+"""The numbers of a game in the metric."""
 NEGATIVES_PER_FPR = 10  # expected false alarms below which a TPR is unknown; not tuned
 NO_DECISION = -1  # value in the metric's states if the adversary made no decision
 FOLDS = 10  # folds of the cross-fitted thresholds, the usual number; more: slower
@@ -133,18 +132,11 @@ class MembershipInference(RateMetric):
         1.0
     """
 
-    scores: list[Tensor]
-    members: list[Tensor]
-    clusters: list[Tensor]
-    decisions: list[Tensor]
+    n_columns = len(COLUMNS)
 
     def __init__(self, *, resamples: int = 1000, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.resamples = resamples
-        # The dtype of the empty tensor that a process without games gathers.
-        self.set_dtype(torch.float64)
-        for column in COLUMNS:
-            self.add_state(column, [], dist_reduce_fx="cat")
 
     def update(
         self,
@@ -173,9 +165,7 @@ class MembershipInference(RateMetric):
         games = (scores, members, clusters, decisions)
         for name, column in zip(COLUMNS, games, strict=True):
             clustered.check_length(name, column.numel(), n)
-        for name, column in zip(COLUMNS, games, strict=True):
-            column = column.detach().reshape(-1).to(self.device, torch.float64)
-            getattr(self, name).append(column)
+        self._add(torch.stack([column.flatten().to(self.device).double() for column in games], 1))
 
     def rates(self) -> dict[str, Rate]:
         """Return the rates in ``RATES`` over all games, on this process.
@@ -183,7 +173,7 @@ class MembershipInference(RateMetric):
         Raises:
             ValueError: Only some updates had decisions.
         """
-        scores, members, clusters, decisions = (self._column(name) for name in COLUMNS)
+        scores, members, clusters, decisions = self._trials().unbind(1)
         has_decision = decisions != NO_DECISION
         if bool(has_decision.any()) and not bool(has_decision.all()):
             raise ValueError("give the adversary's decisions to every update, or to none")
@@ -194,11 +184,6 @@ class MembershipInference(RateMetric):
             decisions == 1 if bool(has_decision.any()) else None,
             resamples=self.resamples,
         )
-
-    def _column(self, name: str) -> Tensor:
-        """Return the state ``name`` as one tensor (n,), empty before the first update."""
-        values: list[Tensor] | Tensor = getattr(self, name)
-        return dim_zero_cat(values) if len(values) else torch.zeros(0, dtype=torch.float64)
 
 
 # ---- input ----------------------------------------------------------------------------------

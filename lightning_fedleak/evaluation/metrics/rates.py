@@ -12,13 +12,14 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from scipy.special import betaincinv
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks import WordGuess
 
@@ -86,6 +87,11 @@ def flat(rates: Mapping[str, Rate]) -> dict[str, float]:
     return values
 
 
+def values_of(rates: Mapping[str, Rate]) -> dict[str, float]:
+    """Return each rate by its name, without its interval."""
+    return {name: rate.value for name, rate in rates.items()}
+
+
 def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Counts:
     """Return the counts of one batch, comparing guessed types with the types in it.
 
@@ -98,7 +104,7 @@ def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Count
         ValueError: An id, guessed or true, lies outside the vocabulary.
     """
     guessed_types, true_types = (
-        _type_mask(ids, vocab_size, argument)
+        type_mask(ids, vocab_size, argument)
         for ids, argument in ((guess.types, "guess.types"), (truth_types, "truth_types"))
     )
     true_types = true_types.to(guessed_types.device)
@@ -171,7 +177,7 @@ def type_count_error(estimate: float | None, n_types: int) -> float:
     return abs(estimate - n_types) / n_types
 
 
-def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
+def type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     """Return (vocab_size,) bool, the types among ids; raise ``ValueError`` for other ids."""
     ids = ids.detach().reshape(-1)
     if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):
@@ -182,11 +188,37 @@ def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
 
 
 class RateMetric(Metric):
-    """A base class for metrics of rates with intervals; not differentiable."""
+    """A base class for metrics of rates with intervals, of a table of trials; not differentiable.
+
+    Args:
+        kwargs: The arguments that are passed to :class:`torchmetrics.Metric`.
+
+    Attributes:
+        n_columns: The number of numbers of a trial.
+        rows: The trials, in float64.
+    """
 
     is_differentiable = False
     higher_is_better = None
     full_state_update = False
+    n_columns: ClassVar[int]
+    rows: list[Tensor]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # The dtype of the empty tensor that a process without trials gathers.
+        self.set_dtype(torch.float64)
+        self.add_state("rows", [], dist_reduce_fx="cat")
+
+    def _add(self, trials: Tensor) -> None:
+        """Add trials, (n, columns)."""
+        # Flat, like the empty tensor that a process without trials gathers.
+        self.rows.append(trials.detach().flatten().to(self.device, torch.float64))
+
+    def _trials(self) -> Tensor:
+        """Return all trials, (n, columns) float64 on the CPU."""
+        rows = dim_zero_cat(self.rows) if len(self.rows) else torch.zeros(0)
+        return rows.reshape(-1, self.n_columns).cpu().double()
 
     @abstractmethod
     def rates(self) -> dict[str, Rate]:
@@ -229,12 +261,11 @@ class WordRecovery(RateMetric):
         0.5
     """
 
-    counts: Tensor
+    n_columns = len(fields(Counts))
 
     def __init__(self, vocab_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.vocab_size = vocab_size
-        self.add_state("counts", torch.tensor(astuple(Counts())).double(), dist_reduce_fx="sum")
 
     def update(self, guess: WordGuess, truth_types: Tensor) -> None:
         """Add one batch.
@@ -244,12 +275,15 @@ class WordRecovery(RateMetric):
             truth_types: The token ids that were used, (m,), repeats allowed, no ignored labels.
         """
         counts = astuple(word_counts(guess, truth_types, self.vocab_size))
-        self.counts += torch.tensor(counts, dtype=torch.float64, device=self.counts.device)
+        self._add(torch.tensor([counts], dtype=torch.float64))
+
+    def _counts(self) -> Counts:
+        return Counts(*self._trials().sum(0).tolist())
 
     def rates(self) -> dict[str, Rate]:
         """Return precision, recall and F1 of the current pooled counts."""
-        return precision_recall_f1(Counts(*self.counts.tolist()))
+        return precision_recall_f1(self._counts())
 
     def values(self) -> dict[str, float]:
         """Return the rates with their ends, and the means over batches, from the current state."""
-        return super().values() | Counts(*self.counts.tolist()).means()
+        return super().values() | self._counts().means()

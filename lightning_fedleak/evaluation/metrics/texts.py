@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +17,6 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.evaluation.metrics.clustered import Floats
@@ -54,6 +51,10 @@ class SentenceScores(NamedTuple):
     rouge_l: Tensor
     rouge_1: Tensor
     rouge_2: Tensor
+
+    def table(self) -> Tensor:
+        """Return a row for each sentence, with the columns in this order, (n, 5) float64."""
+        return torch.stack([column.double() for column in self], 1)
 
 
 def token_hits(
@@ -194,73 +195,6 @@ def _rouge_l(guessed: list[int], truth: list[int]) -> float:
     return 1 - (length - common) / len(truth)
 
 
-@dataclass(frozen=True)
-class Inverted:
-    """An attack's guess of n texts, and the true texts.
-
-    Attributes:
-        guess: The guess, with tokens (n, L).
-        input_ids: (n, L) The true tokens.
-        real: (n, L) bool, False at padding.
-        age: The number of optimizer steps by which the adversary's bottom model (the first blocks)
-            was out of date; NaN if the attack does not say.
-        matched: Whether the attack named texts in no order, so that :func:`in_true_order` matched
-            them; a true text without a match was missed, and counts.
-    """
-
-    guess: TextGuess
-    input_ids: Tensor
-    real: Tensor
-    age: float
-    matched: bool = False
-
-    @property
-    def started(self) -> Tensor:
-        """Return (n,) bool, False for texts that the attack had no time to begin."""
-        has_guess = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
-        return torch.ones_like(has_guess) if self.guess.finished or self.matched else has_guess
-
-    def scores(self, counted: Tensor | None = None) -> SentenceScores:
-        """Return the scores of the texts that the attack began.
-
-        Args:
-            counted: (n, L) bool, the tokens that count; None: all tokens.
-        """
-        started = self.started
-        real = self.real if counted is None else self.real & counted.to(self.real.device)
-        return sentence_scores(self.guess.tokens[started], self.input_ids[started], real[started])
-
-    def pack(self, texts: int, counted: Tensor | None = None) -> list[float]:
-        """Return the :meth:`scores` as numbers in a fixed order.
-
-        The numbers are: the number of texts; the age; whether the attack finished; whether it
-        certified its texts, NaN if it never does; then each column of :class:`SentenceScores`,
-        filled with zeros up to ``texts`` values.
-
-        Args:
-            texts: The number of values of each column.
-            counted: As in :meth:`scores`.
-        """
-        scores, certified = self.scores(counted), self.guess.certified
-        numbers = [
-            float(len(scores.hits)),
-            self.age,
-            float(self.guess.finished),
-            math.nan if certified is None else float(certified),
-        ]
-        for column in scores:
-            numbers += column.double().tolist() + [0.0] * (texts - len(column))
-        return numbers
-
-
-def unpack(row: Sequence[float], texts: int) -> SentenceScores:
-    """Return the scores in a row of :meth:`Inverted.pack`, with columns of ``texts`` values."""
-    width = len(SentenceScores._fields) * texts
-    # The first 4 numbers are those before the columns.
-    columns = torch.tensor(row[4 : 4 + width], dtype=torch.float64)
-    return SentenceScores(*columns.view(-1, texts)[:, : int(row[0])])
-
-
 def reconstruction_rates(
     scores: SentenceScores, *, resamples: int = 1000, seed: int = 0
 ) -> dict[str, Rate]:
@@ -361,13 +295,7 @@ class TextReconstruction(RateMetric):
         0.75
     """
 
-    sentences: list[Tensor]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        # The dtype of the empty tensor that a process without sentences gathers.
-        self.set_dtype(torch.float64)
-        self.add_state("sentences", [], dist_reduce_fx="cat")
+    n_columns = len(SentenceScores._fields)
 
     def update(
         self, guess: TextGuess | Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
@@ -383,13 +311,8 @@ class TextReconstruction(RateMetric):
             ValueError: The shapes differ.
         """
         guessed = guess.tokens if isinstance(guess, TextGuess) else guess
-        scores = sentence_scores(guessed, input_ids, attention_mask)
-        # Flat, like the empty tensor that a process without sentences gathers.
-        rows = torch.stack([column.double() for column in scores], 1)
-        self.sentences.append(rows.flatten().to(self.device))
+        self._add(sentence_scores(guessed, input_ids, attention_mask).table())
 
     def rates(self) -> dict[str, Rate]:
         """Return the rates in ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
-        state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
-        columns = state.reshape(-1, len(SentenceScores._fields)).cpu().double().unbind(1)
-        return reconstruction_rates(SentenceScores(*columns))
+        return reconstruction_rates(SentenceScores(*self._trials().unbind(1)))

@@ -18,12 +18,13 @@ from lightning_fedleak.attacks import Guess, WordGuess
 from lightning_fedleak.attacks.memorization import Combined, PromptRatio
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.callbacks import WatchSettings
-from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine import Memorization, Options
 from lightning_fedleak.engine.channels.released import pool
-from lightning_fedleak.engine.channels.words import _texts_of, _WordTruth
+from lightning_fedleak.engine.channels.words import WordsChannel, WordTruth, _texts_of
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.entities import FoundEntities
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.trainers import Threshold
 from tests.engine.channels.test_memorization import fit, lines, monitor
@@ -96,23 +97,37 @@ def test_the_recall_of_texts_is_of_the_tokens_in_values(tmp_path: Path) -> None:
 
 
 def test_processes_of_one_client_unite_the_words_of_values() -> None:
-    types = torch.tensor([3, 8]), torch.tensor([3, 5, 8])
-    values = {"phone": torch.tensor([], dtype=torch.long), "email": torch.tensor([5, 8])}
-    truth = _WordTruth(*types, 2, entities=values)
-    again = _WordTruth.from_mask(truth.mask(9), 2, False, ["phone", "email"])
-    assert again.types("input", "email").tolist() == [5, 8]
-    assert again.types("output", "email").tolist() == [8]
-    assert again.types("input", "phone").tolist() == []
-    assert again.types("input").tolist() == [3, 5, 8]
+    """Each process knows one half of the words."""
+    entities: Any = {"entities": ("phone", "email"), "tokenizer": TOKENIZER}
+    channel: Any = WordsChannel([Half()], Options(**entities))
+    used = torch.zeros(4, 9, dtype=torch.bool)  # as labels, as input, in phone numbers, in e-mails
+    used[0, [3, 8]] = used[1, [3, 5, 8]] = used[3, [5, 8]] = True
+    here, elsewhere = used.clone(), used.clone()
+    here[:, 6:], elsewhere[:, :6] = False, False
+    other = torch.cat([elsewhere.flatten().long(), torch.tensor([3, 0])])
+    channel.run = SimpleNamespace(
+        client="world", processes=2, device="cpu", summed=lambda numbers: numbers + other
+    )
+    channel._size = 9
+    truth = channel.joined(WordTruth(here, 2, True))
+    assert torch.equal(truth.used, used)
+    assert truth[1:] == (5, True)
+    assert channel._types(truth, "input", "email").tolist() == [5, 8]
+    assert channel._types(truth, "input", "phone").tolist() == []
+    assert channel._types(truth, "input").tolist() == [3, 5, 8]
+    with pytest.raises(UnusableObservation, match="no single labels"):
+        channel._types(truth, "output")
+    assert torch.equal(channel.joined(None).used, elsewhere)  # this process read no batch
+    assert channel._types(channel.joined(None), "output", "email").tolist() == [8]
 
 
 def test_masked_words_and_answers_are_read_as_they_were() -> None:
     ids = torch.tensor([[5, 9, 7, 0]])
     masked = TokenBatch(ids, torch.tensor([[-100, 6, -100, -100]]), (ids > 0).long(), "masked")
-    assert [one.tolist() for one in _texts_of(masked, True)] == [[5, 6, 7]]
+    assert [one.tolist() for one in _texts_of(masked, has_answers=True)] == [[5, 6, 7]]
     answer = TokenBatch(ids, torch.tensor([[4, 2, -100]]), (ids > 0).long(), "seq2seq")
-    assert [one.tolist() for one in _texts_of(answer, True)] == [[5, 9, 7], [4, 2]]
-    assert [one.tolist() for one in _texts_of(answer, False)] == [[5, 9, 7]]
+    assert [one.tolist() for one in _texts_of(answer, has_answers=True)] == [[5, 9, 7], [4, 2]]
+    assert [one.tolist() for one in _texts_of(answer, has_answers=False)] == [[5, 9, 7]]
 
 
 def test_without_a_tokenizer_or_an_attack_values_are_refused(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_words_of_a_step_are_counted_against_its_batch(attack) -> None:
     model = untied()
     _, result = look_at(open_channel(attack, model), make_step(model, IDS))
     read = IDS[:, :-1] if attack.name == "bag_of_words" else IDS[:, 1:]
-    counts = Counts(*result.numbers)
+    counts = Counts(*result.trials[0].tolist())
     assert counts.tp + counts.fn == len(torch.unique(read))
     assert (counts.tp, counts.fp) == (len(torch.unique(read)), 0)
 
@@ -60,7 +60,7 @@ def test_other_texts_than_those_of_the_gradient_score_low() -> None:
     step, other = make_step(model, IDS), make_step(model, IDS + 20)
     channel = open_channel(BagOfWords(), model)
     _, result = look_at(channel, replace(step, gradients=other.gradients))
-    assert Counts(*result.numbers).tp <= 1
+    assert Counts(*result.trials[0].tolist()).tp <= 1
 
 
 class NamesMost(BagOfWords):
@@ -98,10 +98,9 @@ def test_whole_texts_of_a_step() -> None:
     model = wide()
     step = make_step(model, IDS)
     channel = open_channel(SubspaceTexts(), model)
-    look, result = look_at(channel, step)
-    rates = channel.rates(step, channel.plans[0], look.answers[channel.all_series[0]])
+    _, result = look_at(channel, step)
     assert isinstance(result, Found)
-    assert rates["token_accuracy"] == 1
+    assert channel.rates(result.trials)["token_accuracy"].value == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Intervals of games over looks, of these looks as they were."""
+"""Intervals of games over looks, of these looks as they were, and the looks that are saved."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 
-from lightning_fedleak.engine.channels.played import GameResults, Window
-from lightning_fedleak.engine.outcomes import Outcome
+from lightning_fedleak.attacks import FCMembership
+from lightning_fedleak.engine.channels import MembershipChannel
+from lightning_fedleak.engine.options import Games, Options
+from lightning_fedleak.engine.outcomes import Outcome, Series
+from lightning_fedleak.model.snapshots import Stage
 
 SHOWN = ("auc", "advantage", "accuracy", "f1")
+ATTACK = FCMembership(1, name="recording")
+SERIES = Series.at(Stage.SHARED, "recording")
+
+
+def channel(window: int = 100) -> MembershipChannel:
+    return MembershipChannel([ATTACK], Options(games=Games(window=window)))
 
 
 def packed(scores: torch.Tensor, members: torch.Tensor, cut: float = 0.0) -> list[float]:
-    return GameResults(scores, members, scores > cut).pack(1 + 3 * len(scores))
+    """Return the trials (score, member, decision) of games as they are sent."""
+    return torch.stack([scores.double(), members, scores > cut], 1).flatten().tolist()
 
 
 def right(n: int) -> list[float]:
@@ -27,8 +37,8 @@ def right(n: int) -> list[float]:
 
 
 def over(looks: int, look: list[float], clients: int = 1) -> list[Outcome]:
-    window = Window(100)
-    return [window.add(dict.fromkeys(range(clients), look)) for _ in range(looks)]
+    games = channel()
+    return [games.pooled(SERIES, dict.fromkeys(range(clients), look)) for _ in range(looks)]
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
@@ -51,11 +61,11 @@ def test_looks_that_are_the_same_never_widen_what_is_shown(values: list[int], se
 
 
 def test_each_look_has_the_p_value_of_its_own_games() -> None:
-    window, generator = Window(100), torch.Generator().manual_seed(0)
+    games, generator = channel(), torch.Generator().manual_seed(0)
     for _ in range(3):
         scores = torch.randn(20, generator=generator, dtype=torch.float64)
         members = torch.randperm(20, generator=generator) < 10
-        outcome = window.add({0: packed(scores, members)})
+        outcome = games.pooled(SERIES, {0: packed(scores, members)})
         expected = mannwhitneyu(
             scores[members], scores[~members], alternative="greater", method="exact"
         ).pvalue
@@ -64,13 +74,30 @@ def test_each_look_has_the_p_value_of_its_own_games() -> None:
 
 
 def test_of_several_clients_the_lowest_p_value_counts_times_their_number() -> None:
-    window = Window(100)
     tied = packed(torch.zeros(16), torch.arange(16) < 8)
-    outcome = window.add({0: right(8), 1: tied})
+    outcome = channel().pooled(SERIES, {0: right(8), 1: tied})
     assert outcome.p_value == pytest.approx(2 / math.comb(16, 8))
 
 
 def test_games_of_members_alone_have_no_p_value() -> None:
-    outcome = Window(100).add({0: packed(torch.ones(3), torch.ones(3, dtype=torch.bool))})
+    members = packed(torch.ones(3), torch.ones(3, dtype=torch.bool))
+    outcome = channel().pooled(SERIES, {0: members})
     assert math.isnan(outcome.p_value)
     assert "leakage/x/p_of_this_look" not in outcome.values("leakage/x")
+
+
+def test_a_window_is_saved_by_look_and_that_of_version_0_3_is_read() -> None:
+    window = channel(window=2)
+    for n in (2, 3, 4):
+        window.pooled(SERIES, {0: right(n), 1: right(n)})
+    saved = window.state_dict()
+    looks = [torch.tensor(right(n) * 2, dtype=torch.float64).view(-1, 3) for n in (3, 4)]
+    name = "games of leakage/recording"
+    assert [look.tolist() for look in saved[name]] == [look.tolist() for look in looks]
+    numbers = [torch.tensor([[i + 1, 0.0]]).expand(len(look), -1) for i, look in enumerate(looks)]
+    table = torch.cat([torch.cat(columns, 1) for columns in zip(numbers, looks, strict=True)])
+    for state in (saved, {name: {"games": table}}):
+        again = channel(window=2)
+        again.load_state_dict(state)
+        assert [look.tolist() for look in again.state_dict()[name]] == [x.tolist() for x in looks]
+        assert again.pooled(SERIES, {0: right(5)}).n == 2 * 2 * 4 + 2 * 5

@@ -304,7 +304,7 @@ class Controls:
                 raise UnusableObservation("the step's calls were not read")
             controls.append(shuffle_words(step, self._special, generator))
             uneven = is_uneven(step.calls)
-            types = torch.cat([batch.context_ids() for batch in step.batches]).unique()
+            types = torch.unique(torch.cat([batch.context_ids() for batch in step.batches]))
             few = len(types) < FEW_TYPES
         except Exception as error:
             failure = failure or reason(error)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_fedleak.defenses import accounting, base, noise
 from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.accounting.ledger import client_path
-from lightning_fedleak.defenses.dpsgd import settings, setup_checks
+from lightning_fedleak.defenses.dpsgd import isolation, settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
@@ -255,6 +255,7 @@ class DPSGD(base.Defense):
         self._read_ledger(context)
         trusted = self.clip.loss == "trusted"
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
+        self._isolation = isolation.Isolation(context.root, trusted=trusted)
         if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling
 
@@ -348,6 +349,8 @@ class DPSGD(base.Defense):
             DefenseError: The batch was released before, is not the one that was sampled, or weights
                 were changed.
         """
+        with self._team.together():
+            self._isolation.measure(step, self._fit_step.sampling.loader, context)
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
@@ -360,6 +363,8 @@ class DPSGD(base.Defense):
         self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero."""
+        if self._isolation.is_running:
+            return self._isolation.run(training_step, batch)
         return self._fit_step.run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:

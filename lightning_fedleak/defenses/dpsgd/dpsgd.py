@@ -350,7 +350,7 @@ class DPSGD(base.Defense):
                 were changed.
         """
         with self._team.together():
-            self._isolation.measure(step, self._fit_step.sampling.loader, context)
+            self.guarantee += self._isolation.measure(step, self._fit_step.sampling.loader, context)
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)

@@ -14,7 +14,7 @@ weights of 16 bits, and model, host and random states are restored afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from operator import itemgetter
 from typing import Any
@@ -43,9 +43,7 @@ from lightning_fedleak.model.taps.hooks import taps_paused
 TOLERANCE = 1e-4
 FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
 TOKENS = 6  # of the row that is compared
-# Tokens of the long row. More take more time; to positions that change with the length of the batch
-# it seems as long as the collate function admits (`_lengthen`).
-LONG = 128
+LONG = 128  # tokens of the long row; more take more time
 LARGEST_COPY = 1 << 31  # 16-bit weights of which float32 copies are made: up to 8 GiB
 
 
@@ -70,7 +68,7 @@ class Isolation:
         self._seed = 0
         self._rows: Any = None  # of the last run: per-sample gradients and their weights
 
-    def measure(self, step: Callable[[Any], Any], loader: Any, context: DefenseContext) -> None:
+    def measure(self, step: Callable[[Any], Any], loader: Any, context: DefenseContext) -> str:
         """Compare a made row alone and in company, once in a fit; warn if that cannot be done.
 
         Args:
@@ -78,11 +76,14 @@ class Isolation:
             loader: The Poisson-sampled loader.
             context: The client and the process.
 
+        Returns:
+            What the guarantee has to say of it: nothing, or that nothing was measured.
+
         Raises:
             DefenseError: The gradients differ. The message says by how much, and what to change.
         """
         if self._is_done:
-            return
+            return ""
         self._is_done = self.is_running = True
         self._recorder = Recorder(self._root)
         try:
@@ -91,11 +92,13 @@ class Isolation:
         finally:
             self._recorder.remove()
             self.is_running, self._rows = False, None
-        if self.reason:
-            rank_zero_warn(
-                "DPSGD: whether an example's gradient depends on the other examples of its batch "
-                f"was not measured: {self.reason}. Epsilon holds only if it does not."
-            )
+        if not self.reason:
+            return ""
+        rank_zero_warn(
+            "DPSGD: whether an example's gradient depends on the other examples of its batch was "
+            f"not measured: {self.reason}. Epsilon holds only if it does not."
+        )
+        return " Not measured: that an example's gradient depends on that example alone."
 
     def run(self, training_step: Callable[[], Any], batch: Any) -> Any:
         """Run a batch of the measurement, and record the gradient of each of its rows."""
@@ -126,14 +129,14 @@ class Isolation:
         return {p: per_sample.weighted_sum(sums[p], weight.to(p.device), p.shape) for p in parts}
 
     def _compare(self, step: Any, collate: Any, context: DefenseContext, tolerance: float) -> str:
-        """Return why nothing could be measured; empty if a row's gradient is always the same."""
+        """Return why nothing could be measured; empty if a row's gradient stays the same."""
         if any(isinstance(p, DTensor) for p in self._root.parameters()):
             return "the weights are sharded"
         if not isinstance(collate, EmptyCollate):
             return "the collate function is unknown"
         reason, example = "", collate.dataset[collate.index]
-        for lengths, width in _row_lengths(self._root, example):
-            rows = [_made(example, number, n, width) for number, n in enumerate(lengths)]
+        for lengths, is_padded in _row_lengths(self._root, collate, example):
+            rows = [_made(example, number, n, is_padded) for number, n in enumerate(lengths)]
             try:
                 batches = [
                     tree_map(_widened, context.host.to_device(collate(batch)))
@@ -147,10 +150,8 @@ class Isolation:
             if not 0 < _norm(alone) < math.inf or not _differ(batches[1]):
                 reason = "no row with a gradient of its own could be made"
                 continue
-            last = _last_position(self._root, collate, example, width)
             try:
-                with _lengthened(self._root, last):
-                    step(batches[1])
+                step(batches[1])
             except DefenseError:
                 raise
             except Exception as error:
@@ -165,7 +166,7 @@ class Isolation:
             step(batches[0])
             if self._moves(alone, 0)[0] > tolerance:
                 return "the step draws random numbers besides dropout"
-            mend = _mend(batches, last)
+            mend = _mend(*batches)
             if not (mend or self._trusted):
                 self._names_layer = True
                 step(batches[1])  # it may find the layer, and raise an error
@@ -200,20 +201,17 @@ def _norm(gradient: dict[Any, Tensor]) -> float:
 _OWN_ROW = (
     "Compute each row from that row alone: GroupNorm or LayerNorm in place of statistics of the "
     "batch, `mean_of_sample_means` in place of a division by all labels, no other rows as negatives"
-    "."
 )
 
 
-def _mend(batches: Sequence[Any], last: int) -> str:
+def _mend(alone: Any, company: Any) -> str:
     """Return what to change, as far as the two batches show it; empty if they do not."""
-    alone, company = ([t for t in tensors_of(b) if t.dim() == 2] for b in batches)
-    masks = [t for t in company if t.dtype in (torch.int64, torch.bool) and bool((t <= 1).all())]
+    flat, wide = ([t for t in tensors_of(b) if t.dim() == 2] for b in (alone, company))
+    masks = (t for t in wide if not t.is_floating_point() and bool((t <= 1).all()))
     if any(bool(((t[:, 0] == 0) & (t[:, -1] == 1)).any()) for t in masks):
-        return 'Padding is on the left: set `tokenizer.padding_side = "right"`.'
-    if max((t.shape[1] for t in alone), default=0) > max((t.shape[1] for t in company), default=0):
-        return "The collate function cuts rows to the shortest: let it pad them to the longest."
-    if last:
-        return f"Positions change with the longest row: let the collate function cut to {last}."
+        return 'Padding is on the left: set `tokenizer.padding_side = "right"`'
+    if max((t.shape[1] for t in flat), default=0) > max((t.shape[1] for t in wide), default=0):
+        return "The collate function cuts rows to the shortest: let it pad them to the longest"
     return ""
 
 
@@ -223,12 +221,10 @@ class _WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name == "scaled_dot_product_attention":
-            args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), dict(kwargs)
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        elif "dropout" in name:
+        kwargs = dict(kwargs or {})
+        if "dropout" in getattr(func, "__name__", ""):
             return args[0] if args else kwargs["input"]
+        kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
 
 
@@ -268,8 +264,6 @@ def _dry_run(root: nn.Module, context: DefenseContext) -> Iterator[float]:
                     module._parameters[name] = copies[weight]
             for name, buffer in module._buffers.items():
                 module._buffers[name] = copies.get(buffer, buffer)
-            if isinstance(getattr(module, "dropout", None), float):
-                module.dropout = 0.0
         yield TOLERANCE if is_copied and is_plain else COARSE
 
 
@@ -279,63 +273,44 @@ def _widened(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-def _differ(batch: Any) -> bool:
-    """Return whether the rows of a batch differ from each other."""
-    return any(bool((t != t[:1]).any()) for t in tensors_of(batch) if t.dim())
-
-
-# ---- made rows -------------------------------------------------------------------------------
-
-
-def _row_lengths(root: nn.Module, example: Any) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield the tokens of the made rows, and whether they are padded like the example already.
+def _row_lengths(
+    root: nn.Module, collate: EmptyCollate, example: Any
+) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Yield the tokens of made rows, and whether rows keep the example's length, with padding.
 
     The first row is the one that is compared, the second the long one. A training that does not
     take rows of the first form may take those of a later one.
+
+    Raises:
+        DefenseError: The positions of all rows change with the longest row (transformers' dynamic
+            RoPE), and the collate function admits a row for which they do.
     """
-    limit, own = _position_limit(root), max(_sizes(example), default=0)
-    long = own if limit is None else max(2, min(LONG, limit))
-    if own:
-        yield (min(TOKENS, max(1, long // 2)), long, 1, 0), False
-        yield (min(TOKENS, max(1, long // 2)), long, 1), False
+    ropes = {str(module.rope_type) for module in root.modules() if hasattr(module, "rope_type")}
+    configs = [module.config for module in root.modules() if hasattr(module, "config")]
+    limits = [n for c in configs if (n := getattr(c, "max_position_embeddings", None))]
+    own = _width(collate, example)
+    long = own
+    if configs:  # a model of transformers: without a table of positions, or with a known one
+        long = LONG if ropes or not limits else max(2, min(LONG, *limits) - 2)
+    if any("dynamic" in rope for rope in ropes):
+        limit = max(limits)
+        if _width(collate, _made(example, 0, limit + 1, False)) > limit:
+            raise DefenseError(
+                "DPSGD: with dynamic RoPE the longest row of a batch changes the positions of all, "
+                f"once it has more than {limit} tokens: let the collate function cut rows to that"
+            )
+    if any("longrope" in rope for rope in ropes):  # beyond it, the check of buffers ends the run
+        settings = [getattr(config, "rope_parameters", None) or {} for config in configs]
+        long = min(long, *(s.get("original_max_position_embeddings", LONG) for s in settings))
+    lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
+    yield from ((lengths, False), (lengths[:3], False)) if own else ()
     yield (min(TOKENS, max(1, own // 2)), own, 1, 0), True
 
 
-def _position_limit(root: nn.Module) -> int | None:
-    """Return the number of positions that a transformers model can take; None if unknown."""
-    configs = [m.config for m in root.modules() if hasattr(m, "config")]
-    if not configs:
-        return None
-    if any(hasattr(module, "rope_type") for module in root.modules()):
-        return LONG  # there is no table of positions
-    limits = (getattr(config, "max_position_embeddings", None) for config in configs)
-    return min((n - 2 for n in limits if isinstance(n, int)), default=LONG)  # RoBERTa's padding: 2
-
-
-def _sizes(value: Any) -> Iterator[int]:
-    """Yield the length of each sequence of whole numbers, and the words of each text."""
-    if isinstance(value, str):
-        yield max(2, len(value.split()))
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sizes(item)
-    elif (array := _numbers(value)) is not None:
-        if array.dtype.kind in "iub" and array.ndim:
-            yield array.shape[-1]
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _sizes(item)
-
-
-def _numbers(value: Any) -> Any:
-    """Return a tensor, an array, a number or a list of numbers as an array; else None."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return value.float().numpy() if value.is_floating_point() else value.numpy()
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    if is_list and all(isinstance(item, bool | int | float) for item in value):
-        return np.asarray(value)
-    return np.asarray(value) if isinstance(value, bool | int | float | np.ndarray) else None
+def _width(collate: EmptyCollate, example: Any) -> int:
+    """Return the tokens of an example in a batch; 0 if it has no whole numbers."""
+    tensors = (t for t in tensors_of(collate([example])) if t.dim() > 1)
+    return max((t.shape[-1] for t in tensors if not t.is_floating_point()), default=0)
 
 
 def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") -> Any:
@@ -349,75 +324,41 @@ def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") 
         key: The name of the value.
     """
     if isinstance(value, Mapping):
-        fields = {k: _made(v, number, tokens, is_padded, str(k)) for k, v in value.items()}
-        return rebuilt(value, fields)
+        return rebuilt(
+            value, {k: _made(v, number, tokens, is_padded, str(k)) for k, v in value.items()}
+        )
     if isinstance(value, str):
         return " ".join("abcdefgh"[(number + i) % 8] for i in range(tokens))
-    array = _numbers(value)
-    if array is None:
-        is_list = isinstance(value, list | tuple)
-        items = [_made(v, number, tokens, is_padded, key) for v in value] if is_list else []
-        return rebuilt(value, items) if is_list else value
-    if array.dtype.kind not in "iubf":
+    try:
+        numbers = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # not numbers, or not as many in each row
+        if isinstance(value, list | tuple):
+            return rebuilt(value, [_made(v, number, tokens, is_padded, key) for v in value])
         return value
-    if array.dtype.kind == "f":
-        waves = np.sin(np.arange(array.size) * (number + 1.7) + number).reshape(array.shape)
-        made = waves * (tokens > 0)
-    elif not array.ndim:
-        made = np.zeros(())
+    size = numbers.shape[-1] if numbers.dim() else 1
+    index = torch.arange(size if is_padded else tokens)
+    top = max(0, int(numbers.max())) if numbers.numel() else 0
+    if numbers.is_floating_point():
+        waves = torch.arange(numbers.numel()) * (number + 1.7) + number
+        made = waves.sin().view(numbers.shape) * (tokens > 0)
+    elif not numbers.dim():
+        made = torch.tensor(0)
+    elif top <= 1:  # a mask, or one kind of token
+        made = torch.where((index < tokens) | ("mask" not in key), top, 0)
+    elif torch.equal(numbers.flatten().cpu(), torch.arange(size)):  # positions
+        made = index
     else:
-        length = array.shape[-1] if is_padded else tokens
-        index, top = np.arange(length), max(int(array.max(initial=0)), 0)
-        made = 1 + (index * (2 * number + 3) + number) % max(top, 1)
-        if top <= 1:  # a mask, or one kind of token
-            made = np.where((index < tokens) | ("mask" not in key), top, 0)
-        elif (array == np.arange(array.shape[-1])).all():  # positions
-            made = index
-        if is_padded and (array < 0).any():
-            made = np.where(index < tokens, made, IGNORE_INDEX)
-        made = np.broadcast_to(made, (*array.shape[:-1], length))
+        made = 1 + (index * (2 * number + 3) + number) % top
+    if numbers.dim() and not numbers.is_floating_point():
+        if is_padded and bool((numbers < 0).any()):
+            made = torch.where(index < tokens, made, IGNORE_INDEX)
+        made = made.expand(*numbers.shape[:-1], -1)
+    made = made.to(numbers)
     if isinstance(value, Tensor):
-        return torch.tensor(made).to(value)
-    made = made.astype(array.dtype)
-    return made if isinstance(value, np.ndarray) else type(value)(made.tolist())
+        return made
+    return made.numpy() if isinstance(value, np.ndarray) else type(value)(made.tolist())
 
 
-def _last_position(root: nn.Module, collate: Any, example: Any, is_padded: bool) -> int:
-    """Return a position that changes the others' if the collate function admits it; 0 for none.
-
-    Positions of transformers' dynamic RoPE and longrope change once a row of the batch is longer
-    than a limit.
-    """
-    kinds = [str(m.rope_type) for m in root.modules() if hasattr(m, "rope_type")]
-    if is_padded or not any("dynamic" in kind or "longrope" in kind for kind in kinds):
-        return 0
-    limits = (
-        getattr(m.config, "max_position_embeddings", 0)
-        for m in root.modules()
-        if hasattr(m, "config")
-    )
-    longest = max(limits)
-    batch = collate([_made(example, 1, longest + 1, False)])
-    width = max((t.shape[1] for t in tensors_of(batch) if t.dim() == 2), default=0)
-    return longest if width > longest else 0
-
-
-@contextmanager
-def _lengthened(root: nn.Module, last: int) -> Iterator[None]:
-    """Let the last column of a batch have the position ``last`` in this context, unless it is 0."""
-
-    def change(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        def lengthen(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim():
-                value = value.clone()
-                value[..., -1] = last
-            return value
-
-        return tree_map(lengthen, (args, kwargs))
-
-    with ExitStack() as stack:
-        for module in root.modules() if last else ():
-            if hasattr(module, "rope_type"):
-                handle = module.register_forward_pre_hook(change, with_kwargs=True)
-                stack.enter_context(handle)
-        yield
+def _differ(batch: Any) -> bool:
+    """Return whether the rows of a batch differ from each other."""
+    return any(bool((t != t[:1]).any()) for t in tensors_of(batch) if t.dim())

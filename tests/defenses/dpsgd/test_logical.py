@@ -28,7 +28,8 @@ class Pieces(Run):
 
     def piece(self, batch: Any) -> Tensor:
         def training_step() -> Tensor:
-            self.sizes.append(count_samples(batch))
+            if not self.defense._isolation.is_running:
+                self.sizes.append(count_samples(batch))
             return self.loss(batch)
 
         return self.defense.on_training_step(training_step, batch, self.context)

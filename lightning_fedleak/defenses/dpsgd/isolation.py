@@ -135,23 +135,25 @@ class Isolation:
         if not isinstance(collate, EmptyCollate):
             return "the collate function is unknown"
         reason, example = "", collate.dataset[collate.index]
+
+        def batch(rows: list[Any]) -> Any:  # again for each step, which may change it
+            return tree_map(_widened, context.host.to_device(collate(rows)))
+
         for lengths, is_padded in _row_lengths(self._root, collate, example):
             rows = [_made(example, number, n, is_padded) for number, n in enumerate(lengths)]
+            company = [rows[1], rows[0], *rows[2:]]
             try:
-                batches = [
-                    tree_map(_widened, context.host.to_device(collate(batch)))
-                    for batch in (rows[:1], [rows[1], rows[0], *rows[2:]])
-                ]
-                step(batches[0])
+                is_varied = _differ(batch(company))
+                step(batch(rows[:1]))
             except Exception as error:  # the training does not take rows of this form
                 reason = f"a row made like an example raised {type(error).__name__}: {error}"
                 continue
             alone = self._gradient(0)
-            if not 0 < _norm(alone) < math.inf or not _differ(batches[1]):
+            if not 0 < _norm(alone) < math.inf or not is_varied:
                 reason = "no row with a gradient of its own could be made"
                 continue
             try:
-                step(batches[1])
+                step(batch(company))
             except DefenseError:
                 raise
             except Exception as error:
@@ -163,13 +165,13 @@ class Isolation:
             if self.moved <= tolerance:
                 return ""
             self._seed = 1
-            step(batches[0])
+            step(batch(rows[:1]))
             if self._moves(alone, 0)[0] > tolerance:
                 return "the step draws random numbers besides dropout"
-            mend = _mend(*batches)
+            mend = _mend(batch(rows[:1]), batch(company))
             if not (mend or self._trusted):
                 self._names_layer = True
-                step(batches[1])  # it may find the layer, and raise an error
+                step(batch(company))  # it may find the layer, and raise an error
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
                 f"'{parameter_name(parameter, self._root)}' by {self.moved:.1g} of its norm. "

@@ -348,6 +348,24 @@ def print_unsound(number: int, only: int | None) -> None:
         print(f"| {name} | {max(values):.1e} | {said} |", flush=True)
 
 
+def print_half(number: int) -> None:
+    print("| model, bf16-mixed | a longer row without a label moves the sum by | covered |")
+    for name in ("GPT-2", "Llama", "Llama, LoRA", "BERT, masked"):
+        rows = Rows(number, "longest", True)
+        rows.rows[-1]["labels"].fill_(-100)
+        for row in rows.rows[:-1]:  # of one length, so that the longer row changes the most
+            row.update(dict.fromkeys(row, torch.randint(3, VOCABULARY, (12,))))
+            row["attention_mask"] = torch.ones(12, dtype=torch.long)
+        sums = []
+        for is_whole in (True, False):
+            rows.kept = number + is_whole
+            half = own_loss, collate, "bf16-mixed"
+            gradients, defense = train("lightning", MODELS[name](), rows, *half)
+            sums.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        share = defense._isolation.rounding * math.sqrt(number + 1)
+        print(f"| {name} | {float((sums[0] - sums[1]).norm()) / CLIP:.4f} | {share:.4f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
@@ -361,6 +379,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if options.unsound:
         print_unsound(options.rows, options.only)
+    elif options.half:
+        print_half(options.rows)
     else:
         print_sound(options.models, options.hosts, options.rows)
 

@@ -350,7 +350,7 @@ class DPSGD(base.Defense):
                 were changed.
         """
         with self._team.together():
-            self.guarantee += self._isolation.measure(step, self._fit_step.sampling.loader, context)
+            self.guarantee += self._isolation.measure(step, self._sampling, context, self._team)
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
@@ -385,9 +385,7 @@ class DPSGD(base.Defense):
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
         noise_multiplier, count_release = self._budget.next_release or self._budget.settle_next()
-        # Under central trust each client adds its share of the noise.
-        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        sigma = noise_multiplier / divisor * self._noise_share
+        sigma = self._sigma(noise_multiplier, context)
         std = sigma * norm
         if team.size > 1:  # the collective calls below need equal values
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
@@ -437,8 +435,6 @@ class DPSGD(base.Defense):
     ) -> base.CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with independent noise.
 
-        A canary is the simulated gradient of layers that a dishonest server could add to the model.
-
         Raises:
             DefenseError: The canary belongs to other samples than the batch, or already has noise.
         """
@@ -459,10 +455,15 @@ class DPSGD(base.Defense):
             released = released.noised(standard * std, std)
         return released
 
+    def _sigma(self, noise_multiplier: float, context: base.DefenseContext) -> float:
+        """Return the deviation of this client's noise over C, raised by what rounding moves."""
+        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
+        moved = self._isolation.rounding * math.sqrt(self._fit_step.sampling.expected)
+        return noise_multiplier / divisor * self._noise_share * (1 + moved)
+
     def noise_std(self, context: base.DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        sigma = self._budget.noise_now / divisor * self._noise_share
+        sigma = self._sigma(self._budget.noise_now, context)
         return sigma * self._clip.norm / self._fit_step.sampling.expected
 
     def example_norm(self, context: base.DefenseContext) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import COARSE
 from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck, check_isolation, skip_ddp_node
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, rebuilt
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples, tensors_of
+from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.model_state import is_compiled, preserve_model, preserve_process
@@ -44,6 +46,9 @@ TOLERANCE = 1e-4
 FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
 TOKENS = 6  # of the row that is compared
 LONG = 128  # tokens of the long row; more take more time
+# The rounding of N rows moves their sum by root N times what it moves one. Measured at N 200: by
+# 0.34 to 1.04 of that (benchmarks/defenses/isolation.py --half).
+MARGIN = 2
 LARGEST_COPY = 1 << 31  # 16-bit weights of which float32 copies are made: up to 8 GiB
 
 
@@ -58,23 +63,30 @@ class Isolation:
         is_running: Whether the present step belongs to the measurement.
         reason: Why nothing was measured; empty if it was, or was not tried yet.
         moved: How far the gradient was from the same one alone, over its norm.
+        rounding: How far other rows move an example's clipped gradient in half precision, over C:
+            they change how its sums are rounded. :data:`MARGIN` is included. 0 in other precisions.
     """
 
     def __init__(self, root: nn.Module, *, trusted: bool) -> None:
         self._root, self._trusted = root, trusted
         self.is_running = self._is_done = self._names_layer = False
-        self.reason, self.moved = "", math.nan
+        self.reason, self.moved, self.rounding = "", math.nan, 0.0
+        self._in_float32 = True
+        self._steps: tuple[Callable[[], Any], ...] = ()  # of the row alone, and in company
         self._recorder: Any = None
         self._seed = 0
         self._rows: Any = None  # of the last run: per-sample gradients and their weights
 
-    def measure(self, step: Callable[[Any], Any], loader: Any, context: DefenseContext) -> str:
+    def measure(
+        self, step: Callable[[Any], Any], sampling: Any, context: DefenseContext, team: Team
+    ) -> str:
         """Compare a made row alone and in company, once in a fit; warn if that cannot be done.
 
         Args:
             step: A function that passes a batch to ``training_step`` through :meth:`run`.
-            loader: The Poisson-sampled loader.
+            sampling: The Poisson sampling, which has the loader.
             context: The client and the process.
+            team: The processes of this client.
 
         Returns:
             What the guarantee has to say of it: nothing, or that nothing was measured.
@@ -87,11 +99,19 @@ class Isolation:
         self._is_done = self.is_running = True
         self._recorder = Recorder(self._root)
         try:
-            with _dry_run(self._root, context) as tolerance:
-                self.reason = self._compare(step, loader.collate_fn, context, tolerance)
+            with _dry_run(self._root, context, in_float32=True) as tolerance:
+                self.reason = self._compare(step, sampling.loader.collate_fn, context, tolerance)
+            if self._steps and context.precision.startswith("bf16"):
+                self._in_float32 = False
+                with _dry_run(self._root, context, in_float32=False):
+                    self._steps[0]()
+                    gradient = self._gradient(0)
+                    self._steps[1]()
+                    self.rounding = MARGIN * self._nearest(gradient)[2]
         finally:
             self._recorder.remove()
-            self.is_running, self._rows = False, None
+            self.is_running, self._rows, self._steps = False, None, ()
+        (self.rounding,) = team.largest([self.rounding])
         if not self.reason:
             return ""
         rank_zero_warn(
@@ -114,10 +134,11 @@ class Isolation:
             with recorder.paused():
                 check_isolation(skip_ddp_node(loss), top_calls, recorder.calls, samples)
         edges = [call.edge for call in recorder.calls if call.trained]
-        torch.autograd.grad(loss, edges, allow_unused=True)  # hooks record the rows' gradients
+        # As in a step, backward begins with 1 for each term; hooks record the rows' gradients.
+        torch.autograd.grad(loss, edges, check.terms.to(loss).expand_as(loss), allow_unused=True)
         recorder.check()
         weights = torch.ones(samples) if check.weights is None else check.weights
-        self._rows = recorder.parts, samples * weights
+        self._rows = recorder.parts, samples * weights / check.terms.to(weights)
         recorder.clear()
         return output
 
@@ -135,43 +156,39 @@ class Isolation:
         if not isinstance(collate, EmptyCollate):
             return "the collate function is unknown"
         reason, example = "", collate.dataset[collate.index]
-
-        def batch(rows: list[Any]) -> Any:  # again for each step, which may change it
-            return tree_map(_widened, context.host.to_device(collate(rows)))
-
         for lengths, is_padded in _row_lengths(self._root, collate, example):
             rows = [_made(example, number, n, is_padded) for number, n in enumerate(lengths)]
+
+            def run(chosen: list[Any]) -> Any:  # collated again, as a step may change its batch
+                batch = context.host.to_device(collate(chosen))
+                step(tree_map(_widened, batch) if self._in_float32 else batch)
+
             company = [rows[1], rows[0], *rows[2:]]
+            alone, together = partial(run, rows[:1]), partial(run, company)
             try:
-                is_varied = _differ(batch(company))
-                step(batch(rows[:1]))
-            except Exception as error:  # the training does not take rows of this form
-                reason = f"a row made like an example raised {type(error).__name__}: {error}"
-                continue
-            alone = self._gradient(0)
-            if not 0 < _norm(alone) < math.inf or not is_varied:
-                reason = "no row with a gradient of its own could be made"
-                continue
-            try:
-                step(batch(company))
+                alone()
+                gradient = self._gradient(0)
+                if not 0 < _norm(gradient) < math.inf or not _differ(collate(company)):
+                    reason = "no row with a gradient of its own could be made"
+                    continue
+                together()
             except DefenseError:
                 raise
-            except Exception as error:
+            except Exception as error:  # the training does not take rows of this form
                 reason = f"rows made like an example raised {type(error).__name__}: {error}"
                 continue
-            # A collate function may sort: the row is the one whose gradient is nearest.
-            moves = [self._moves(alone, row) for row in range(len(self._rows[1]))]
-            self.moved, parameter = min(moves, key=itemgetter(0))
+            self.moved, parameter, _ = self._nearest(gradient)
             if self.moved <= tolerance:
+                self._steps = alone, together
                 return ""
             self._seed = 1
-            step(batch(rows[:1]))
-            if self._moves(alone, 0)[0] > tolerance:
+            alone()
+            if self._nearest(gradient)[0] > tolerance:
                 return "the step draws random numbers besides dropout"
-            mend = _mend(batch(rows[:1]), batch(company))
+            mend = _mend(collate(rows[:1]), collate(company))
             if not (mend or self._trusted):
                 self._names_layer = True
-                step(batch(company))  # it may find the layer, and raise an error
+                together()  # it may find the layer, and raise an error
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
                 f"'{parameter_name(parameter, self._root)}' by {self.moved:.1g} of its norm. "
@@ -179,20 +196,31 @@ class Isolation:
             )
         return reason
 
-    def _moves(self, alone: dict[Any, Tensor], row: int) -> tuple[float, Any]:
-        """Return how far a row's gradient is from another, over its norm, and in which parameter.
+    def _nearest(self, alone: dict[Any, Tensor]) -> tuple[float, Any, float]:
+        """Return how far the nearest row's gradient in the last run is from another.
 
-        It is the largest share of a parameter. A parameter with a small norm is compared with
-        :data:`FLOOR` of the norm of the whole gradient.
+        It is the nearest row because a collate function may sort.
+
+        Returns:
+            The largest distance of a parameter, over the norm of its gradient or at least
+            :data:`FLOOR` of the whole one's; this parameter; and the distance of the whole
+            gradient, over its norm.
         """
-        gradient, total, moves = self._gradient(row), _norm(alone), {}
-        for p in {**alone, **gradient}:
-            zeros = torch.zeros(1)
-            first, second = (g.get(p, zeros.to(p.device)) for g in (alone, gradient))
-            move = _norm({p: first - second}) / max(_norm({p: first}), FLOOR * total)
-            moves[p] = math.inf if math.isnan(move) else move
-        parameter = max(moves, key=moves.__getitem__)
-        return moves[parameter], parameter
+        total, found = _norm(alone), (math.inf, None, math.inf)
+        for row in range(len(self._rows[1])):
+            gradient, moves = self._gradient(row), dict[Any, float]()
+            for p in {**alone, **gradient}:
+                first, second = (g.get(p, torch.zeros_like(p)) for g in (alone, gradient))
+                distance = _norm({p: first - second})
+                moves[p] = math.inf if math.isnan(distance) else distance
+            shares = {
+                p: move / max(_norm({p: alone[p]}) if p in alone else 0.0, FLOOR * total)
+                for p, move in moves.items()
+            }
+            parameter = max(shares, key=shares.__getitem__)
+            whole = math.hypot(*moves.values()) / total
+            found = min(found, (shares[parameter], parameter, whole), key=itemgetter(0))
+        return found
 
 
 def _norm(gradient: dict[Any, Tensor]) -> float:
@@ -231,7 +259,7 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _dry_run(root: nn.Module, context: DefenseContext) -> Iterator[float]:
+def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> Iterator[float]:
     """Yield the tolerance, in a context in which steps leave no trace and drop nothing."""
     reducer = context.host.reducer
     weights = {t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values())}
@@ -257,6 +285,9 @@ def _dry_run(root: nn.Module, context: DefenseContext) -> Iterator[float]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(per_sample.full_precision())
         stack.enter_context(_WithoutDropout())  # type: ignore[no-untyped-call]
+        if not in_float32:
+            yield COARSE
+            return
         stack.enter_context(register_module_forward_pre_hook(use_float32))
         copies = {t: _widened(t.detach()) for t in halves} if is_copied else {}
         for module in root.modules():

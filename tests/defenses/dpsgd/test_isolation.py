@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.defenses.isolation import HOSTS, MODELS, UNSOUND, Rows, collate, own_loss, train
+from benchmarks.defenses.isolation import (
+    HOSTS,
+    MODELS,
+    UNSOUND,
+    Rows,
+    collate,
+    moved,
+    own_loss,
+    train,
+)
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd import isolation
 from lightning_fedleak.trainers import DefendedLoop
@@ -79,7 +89,7 @@ def test_dynamic_rope_is_taken_if_the_collate_function_cuts() -> None:
     train("loop", build(), rows, loss, lambda r: {k: v[:, :24] for k, v in collate(r).items()})
 
 
-def test_the_measured_gradient_is_that_of_autograd() -> None:
+def test_the_measured_gradient_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding on the left moves it by as much as two backward passes of ours say."""
     model, seen = MODELS["Llama"](), list[Any]()
 
@@ -98,8 +108,8 @@ def test_the_measured_gradient_is_that_of_autograd() -> None:
 
     collate_left = UNSOUND["padding on the left, Llama"][2]
     reference = copy.deepcopy(model)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(DefenseError):
-        patch.setattr(isolation.Isolation, "measure", measure)
+    monkeypatch.setattr(isolation.Isolation, "measure", measure)
+    with pytest.raises(DefenseError):
         first_step(model, loss, Rows(5, "longer", True), collate_left)
 
     def gradients(row: dict[str, Tensor]) -> list[Tensor]:
@@ -166,11 +176,27 @@ def test_half_precision_is_compared_in_float32(precision: str) -> None:
 
     mixed = precision if precision == "bf16-mixed" else None
     defense = first_step(model, loss, Rows(5, "longer", True), collate, mixed)
-    assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 3  # the step's is the last
     assert defense._isolation.moved < 1e-5
     assert {p.dtype for p in model.parameters()} == {
         torch.bfloat16 if precision == "bf16-true" else torch.float32
     }
+
+
+def test_what_half_precision_moves_is_covered_by_more_noise() -> None:
+    number = 40
+    model, rows = MODELS["Llama"](), Rows(number - 1, "longer", True)
+    _, defense = train("lightning", model, rows, own_loss, collate, "bf16-mixed")
+    share = defense._isolation.rounding * number**0.5
+    context: Any = SimpleNamespace(clients=1)
+    assert 1e-3 < share < 0.2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DPSGD, "_fit_step", SimpleNamespace(sampling=defense._sampling))
+        assert defense._sigma(1.5, context) == pytest.approx(1.5 * (1 + share))
+    added = moved("lightning", MODELS["Llama"], "longer", number - 1, precision="bf16-mixed")
+    assert added <= 1 + share
+    unlabelled = moved("lightning", MODELS["Llama"], "no label", number - 1, precision="bf16-mixed")
+    assert unlabelled <= share
 
 
 def test_images_numbers_and_padded_rows_are_measured_too() -> None:

@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,14 +105,12 @@ class Rows(Dataset[Any]):
             ids = torch.randint(3, VOCABULARY, (size,), generator=draw)
             row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
             if company == "packed":  # without a mask positions say where a document begins
-                row["position_ids"] = torch.arange(size)
+                row["position_ids"] = torch.arange(size) % 4
             self.rows.append(row)
         if company == "no label":
             self.rows[-1]["labels"].fill_(-100)
         elif company == "padded":
             self.rows[-1]["attention_mask"][4:], self.rows[-1]["labels"][4:] = 0, -100
-        elif company == "packed":
-            self.rows[-1]["position_ids"] = torch.arange(8) % 4
         self.public_length = number + 1
         self.kept = number + is_whole
 
@@ -122,7 +121,13 @@ class Rows(Dataset[Any]):
         return self.rows[index]
 
 
-def collate(rows: Sequence[dict[str, Tensor]], *, side: str = "right", cut: bool = False) -> Any:
+def collate(
+    rows: Sequence[dict[str, Tensor]],
+    *,
+    side: str = "right",
+    cut: bool = False,
+    is_causal: bool = True,
+) -> Any:
     """Return the rows with padding on a side; or all cut to the shortest."""
     pad = {"labels": -100}
     sizes = [len(row["input_ids"]) for row in rows]
@@ -134,8 +139,8 @@ def collate(rows: Sequence[dict[str, Tensor]], *, side: str = "right", cut: bool
             values = row[key][:width]
             start = width - len(values) if side == "left" else 0
             batch[key][index, start : start + len(values)] = values
-    if "position_ids" in batch and not batch.pop("attention_mask").all():
-        batch["attention_mask"] = (batch["labels"] != -100).long()
+    if "position_ids" in batch and is_causal:  # a mask would hide where documents begin
+        del batch["attention_mask"]
     return batch
 
 
@@ -241,13 +246,12 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     return model(**batch).loss  # type: ignore[no-any-return]
 
 
-def moved(
-    host: str, build: Callable[[], nn.Module], company: str, number: int, **how: Any
-) -> float:
+def moved(host: str, name: str, company: str, number: int, precision: str = "32-true") -> float:
     """Return by how many C the added example moves the sum; NaN if DPSGD refuses the training."""
+    how = own_loss, partial(collate, is_causal="masked" not in name), precision
     try:
         sums = [
-            train(host, build(), Rows(number, company, is_whole), own_loss, collate, **how)[0]
+            train(host, MODELS[name](), Rows(number, company, is_whole), *how)[0]
             for is_whole in (True, False)
         ]
     except DefenseError:
@@ -329,7 +333,7 @@ def print_sound(models: Sequence[str], hosts: Sequence[str], number: int) -> Non
     for name in models:
         values: list[float] = []
         with measured(values):
-            cells = [[moved(h, MODELS[name], kind, number) for h in hosts] for kind in COMPANY]
+            cells = [[moved(h, name, kind, number) for h in hosts] for kind in COMPANY]
         ends = [(min(cell), max(cell)) for cell in cells]
         shown = [
             f"{low:.4f}" if f"{low:.4f}" == f"{high:.4f}" else f"{low:.4f} to {high:.4f}"

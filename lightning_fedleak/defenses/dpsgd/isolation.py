@@ -49,6 +49,7 @@ LONG = 128  # tokens of the long row; more take more time
 # Rounding moves a sum of N rows by root N times what it moves one, measured at N 200: by 0.3 to
 # 2.3 times that, since one row is no mean (benchmarks/defenses/isolation.py --half).
 MARGIN = 4
+SMALLEST = 1e-6  # norm of the row's gradient; a smaller one may be rounding alone
 LARGEST_COPY = 1 << 31  # 16-bit weights of which float32 copies are made: up to 8 GiB
 
 
@@ -168,7 +169,7 @@ class Isolation:
             try:
                 alone()
                 gradient = self._gradient(0)
-                if not 0 < _norm(gradient) < math.inf or not _differ(collate(company)):
+                if not SMALLEST < _norm(gradient) < math.inf or not _differ(collate(company)):
                     reason = "no row with a gradient of its own could be made"
                     continue
                 together()
@@ -285,6 +286,9 @@ def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> I
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(per_sample.full_precision())
         stack.enter_context(_WithoutDropout())  # type: ignore[no-untyped-call]
+        for module in root.modules():  # a layer is run again in backward, outside of the mode
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
         if not in_float32:
             yield COARSE
             return
@@ -383,7 +387,7 @@ def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") 
     elif torch.equal(numbers.flatten().cpu(), torch.arange(size)):  # positions
         made = index
     else:
-        made = 1 + (index * (2 * number + 3) + number) % top
+        made = 1 + (index * (2 * number + 3) + number + sum(key.encode())) % top
     if numbers.dim() and not numbers.is_floating_point():
         if is_padded and bool((numbers < 0).any()):
             made = torch.where(index < tokens, made, IGNORE_INDEX)

@@ -193,9 +193,9 @@ def test_what_half_precision_moves_is_covered_by_more_noise() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DPSGD, "_fit_step", SimpleNamespace(sampling=defense._sampling))
         assert defense._sigma(1.5, context) == pytest.approx(1.5 * (1 + share))
-    added = moved("lightning", MODELS["Llama"], "longer", number - 1, precision="bf16-mixed")
+    added = moved("lightning", "Llama", "longer", number - 1, precision="bf16-mixed")
     assert added <= 1 + share
-    unlabelled = moved("lightning", MODELS["Llama"], "no label", number - 1, precision="bf16-mixed")
+    unlabelled = moved("lightning", "Llama", "no label", number - 1, precision="bf16-mixed")
     assert unlabelled <= share
 
 

@@ -281,7 +281,7 @@ def measured(values: list[float]) -> Iterator[None]:
 
 
 class BatchStatistics(nn.Module):
-    """A model whose hidden states are divided by their deviation in the batch, without a gradient."""
+    """A model whose hidden states are divided by their detached deviation in the batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -154,6 +154,8 @@ class Isolation:
         """Return why nothing could be measured; empty if a row's gradient stays the same."""
         if any(isinstance(p, DTensor) for p in self._root.parameters()):
             return "the weights are sharded"
+        if context.host.reducer is not None and context.host.reducer.static_graph:
+            return "DistributedDataParallel has a static graph"
         if not isinstance(collate, EmptyCollate):
             return "the collate function is unknown"
         reason, example = "", collate.dataset[collate.index]

@@ -128,7 +128,7 @@ class Isolation:
         with recorder.step(samples):
             output = training_step()
         recorder.check()
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         check = LossCheck(trusted=self._trusted)
         top_calls = check.check_form(loss, recorder.calls, samples)
         if self._names_layer:
@@ -171,7 +171,7 @@ class Isolation:
             try:
                 alone()
                 gradient = self._gradient(0)
-                if not SMALLEST < _norm(gradient) < math.inf or not _differ(collate(company)):
+                if not SMALLEST < _whole_norm(gradient) < math.inf or not _differ(collate(company)):
                     reason = "no row with a gradient of its own could be made"
                     continue
                 together()
@@ -209,15 +209,15 @@ class Isolation:
             :data:`FLOOR` of the whole one's; this parameter; and the distance of the whole
             gradient, over its norm.
         """
-        total, found = _norm(alone), (math.inf, None, math.inf)
+        total, found = _whole_norm(alone), (math.inf, None, math.inf)
         for row in range(len(self._rows[1])):
             gradient, moves = self._gradient(row), dict[Any, float]()
             for p in {**alone, **gradient}:
                 first, second = (g.get(p, torch.zeros_like(p)) for g in (alone, gradient))
-                distance = _norm({p: first - second})
+                distance = _whole_norm({p: first - second})
                 moves[p] = math.inf if math.isnan(distance) else distance
             shares = {
-                p: move / max(_norm({p: alone[p]}) if p in alone else 0.0, FLOOR * total)
+                p: move / max(_whole_norm({p: alone[p]}) if p in alone else 0.0, FLOOR * total)
                 for p, move in moves.items()
             }
             parameter = max(shares, key=shares.__getitem__)
@@ -226,7 +226,7 @@ class Isolation:
         return found
 
 
-def _norm(gradient: dict[Any, Tensor]) -> float:
+def _whole_norm(gradient: dict[Any, Tensor]) -> float:
     """Return the norm of a gradient by parameter."""
     return math.hypot(*(float(torch.linalg.vector_norm(g)) for g in gradient.values()))
 
@@ -251,9 +251,7 @@ def _mend(alone: Any, company: Any) -> str:
 class _WithoutDropout(TorchFunctionMode):
     """A mode in which functions drop nothing."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "dropout" in getattr(func, "__name__", ""):
             return args[0] if args else kwargs["input"]
@@ -287,7 +285,7 @@ def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> I
         if is_compiled(root):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(per_sample.full_precision())
-        stack.enter_context(_WithoutDropout())  # type: ignore[no-untyped-call]
+        stack.enter_context(_WithoutDropout())
         for module in root.modules():  # a layer is run again in backward, outside of the mode
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
@@ -295,10 +293,10 @@ def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> I
             yield COARSE
             return
         stack.enter_context(register_module_forward_pre_hook(use_float32))
-        copies = {t: _widened(t.detach()) for t in halves} if is_copied else {}
+        copies: dict[Any, Any] = {t: _widened(t.detach()) for t in halves} if is_copied else {}
         for module in root.modules():
             for name, weight in module._parameters.items():
-                if weight in copies:
+                if weight is not None and weight in copies:
                     copies[weight] = nn.Parameter(copies[weight], weight.requires_grad)
                     module._parameters[name] = copies[weight]
             for name, buffer in module._buffers.items():

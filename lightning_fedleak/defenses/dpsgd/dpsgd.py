@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_fedleak.defenses import accounting, base, noise
 from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.accounting.ledger import client_path
-from lightning_fedleak.defenses.dpsgd import settings, setup_checks
+from lightning_fedleak.defenses.dpsgd import isolation, settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
@@ -258,6 +258,7 @@ class DPSGD(base.Defense):
         trusted = self.clip.loss == "trusted"
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
         self._step.is_rehearsed = self._has_activation_noise
+        self._isolation = isolation.Isolation(context.root, trusted=trusted)
         if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling
 
@@ -356,6 +357,8 @@ class DPSGD(base.Defense):
             DefenseError: The batch was released before, is not the one that was sampled, or weights
                 were changed.
         """
+        with self._team.together():
+            self.guarantee += self._isolation.measure(step, self._sampling, context, self._team)
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
@@ -366,6 +369,8 @@ class DPSGD(base.Defense):
         self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero."""
+        if self._isolation.is_running:
+            return self._isolation.run(training_step, batch)
         base = self._noise_base(context)
         return self._fit_step.run(training_step, batch, self.releases, context, base)
 
@@ -387,9 +392,7 @@ class DPSGD(base.Defense):
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
         noise_multiplier, count_release = self._budget.next_release or self._budget.settle_next()
-        # Under central trust each client adds its share of the noise.
-        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        sigma = noise_multiplier / divisor * self._noise_share
+        sigma = self._sigma(noise_multiplier, context)
         std = sigma * norm
         if team.size > 1:  # the collective calls below need equal values
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
@@ -439,8 +442,6 @@ class DPSGD(base.Defense):
     ) -> base.CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with independent noise.
 
-        A canary is the simulated gradient of layers that a dishonest server could add to the model.
-
         Raises:
             DefenseError: The canary belongs to other samples than the batch, or already has noise.
         """
@@ -461,10 +462,15 @@ class DPSGD(base.Defense):
             released = released.noised(standard * std, std)
         return released
 
+    def _sigma(self, noise_multiplier: float, context: base.DefenseContext) -> float:
+        """Return the deviation of this client's noise over C, raised by what rounding moves."""
+        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
+        moved = self._isolation.rounding * math.sqrt(self._fit_step.sampling.expected)
+        return noise_multiplier / divisor * self._noise_share * (1 + moved)
+
     def noise_std(self, context: base.DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        sigma = self._budget.noise_now / divisor * self._noise_share
+        sigma = self._sigma(self._budget.noise_now, context)
         return sigma * self._clip.norm / self._fit_step.sampling.expected
 
     def example_norm(self, context: base.DefenseContext) -> float:

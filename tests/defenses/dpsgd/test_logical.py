@@ -28,7 +28,8 @@ class Pieces(Run):
 
     def piece(self, batch: Any) -> Tensor:
         def training_step() -> Tensor:
-            if torch.is_grad_enabled():  # not in the rehearsal of the step
+            # Neither in the rehearsal of the step, nor in that of its isolation.
+            if torch.is_grad_enabled() and not self.defense._isolation.is_running:
                 self.sizes.append(count_samples(batch))
             return self.loss(batch)
 

@@ -1,0 +1,403 @@
+"""Measures, before the first release, that an example's gradient does not depend on its batch.
+
+DP-SGD bounds what one example adds to a sum of gradients. That bounds nothing if other rows of the
+batch move the example's gradient: padding on the left shifts positions, batch norm mixes
+activations, a loss divides by all labels. So the training's own collate function, step and loss
+run on *made* rows: one row alone, then the same row in the *company* of a long row, one of one
+token and an empty one. The gradient that would be clipped must be the same in both.
+
+Rows are made from the form of one example: its fields, shapes and types, and the largest of its
+whole numbers. Nothing else is read from the data. Dropout and autocast are off, float32 replaces
+weights of 16 bits, and model, host and random states are restored afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
+from lightning_fedleak.defenses.dpsgd import per_sample
+from lightning_fedleak.defenses.dpsgd.clipped_sum import COARSE
+from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck, check_isolation, skip_ddp_node
+from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, rebuilt
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples, tensors_of
+from lightning_fedleak.defenses.processes import Team
+from lightning_fedleak.messages import rank_zero_warn
+from lightning_fedleak.model.batches import IGNORE_INDEX
+from lightning_fedleak.model.model_state import is_compiled, preserve_model, preserve_process
+from lightning_fedleak.model.taps.hooks import taps_paused
+
+# The largest distance between the gradients of a row alone and in company, over their norm. Sound
+# trainings are far below it, unsound ones far above (benchmarks/defenses/isolation.py).
+TOLERANCE = 1e-4
+FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
+TOKENS = 6  # of the row that is compared
+LONG = 128  # tokens of the long row; more take more time
+# Rounding moves a sum of N rows by root N times what it moves one, measured at N 200: by 0.3 to
+# 2.3 times that, since one row is no mean (benchmarks/defenses/isolation.py --half).
+MARGIN = 4
+SMALLEST = 1e-6  # norm of the row's gradient; a smaller one may be rounding alone
+LARGEST_COPY = 1 << 31  # 16-bit weights of which float32 copies are made: up to 8 GiB
+
+
+class Isolation:
+    """The measurement of one fit; see the module's docstring.
+
+    Args:
+        root: The module that is trained.
+        trusted: Whether the user has proved that the loss is a mean of per-sample means.
+
+    Attributes:
+        is_running: Whether the present step belongs to the measurement.
+        reason: Why nothing was measured; empty if it was, or was not tried yet.
+        moved: How far the gradient was from the same one alone, over its norm.
+        rounding: How far other rows move an example's clipped gradient in half precision, over C:
+            they change how its sums are rounded. :data:`MARGIN` is included. 0 in other precisions.
+    """
+
+    def __init__(self, root: nn.Module, *, trusted: bool) -> None:
+        self._root, self._trusted = root, trusted
+        self.is_running = self._is_done = self._names_layer = False
+        self.reason, self.moved, self.rounding = "", math.nan, 0.0
+        self._in_float32 = True
+        self._steps: tuple[Callable[[], Any], ...] = ()  # of the row alone, and in company
+        self._recorder: Any = None
+        self._seed = 0
+        self._rows: Any = None  # of the last run: per-sample gradients and their weights
+
+    def measure(
+        self, step: Callable[[Any], Any], sampling: Any, context: DefenseContext, team: Team
+    ) -> str:
+        """Compare a made row alone and in company, once in a fit; warn if that cannot be done.
+
+        Args:
+            step: A function that passes a batch to ``training_step`` through :meth:`run`.
+            sampling: The Poisson sampling, which has the loader.
+            context: The client and the process.
+            team: The processes of this client.
+
+        Returns:
+            What the guarantee has to say of it: nothing, or that nothing was measured.
+
+        Raises:
+            DefenseError: The gradients differ. The message says by how much, and what to change.
+        """
+        if self._is_done:
+            return ""
+        self._is_done = self.is_running = True
+        self._recorder = Recorder(self._root)
+        try:
+            with _dry_run(self._root, context, in_float32=True) as tolerance:
+                self.reason = self._compare(step, sampling.loader.collate_fn, context, tolerance)
+            if self._steps and context.precision.startswith("bf16"):
+                self._in_float32 = False
+                with _dry_run(self._root, context, in_float32=False):
+                    self._steps[0]()
+                    gradient = self._gradient(0)
+                    self._steps[1]()
+                    self.rounding = MARGIN * self._nearest(gradient)[2]
+        finally:
+            self._recorder.remove()
+            self.is_running, self._rows, self._steps = False, None, ()
+        (self.rounding,) = team.largest([self.rounding])
+        if not self.reason:
+            return ""
+        rank_zero_warn(
+            "DPSGD: whether an example's gradient depends on the other examples of its batch was "
+            f"not measured: {self.reason}. Epsilon holds only if it does not."
+        )
+        return " Not measured: that an example's gradient depends on that example alone."
+
+    def run(self, training_step: Callable[[], Any], batch: Any) -> Any:
+        """Run a batch of the measurement, and record the gradient of each of its rows."""
+        recorder, samples = self._recorder, count_samples(batch)
+        torch.manual_seed(self._seed)
+        with recorder.step(samples):
+            output = training_step()
+        recorder.check()
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        check = LossCheck(trusted=self._trusted)
+        top_calls = check.check_form(loss, recorder.calls, samples)
+        if self._names_layer:
+            with recorder.paused():
+                check_isolation(skip_ddp_node(loss), top_calls, recorder.calls, samples)
+        edges = [call.edge for call in recorder.calls if call.trained]
+        # As in a step, backward begins with 1 for each term; hooks record the rows' gradients.
+        torch.autograd.grad(loss, edges, check.terms.to(loss).expand_as(loss), allow_unused=True)
+        recorder.check()
+        weights = torch.ones(samples) if check.weights is None else check.weights
+        self._rows = recorder.parts, samples * weights / check.terms.to(weights)
+        recorder.clear()
+        return output
+
+    def _gradient(self, row: int) -> dict[Tensor, Tensor]:
+        """Return a row's gradient in the last run, by parameter."""
+        parts, weights = self._rows
+        sums = {p: per_sample.slice_samples(parts[p], row, row + 1) for p in parts}
+        weight = weights[row : row + 1]
+        return {p: per_sample.weighted_sum(sums[p], weight.to(p.device), p.shape) for p in parts}
+
+    def _compare(self, step: Any, collate: Any, context: DefenseContext, tolerance: float) -> str:
+        """Return why nothing could be measured; empty if a row's gradient stays the same."""
+        if any(isinstance(p, DTensor) for p in self._root.parameters()):
+            return "the weights are sharded"
+        if context.host.reducer is not None and context.host.reducer.static_graph:
+            return "DistributedDataParallel has a static graph"
+        if not isinstance(collate, EmptyCollate):
+            return "the collate function is unknown"
+        reason, example = "", collate.dataset[collate.index]
+        for lengths, is_padded in _row_lengths(self._root, collate, example):
+            rows = [_made(example, number, n, is_padded) for number, n in enumerate(lengths)]
+
+            def run(chosen: list[Any]) -> Any:  # collated again, as a step may change its batch
+                batch = context.host.to_device(collate(chosen))
+                step(tree_map(_widened, batch) if self._in_float32 else batch)
+
+            company = [rows[1], rows[0], *rows[2:]]
+            alone, together = partial(run, rows[:1]), partial(run, company)
+            try:
+                alone()
+                gradient = self._gradient(0)
+                if not SMALLEST < _whole_norm(gradient) < math.inf or not _differ(collate(company)):
+                    reason = "no row with a gradient of its own could be made"
+                    continue
+                together()
+            except DefenseError:
+                raise
+            except Exception as error:  # the training does not take rows of this form
+                reason = f"rows made like an example raised {type(error).__name__}: {error}"
+                continue
+            self.moved, parameter, _ = self._nearest(gradient)
+            if self.moved <= tolerance:
+                self._steps = alone, together
+                return ""
+            self._seed = 1
+            alone()
+            if self._nearest(gradient)[0] > tolerance:
+                return "the step draws random numbers besides dropout"
+            mend = _mend(collate(rows[:1]), collate(company))
+            if not (mend or self._trusted):
+                self._names_layer = True
+                together()  # it may find the layer, and raise an error
+            raise DefenseError(
+                "DPSGD: other rows of a batch change an example's gradient: that of "
+                f"'{parameter_name(parameter, self._root)}' by {self.moved:.1g} of its norm. "
+                f"{mend or _OWN_ROW}"
+            )
+        return reason
+
+    def _nearest(self, alone: dict[Any, Tensor]) -> tuple[float, Any, float]:
+        """Return how far the nearest row's gradient in the last run is from another.
+
+        It is the nearest row because a collate function may sort.
+
+        Returns:
+            The largest distance of a parameter, over the norm of its gradient or at least
+            :data:`FLOOR` of the whole one's; this parameter; and the distance of the whole
+            gradient, over its norm.
+        """
+        total, found = _whole_norm(alone), (math.inf, None, math.inf)
+        for row in range(len(self._rows[1])):
+            gradient, moves = self._gradient(row), dict[Any, float]()
+            for p in {**alone, **gradient}:
+                first, second = (g.get(p, torch.zeros_like(p)) for g in (alone, gradient))
+                distance = _whole_norm({p: first - second})
+                moves[p] = math.inf if math.isnan(distance) else distance
+            shares = {
+                p: move / max(_whole_norm({p: alone[p]}) if p in alone else 0.0, FLOOR * total)
+                for p, move in moves.items()
+            }
+            parameter = max(shares, key=shares.__getitem__)
+            whole = math.hypot(*moves.values()) / total
+            found = min(found, (shares[parameter], parameter, whole), key=itemgetter(0))
+        return found
+
+
+def _whole_norm(gradient: dict[Any, Tensor]) -> float:
+    """Return the norm of a gradient by parameter."""
+    return math.hypot(*(float(torch.linalg.vector_norm(g)) for g in gradient.values()))
+
+
+_OWN_ROW = (
+    "Compute each row from that row alone: GroupNorm or LayerNorm in place of statistics of the "
+    "batch, `mean_of_sample_means` in place of a division by all labels, no other rows as negatives"
+)
+
+
+def _mend(alone: Any, company: Any) -> str:
+    """Return what to change, as far as the two batches show it; empty if they do not."""
+    flat, wide = ([t for t in tensors_of(b) if t.dim() == 2] for b in (alone, company))
+    masks = (t for t in wide if not t.is_floating_point() and bool((t <= 1).all()))
+    if any(bool(((t[:, 0] == 0) & (t[:, -1] == 1)).any()) for t in masks):
+        return 'Padding is on the left: set `tokenizer.padding_side = "right"`'
+    if max((t.shape[1] for t in flat), default=0) > max((t.shape[1] for t in wide), default=0):
+        return "The collate function cuts rows to the shortest: let it pad them to the longest"
+    return ""
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """A mode in which functions drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "dropout" in getattr(func, "__name__", ""):
+            return args[0] if args else kwargs["input"]
+        kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> Iterator[float]:
+    """Yield the tolerance, in a context in which steps leave no trace and drop nothing."""
+    reducer = context.host.reducer
+    weights = {t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values())}
+    halves = {t for t in weights if t is not None and t.dtype in (torch.bfloat16, torch.float16)}
+    is_copied = sum(t.numel() for t in halves) <= LARGEST_COPY
+    is_plain = all(t is None or type(t) in (Tensor, nn.Parameter, nn.Buffer) for t in weights)
+    kinds = "cpu", context.device.type
+
+    def use_float32(*_: object) -> None:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
+        if is_copied:
+            torch.set_default_dtype(torch.promote_types(torch.get_default_dtype(), torch.float32))
+
+    with ExitStack() as stack:
+        for block in (preserve_process(), context.host.without_logs(), taps_paused()):
+            stack.enter_context(block)
+        if reducer is not None:
+            stack.callback(setattr, reducer, "require_forward_param_sync", True)
+            stack.enter_context(reducer.no_sync())
+        stack.enter_context(preserve_model(root))
+        if is_compiled(root):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(per_sample.full_precision())
+        stack.enter_context(_WithoutDropout())
+        for module in root.modules():  # a layer is run again in backward, outside of the mode
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        if not in_float32:
+            yield COARSE
+            return
+        stack.enter_context(register_module_forward_pre_hook(use_float32))
+        copies: dict[Any, Any] = {t: _widened(t.detach()) for t in halves} if is_copied else {}
+        for module in root.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and weight in copies:
+                    copies[weight] = nn.Parameter(copies[weight], weight.requires_grad)
+                    module._parameters[name] = copies[weight]
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = copies.get(buffer, buffer)
+        yield TOLERANCE if is_copied and is_plain else COARSE
+
+
+def _widened(value: Any) -> Any:
+    """Return a tensor of 16-bit numbers in float32, and any other value itself."""
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+def _row_lengths(
+    root: nn.Module, collate: EmptyCollate, example: Any
+) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Yield the tokens of made rows, and whether rows keep the example's length, with padding.
+
+    The first row is the one that is compared, the second the long one. A training that does not
+    take rows of the first form may take those of a later one.
+
+    Raises:
+        DefenseError: The positions of all rows change with the longest row (transformers' dynamic
+            RoPE), and the collate function admits a row for which they do.
+    """
+    ropes = {str(module.rope_type) for module in root.modules() if hasattr(module, "rope_type")}
+    configs = [module.config for module in root.modules() if hasattr(module, "config")]
+    limits = [n for c in configs if (n := getattr(c, "max_position_embeddings", None))]
+    own = _width(collate, example)
+    long = own
+    if configs:  # a model of transformers: without a table of positions, or with a known one
+        long = LONG if ropes or not limits else max(2, min(LONG, *limits) - 2)
+    if any("dynamic" in rope for rope in ropes):
+        limit = max(limits)
+        if _width(collate, _made(example, 0, limit + 1, False)) > limit:
+            raise DefenseError(
+                "DPSGD: with dynamic RoPE the longest row of a batch changes the positions of all, "
+                f"once it has more than {limit} tokens: let the collate function cut rows to that"
+            )
+    if any("longrope" in rope for rope in ropes):  # beyond it, the check of buffers ends the run
+        settings = [getattr(config, "rope_parameters", None) or {} for config in configs]
+        long = min(long, *(s.get("original_max_position_embeddings", LONG) for s in settings))
+    lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
+    yield from ((lengths, False), (lengths[:3], False)) if own else ()
+    yield (min(TOKENS, max(1, own // 2)), own, 1, 0), True
+
+
+def _width(collate: EmptyCollate, example: Any) -> int:
+    """Return the tokens of an example in a batch; 0 if it has no whole numbers."""
+    tensors = (t for t in tensors_of(collate([example])) if t.dim() > 1)
+    return max((t.shape[-1] for t in tensors if not t.is_floating_point()), default=0)
+
+
+def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") -> Any:
+    """Return a value of an example's form with other contents.
+
+    Args:
+        value: The example, or a value inside it.
+        number: The number of the row; rows of different numbers differ.
+        tokens: The length of its sequences of whole numbers, or of their part without padding.
+        is_padded: Whether sequences keep the length of the example.
+        key: The name of the value.
+    """
+    if isinstance(value, Mapping):
+        return rebuilt(
+            value, {k: _made(v, number, tokens, is_padded, str(k)) for k, v in value.items()}
+        )
+    if isinstance(value, str):
+        return " ".join("abcdefgh"[(number + i) % 8] for i in range(tokens))
+    try:
+        numbers = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # not numbers, or not as many in each row
+        if isinstance(value, list | tuple):
+            return rebuilt(value, [_made(v, number, tokens, is_padded, key) for v in value])
+        return value
+    size = numbers.shape[-1] if numbers.dim() else 1
+    index = torch.arange(size if is_padded else tokens)
+    top = max(0, int(numbers.max())) if numbers.numel() else 0
+    if "mask" in key and "special" not in key:
+        top = 1
+    if numbers.is_floating_point():
+        waves = torch.arange(numbers.numel()) * (number + 1.7) + number
+        made = waves.sin().view(numbers.shape) * (tokens > 0)
+    elif not numbers.dim():
+        made = torch.tensor(0)
+    elif top <= 1:  # a mask, or one kind of token
+        made = torch.where((index < tokens) | ("mask" not in key), top, 0)
+    elif torch.equal(numbers.flatten().cpu(), torch.arange(size)):  # positions
+        made = index
+    else:
+        made = 1 + (index * (2 * number + 3) + number + sum(key.encode())) % top
+    if numbers.dim() and not numbers.is_floating_point():
+        if is_padded and bool((numbers < 0).any()):
+            made = torch.where(index < tokens, made, IGNORE_INDEX)
+        made = made.expand(*numbers.shape[:-1], -1)
+    made = made.to(numbers)
+    if isinstance(value, Tensor):
+        return made
+    return made.numpy() if isinstance(value, np.ndarray) else type(value)(made.tolist())
+
+
+def _differ(batch: Any) -> bool:
+    """Return whether the rows of a batch differ from each other."""
+    return any(bool((t != t[:1]).any()) for t in tensors_of(batch) if t.dim())

@@ -1,0 +1,293 @@
+"""The gradient of an example alone and in company: what is refused, and that nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.defenses.isolation import (
+    HOSTS,
+    MODELS,
+    UNSOUND,
+    Rows,
+    collate,
+    moved,
+    own_loss,
+    train,
+)
+from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd import isolation
+from lightning_fedleak.trainers import DefendedLoop
+from tests.helpers.models import tiny_bert_classifier, tiny_gpt2, tiny_llama
+
+WARNING = "was not measured"
+
+
+def first_step(
+    model: nn.Module,
+    loss: Callable[[Any], Tensor],
+    rows: Any,
+    collate_fn: Any = None,
+    precision: str | None = None,
+    **settings: Any,
+) -> DPSGD:
+    """Return the defence after one step of a loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, **settings)
+    loader = DataLoader(rows, len(rows) // 2, collate_fn=collate_fn)
+    loop = DefendedLoop(model, optimizer, loader, [defense], steps=1, precision=precision)
+    with loop as private:
+        private.loss(loss, next(iter(private))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return defense
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_padding_on_the_left_is_refused_with_the_line_to_write_under_every_host(host: str) -> None:
+    build, loss, collate_left = UNSOUND["padding on the left, Llama"]
+    with pytest.raises(DefenseError, match=r'`tokenizer\.padding_side = "right"`'):
+        train(host, build(), Rows(5, "longer", True), loss, collate_left)
+    released, _ = train(host, build(), Rows(5, "longer", True), loss, collate)
+    assert any(gradient.any() for gradient in released)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "padding on the left, GPT-2": "padding_side",
+        "padding on the left, LoRA": "padding_side",
+        "rows cut to the shortest": "cuts rows to the shortest",
+        "a loss over the batch's labels": "division by all labels",
+        "statistics of the batch, detached": "statistics of the batch",
+        "dynamic RoPE": "let the collate function cut rows",
+    }.items(),
+)
+def test_what_other_rows_change_is_refused_before_the_first_release(
+    name: str, message: str
+) -> None:
+    """Rows are all of one length, so that no row of the data would show it."""
+    build, loss, collate_fn = UNSOUND[name]
+    rows = Rows(5, "longer", True)
+    rows.rows = [rows.rows[0]] * 6
+    with pytest.raises(DefenseError, match=message):
+        train("loop", build(), rows, loss, collate_fn)
+
+
+def test_dynamic_rope_is_taken_if_the_collate_function_cuts() -> None:
+    build, loss, _ = UNSOUND["dynamic RoPE"]
+    rows = Rows(5, "longer", True)
+    train("loop", build(), rows, loss, lambda r: {k: v[:, :24] for k, v in collate(r).items()})
+
+
+def test_the_measured_gradient_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding on the left moves it by as much as two backward passes of ours say."""
+    model, seen = MODELS["Llama"](), list[Any]()
+
+    def loss(batch: Any) -> Tensor:
+        seen.append({k: v.clone() for k, v in batch.items()})
+        return model(**batch).loss  # type: ignore[no-any-return]
+
+    check = isolation.Isolation.measure
+    moved: list[float] = []
+
+    def measure(self: Any, *arguments: Any) -> str:
+        try:
+            return check(self, *arguments)
+        finally:
+            moved.append(self.moved)
+
+    collate_left = UNSOUND["padding on the left, Llama"][2]
+    reference = copy.deepcopy(model)
+    monkeypatch.setattr(isolation.Isolation, "measure", measure)
+    with pytest.raises(DefenseError):
+        first_step(model, loss, Rows(5, "longer", True), collate_left)
+
+    def gradients(row: dict[str, Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(reference(**row).loss, [*reference.parameters()]))
+
+    alone, company = seen[:2]
+    pairs = zip(gradients(alone), gradients({k: v[1:2] for k, v in company.items()}), strict=True)
+    distances = [((a - b).norm(), a.norm()) for a, b in pairs]
+    total = torch.stack([size for _, size in distances]).norm()
+    expected = max(float(d / max(size, 1e-2 * total)) for d, size in distances)
+    assert moved[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_rows_are_made_and_hold_nothing_of_the_data() -> None:
+    seen: list[Any] = []
+    model, rows = tiny_llama(vocab=120).train(), Rows(5, "longer", True)
+
+    def loss(batch: Any) -> Tensor:
+        seen.append(batch["input_ids"].clone())
+        return own_loss(model, batch)
+
+    first_step(model, loss, rows, collate)
+    alone, company, first = seen
+    assert alone.shape == (1, isolation.TOKENS)
+    assert torch.equal(company[1, : isolation.TOKENS], alone[0])
+    assert [int((row != 0).sum()) for row in company] == [isolation.LONG, isolation.TOKENS, 1, 0]
+    drawn = {tuple(row["input_ids"].tolist()) for row in rows.rows}
+    assert all(tuple(row[row != 0].tolist()) in drawn for row in first)
+    assert not any(tuple(row[row != 0].tolist()) in drawn for row in [*alone, *company])
+
+
+def weights_after(is_measured: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Return the weights of a training with dropout and buffers, and torch's state after it."""
+    if not is_measured:
+        monkeypatch.setattr(isolation.Isolation, "measure", lambda *_: "")
+    torch.manual_seed(3)
+    model = tiny_gpt2(dropout=0.1, vocab=120).train()
+    model.register_buffer("counter", torch.zeros(1))
+    first_step(model, lambda batch: model(**batch).loss, Rows(7, "longer", True), collate, seed=5)
+    monkeypatch.undo()
+    return model.state_dict(), torch.get_rng_state()
+
+
+def test_training_is_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, state), (second, other_state) = (
+        weights_after(measures, monkeypatch) for measures in (True, False)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(state, other_state)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_half_precision_is_compared_in_float32(precision: str) -> None:
+    model = MODELS["Llama"]()
+    if precision == "bf16-true":
+        model = model.to(torch.bfloat16)
+    dtypes: list[torch.dtype] = []
+
+    def loss(batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            output = model(**batch)
+        dtypes.append(output.logits.dtype)
+        return output.loss  # type: ignore[no-any-return]
+
+    mixed = precision if precision == "bf16-mixed" else None
+    defense = first_step(model, loss, Rows(5, "longer", True), collate, mixed)
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 3  # the step's is the last
+    assert defense._isolation.moved < 1e-5
+    assert {p.dtype for p in model.parameters()} == {
+        torch.bfloat16 if precision == "bf16-true" else torch.float32
+    }
+
+
+def test_what_half_precision_moves_is_covered_by_more_noise() -> None:
+    number = 40
+    model, rows = MODELS["Llama"](), Rows(number - 1, "longer", True)
+    _, defense = train("lightning", model, rows, own_loss, collate, "bf16-mixed")
+    share = defense._isolation.rounding * number**0.5
+    context: Any = SimpleNamespace(clients=1)
+    assert 1e-3 < share < 0.4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DPSGD, "_fit_step", SimpleNamespace(sampling=defense._sampling))
+        assert defense._sigma(1.5, context) == pytest.approx(1.5 * (1 + share))
+    added = moved("lightning", "Llama", "longer", number - 1, precision="bf16-mixed")
+    assert added <= 1 + share
+    unlabelled = moved("lightning", "Llama", "no label", number - 1, precision="bf16-mixed")
+    assert unlabelled <= share
+
+
+def test_images_numbers_and_padded_rows_are_measured_too() -> None:
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    images = [(torch.rand(3, 8, 8), index % 2) for index in range(8)]
+    defense = first_step(
+        convolution, lambda b: nn.functional.cross_entropy(convolution(b[0]), b[1]), images
+    )
+    assert defense._isolation.moved < 1e-5
+    model = tiny_bert_classifier(dropout=0.0).train()
+    mask = torch.tensor([1, 1, 1, 1, 0, 0])
+    rows = [
+        {"input_ids": mask * (index + 5), "attention_mask": mask, "labels": index % 2}
+        for index in range(8)
+    ]
+    defense = first_step(model, lambda batch: model(**batch).loss, rows)
+    assert defense._isolation.moved < 1e-5
+
+
+def test_a_norm_over_the_batch_of_numbers_is_refused() -> None:
+    class Whitening(nn.Module):
+        def forward(self, values: Tensor) -> Tensor:
+            return values - values.detach().mean(0)
+
+    model = nn.Sequential(nn.Linear(4, 4), Whitening(), nn.Linear(4, 2))
+    rows = [(torch.rand(4), index % 2) for index in range(8)]
+    with pytest.raises(DefenseError, match=r"'[02]\.weight' by .* statistics of the batch"):
+        first_step(model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), rows)
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(40, 4), nn.Linear(4, 40)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embedding(ids))  # type: ignore[no-any-return]
+
+    model = Text()
+
+    def loss(batch: Any) -> Tensor:
+        logits = model(batch)
+        logits = logits + torch.randn(len(batch), 1, 1)  # noise of its own
+        return mean_of_sample_means(logits * torch.rand(len(batch), 1, 1), batch, causal=True)
+
+    with pytest.warns(UserWarning, match=f"{WARNING}: the step draws random numbers"):
+        defense = first_step(model, loss, [*torch.randint(40, (8, 6))])
+    assert "Not measured: that an example's gradient depends" in defense.guarantee
+    rows = [{"name": f"{index}", "number": index} for index in range(8)]
+    numbers = {row["name"]: torch.full((4,), row["number"]) for row in rows}
+    with pytest.warns(UserWarning, match=f"{WARNING}.*KeyError"):
+        first_step(
+            model,
+            lambda ids: mean_of_sample_means(model(ids), ids, causal=True),
+            rows,
+            lambda chosen: torch.stack([numbers[row["name"]] for row in chosen]),
+        )
+
+
+def test_sound_rows_give_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", f".*{WARNING}.*")
+        model = tiny_llama(vocab=120).train()
+        defense = first_step(model, lambda b: own_loss(model, b), Rows(5, "packed", True), collate)
+    assert 0 <= defense._isolation.moved < 1e-5
+    assert "Not measured" not in defense.guarantee
+
+
+def test_longrope_is_taken_up_to_the_length_at_which_it_changes() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "long_factor": [4.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 16,
+    }
+    config = LlamaConfig(
+        vocab_size=120,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+    )
+    model = LlamaForCausalLM(config).train()
+    lengths = [n for n, _ in isolation._row_lengths(model, _Collate(), {"input_ids": [1, 2, 3]})]
+    assert max(map(max, lengths)) == 16
+
+
+class _Collate:
+    def __call__(self, rows: list[Any]) -> Any:
+        return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}

@@ -103,12 +103,7 @@ class Isolation:
             with _dry_run(self._root, context, in_float32=True) as tolerance:
                 self.reason = self._compare(step, sampling.loader.collate_fn, context, tolerance)
             if self._steps and context.precision.startswith("bf16"):
-                self._in_float32 = False
-                with _dry_run(self._root, context, in_float32=False):
-                    self._steps[0]()
-                    gradient = self._gradient(0)
-                    self._steps[1]()
-                    self.rounding = MARGIN * self._nearest(gradient)[2]
+                self.reason = self._measure_rounding(context)
         finally:
             self._recorder.remove()
             self.is_running, self._rows, self._steps = False, None, ()
@@ -120,6 +115,19 @@ class Isolation:
             f"not measured: {self.reason}. Epsilon holds only if it does not."
         )
         return " Not measured: that an example's gradient depends on that example alone."
+
+    def _measure_rounding(self, context: DefenseContext) -> str:
+        """Compare both in half precision, as trained; return why that is not possible, or ""."""
+        self._in_float32, (alone, together) = False, self._steps
+        try:
+            with _dry_run(self._root, context, in_float32=False):
+                alone()
+                gradient = self._gradient(0)
+                together()
+                self.rounding = MARGIN * self._nearest(gradient)[2]
+        except Exception as error:  # the training casts rows before its step
+            return f"in half precision made rows raised {type(error).__name__}: {error}"
+        return ""
 
     def run(self, training_step: Callable[[], Any], batch: Any) -> Any:
         """Run a batch of the measurement, and record the gradient of each of its rows."""
@@ -233,7 +241,9 @@ def _whole_norm(gradient: dict[Any, Tensor]) -> float:
 
 _OWN_ROW = (
     "Compute each row from that row alone: GroupNorm or LayerNorm in place of statistics of the "
-    "batch, `mean_of_sample_means` in place of a division by all labels, no other rows as negatives"
+    "batch, `mean_of_sample_means` in place of a division by all labels, no rows as negatives. "
+    "Run all rows in one call, with the rows of an example side by side: "
+    "torch.stack([a, b], 1).flatten(0, 1), not torch.cat([a, b])"
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +24,6 @@ from lightning_fedleak.defenses.dpsgd import experts, rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
 from lightning_fedleak.defenses.dpsgd.rules import RULES_OF_ONE_USE, rule_of
 from lightning_fedleak.model.taps.hooks import Hook, taps_paused
-
-# Samples of a batch from which on one sample that is part of all matches in `_check_rows` is taken
-# for a coincidence. With fewer samples, rows in the wrong order may do the same. Not tuned.
-SMALL_BATCH = 5
 
 # Added to an error of training_step: {0} are the layers' names, {1} is the number of samples.
 _EXPANDED = "DPSGD: if the cause is that {0} got one row for all {1} samples, pass one for each."
@@ -122,8 +118,6 @@ class Recorder:
         self._recording = self._paused = False
         self.counts = True
         self._expanded_layers: set[nn.Module] = set()  # whose one row became a row per sample
-        self._batch_tensors: list[Tensor] = []
-        self._lone_samples: set[int] = set()  # the samples that a call ran without the others
         self._handles: list[Any] = []
         self.root = root
         self._failure: Exception | None = None  # raised by `check`
@@ -163,17 +157,11 @@ class Recorder:
         Raises:
             DefenseError: The message names the layer and says what to do with it.
         """
-        if len(self._lone_samples) == self.samples > 1:
-            self._failure = DefenseError(
-                f"DPSGD: run the {self.samples} samples in one call, not each in one of its own"
-            )
         if self._failure is not None:
             raise self._failure
 
     @contextmanager
-    def step(
-        self, samples: int, *, counts: bool = True, tensors: Iterable[Tensor] = ()
-    ) -> Iterator[None]:
+    def step(self, samples: int, *, counts: bool = True) -> Iterator[None]:
         """Discard earlier records, and record the calls within this context.
 
         Args:
@@ -181,8 +169,6 @@ class Recorder:
             counts: False if the batch is the placeholder of an empty one. Its gradients are not
                 recorded. Gradients of trained layers' outputs are replaced by zeros, which also
                 removes NaN.
-            tensors: The tensors of the batch. The inputs of layers are compared with their rows, to
-                find a row that would be counted for the wrong sample.
 
         Raises:
             DefenseError: Code within the context raised an error, and a layer could not be
@@ -190,8 +176,6 @@ class Recorder:
         """
         self.clear()
         self.samples, self._recording, self.counts = samples, True, counts
-        self._batch_tensors = [t for t in tensors if t.dim() == 2 and len(t) == samples]
-        self._lone_samples = set()
         expanded_before = set(self._expanded_layers)
         try:
             for module in self._prompted:
@@ -208,7 +192,7 @@ class Recorder:
             self._expanded_layers = expanded_before
             raise
         finally:
-            self._recording, self._batch_tensors = False, []
+            self._recording = False
             for module in self._prompted:
                 module.__dict__.pop("get_prompt", None)
 
@@ -298,8 +282,6 @@ class Recorder:
         ids = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(ids, Tensor) or ids.dim() == 0:
             return None
-        if ids.dim() == 1 or len(ids) == 1:
-            self._note_lone_sample(ids.flatten())
         if not trains(module, inside=module in self._adapted):
             return None
         if ids.dim() == 1 and (module in self._expanded_layers or self._are_positions(ids)):
@@ -335,7 +317,6 @@ class Recorder:
             return
         inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
         try:
-            self._check_rows(name, inputs)
             if not trains(module, inside=module in self._adapted):
                 self._record_frozen(name, output)
                 return
@@ -404,64 +385,6 @@ class Recorder:
             )
         return rows // self.samples
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _note_lone_sample(self, ids: Tensor) -> None:
-        """Add the samples whose ids an embedding was called with, if these are not positions.
-
-        If ``training_step`` runs a sample alone, its row of ids would be taken for positions that
-        all samples share. Positions may equal the ids of one sample by chance, so :meth:`check`
-        raises an error only if all samples were run alone. Two cases are skipped because they are
-        often equal by chance: batch tensors of zeros and ones (masks), and ids of equal numbers.
-
-        Args:
-            ids: (n,) the ids of the call. They may also be one label of each sample, (B,).
-        """
-        for tensor in self._batch_tensors:
-            if not 2 <= len(ids) <= tensor.shape[1] or tensor.device != ids.device:
-                continue
-            equal = (tensor[:, : len(ids)] == ids).all(1)
-            is_distinctive = (tensor > 1).any() & (ids != ids[0]).any()
-            if bool(equal.any() & ~equal.all() & is_distinctive):
-                self._lone_samples.update(equal.nonzero().flatten().tolist())
-
-    def _check_rows(self, name: str, inputs: Any) -> None:
-        """Raise an error if each sample has several rows of an input, and one is another sample's.
-
-        Only inputs without gradient are compared, because they come from the batch itself. Rows
-        that were changed before they were joined are not recognised. Neither are batch rows of
-        equal numbers (token types could equal another sample's labels that are all zero). In a
-        batch of :data:`SMALL_BATCH` samples or more there is no error if one sample is part of all
-        matches: its rows may equal those of other samples by chance.
-
-        Raises:
-            DefenseError: A row would be counted for the wrong sample.
-        """
-        samples = self.samples
-        if not isinstance(inputs, Tensor) or inputs.requires_grad or inputs.dim() != 2:
-            return
-        rows = len(inputs) // samples
-        if len(inputs) % samples or rows < 2:
-            return
-        matches = torch.zeros(len(inputs), samples, dtype=torch.bool, device=inputs.device)
-        owners = torch.arange(len(inputs), device=inputs.device) // rows
-        matches_owner = torch.zeros_like(owners, dtype=torch.bool)
-        for tensor in self._batch_tensors:
-            width = min(inputs.shape[1], tensor.shape[1])
-            if width < 2 or tensor.device != inputs.device:
-                continue
-            input_rows, batch_rows = inputs[:, :width], tensor[:, :width]
-            equal = torch.stack([(input_rows == row).all(1) for row in batch_rows], 1)
-            matches_owner |= equal.gather(1, owners[:, None])[:, 0]
-            matches |= equal & (batch_rows != batch_rows[:, :1]).any(1)
-        foreign = (matches.any(1) & ~matches_owner).nonzero().flatten().tolist()
-        if foreign and (
-            samples < SMALL_BATCH or not _involve_one_sample(matches[foreign], owners[foreign])
-        ):
-            raise DefenseError(
-                f"DPSGD: '{name}' gets row {foreign[0]} for another sample. Put the rows of a "
-                "sample side by side: torch.stack([a, b], 1).flatten(0, 1), not torch.cat([a, b])."
-            )
-
     def _zero_gradient(self, gradient: Tensor) -> Tensor | None:
         """Return zeros for the gradient of an output, of a batch that does not count."""
         return None if self._paused else torch.zeros_like(gradient)
@@ -511,21 +434,6 @@ class OwnBackward(torch.autograd.Function):
         """Call the function; the two inputs have no gradients."""
         ctx.run(gradient)
         return None, None
-
-
-def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:
-    """Return whether one sample is part of all matches.
-
-    A sample is part of a row's match if the row would be counted for it, or if it is the only
-    sample that the row equals.
-
-    Args:
-        matches: (N, B) booleans: which samples each of N rows equals.
-        owners: (N,) the sample for which each row would be counted.
-    """
-    single = matches & (matches.sum(1, keepdim=True) == 1)
-    involved = single.scatter(1, owners[:, None], True)
-    return bool(involved.all(0).any())
 
 
 def _edges_into_nodes(loss: Tensor) -> dict[Any, int]:

@@ -34,22 +34,13 @@ from lightning_fedleak.defenses.dpsgd.logical import (
     with_loss,
 )
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
-from lightning_fedleak.defenses.dpsgd.recorder import (
-    SMALL_BATCH,
-    Recorder,
-    count_samples,
-    tensors_of,
-)
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples
 from lightning_fedleak.defenses.dpsgd.writes import Buffers, Weights
 from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.noise import noise_key
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 from lightning_fedleak.defenses.randomness import check_step, secret_states
 from lightning_fedleak.model.model_state import is_compiled, reset_compiled
-
-# If the expected batch size is below this number of samples, rows are also compared in batches of
-# fewer than ``SMALL_BATCH`` samples, because larger ones may never come. Not tuned.
-USUAL_SAMPLES = 8
 
 
 class WatchedStep:
@@ -286,16 +277,11 @@ class WatchedStep:
         buffers = self._buffers
         buffers.read(all_contents=compares_all)
         synchronized = buffers.read_at_root_call() if self._uses_ddp else nullcontext()
-        # In a small batch rows may match other samples' rows by chance: do not compare them, unless
-        # most batches are that small.
-        is_comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
-        tensors = tensors_of(batch) if is_comparable else ()
         counts = not self._is_placeholder
         # Rows of two processes, or of two pieces, must not get the same masks.
         index, self._pieces = self._pieces + (context.process << SHARD_BITS), self._pieces + 1
         key = noise_key(base, releases, index, client=context.client, name="", stream="step")
-        record = recorder.step(samples, counts=counts, tensors=tensors)
-        with record, synchronized, secret_states(key):
+        with recorder.step(samples, counts=counts), synchronized, secret_states(key):
             output = training_step()
         with team.together():
             recorder.check()

@@ -42,23 +42,6 @@ def side_by_side(ids: Tensor) -> Tensor:
     return torch.stack([ids, ids.flip(1)], 1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("loss", ["checked", "trusted"])
-@pytest.mark.parametrize(
-    "join",
-    [
-        lambda ids: torch.cat([ids, ids]),
-        lambda ids: torch.cat([ids.flip(1), ids]),
-        lambda ids: torch.cat([ids, ids.new_zeros(len(ids), 2)], 1).repeat(3, 1),
-    ],
-    ids=["twice", "changed", "padded"],
-)
-def test_rows_that_would_be_taken_for_another_samples_are_refused(join: Any, loss: Any) -> None:
-    run = Rows(join, loss=loss)
-    with pytest.raises(DefenseError, match=r"for another sample.*torch.stack"):
-        run.step([IDS])
-    assert run.defense.releases == 0
-
-
 def test_rows_side_by_side_are_one_samples() -> None:
     run = Rows(side_by_side)
     batch = [IDS]
@@ -78,22 +61,6 @@ class Words(nn.Module):
         return self.head(torch.tanh(self.words(ids)))
 
 
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_samples_that_are_run_one_by_one_are_refused(batched: bool, frozen: bool) -> None:
-    run = Run(noisy(), Words())
-    run.root.words.requires_grad_(not frozen)
-
-    def loss(batch: Any) -> Tensor:
-        rows = [ids[None] if batched else ids[:-1] for ids in batch[0]]
-        return torch.stack([run.root(row).square().mean() for row in rows]).mean()
-
-    run.loss = loss  # type: ignore[method-assign]
-    with pytest.raises(DefenseError, match="run the 5 samples in one call"):
-        run.step([IDS])
-    assert run.defense.releases == 0
-
-
 def test_positions_in_the_batch_may_be_looked_up_once() -> None:
     class Placed(Words):
         def __init__(self) -> None:
@@ -106,31 +73,6 @@ def test_positions_in_the_batch_may_be_looked_up_once() -> None:
     run = Run(noisy(), Placed())
     run.loss = lambda b: mean_of_sample_means(run.root(*b), b[0], causal=True)  # type: ignore[method-assign]
     run.step([IDS, torch.arange(6).expand(5, 6)])
-    assert run.defense.releases == 1
-
-
-class Typed(Words):
-    """Adds what a small table holds for each of ``kinds``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with own_rng(1):
-            self.types = nn.Embedding(2, 8)
-
-    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.words(ids) + self.types(kinds)))
-
-
-def test_token_types_that_look_like_labels_are_no_other_samples() -> None:
-    run = Run(noisy(), Typed())
-    labels = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
-
-    def loss(batch: Any) -> Tensor:
-        rows = side_by_side(batch[0])
-        return mean_of_sample_means(run.root(rows, torch.zeros_like(rows)), rows, causal=True)
-
-    run.loss = loss  # type: ignore[method-assign]
-    run.step([IDS, labels])
     assert run.defense.releases == 1
 
 

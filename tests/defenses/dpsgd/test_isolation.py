@@ -24,7 +24,7 @@ from benchmarks.defenses.isolation import (
     own_loss,
     train,
 )
-from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses import DPSGD, ClipSettings, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd import isolation
 from lightning_fedleak.trainers import DefendedLoop
 from tests.helpers.models import tiny_bert_classifier, tiny_gpt2, tiny_llama
@@ -132,7 +132,7 @@ def test_rows_are_made_and_hold_nothing_of_the_data() -> None:
         return own_loss(model, batch)
 
     first_step(model, loss, rows, collate)
-    alone, company, first = seen
+    alone, company, first = seen[:3]  # later ones are of the rehearsal of the step
     assert alone.shape == (1, isolation.TOKENS)
     assert torch.equal(company[1, : isolation.TOKENS], alone[0])
     assert [int((row != 0).sum()) for row in company] == [isolation.LONG, isolation.TOKENS, 1, 0]
@@ -176,7 +176,7 @@ def test_half_precision_is_compared_in_float32(precision: str) -> None:
 
     mixed = precision if precision == "bf16-mixed" else None
     defense = first_step(model, loss, Rows(5, "longer", True), collate, mixed)
-    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 3  # the step's is the last
+    assert dtypes[:5] == [torch.float32] * 2 + [torch.bfloat16] * 3  # then the step's
     assert defense._isolation.moved < 1e-5
     assert {p.dtype for p in model.parameters()} == {
         torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -291,3 +291,37 @@ def test_longrope_is_taken_up_to_the_length_at_which_it_changes() -> None:
 class _Collate:
     def __call__(self, rows: list[Any]) -> Any:
         return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
+
+
+@pytest.mark.parametrize("trust", ["checked", "trusted"])
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda ids: torch.cat([ids, ids.flip(1)]),
+        lambda ids: torch.cat([ids, ids.new_zeros(len(ids), 2)], 1).repeat(3, 1),
+    ],
+    ids=["changed", "padded"],
+)
+def test_rows_that_would_be_taken_for_another_examples_are_refused(join: Any, trust: Any) -> None:
+    model = tiny_llama(vocab=120).train()
+
+    def loss(batch: Any) -> Tensor:
+        ids = join(batch["input_ids"])
+        return mean_of_sample_means(model(input_ids=ids).logits, ids, causal=True)
+
+    with pytest.raises(DefenseError, match=r"side by side: torch\.stack"):
+        first_step(model, loss, Rows(5, "longer", True), collate, clip=ClipSettings(loss=trust))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_examples_that_are_run_one_by_one_are_refused(batched: bool, frozen: bool) -> None:
+    words = nn.Embedding(120, 8).requires_grad_(not frozen)
+    model = nn.Sequential(words, nn.Tanh(), nn.Linear(8, 97))
+
+    def loss(batch: Any) -> Tensor:
+        rows = [ids[None] if batched else ids[:-1] for ids in batch["input_ids"]]
+        return torch.stack([model(row).square().mean() for row in rows]).mean()
+
+    with pytest.raises(DefenseError, match=r"DPSGD: (other rows of a batch|in a batch of)"):
+        first_step(model, loss, Rows(5, "longer", True), collate)

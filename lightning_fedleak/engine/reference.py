@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
+from lightning_fedleak.model.loading import load_adapters, load_whole
 from lightning_fedleak.model.model_state import WeightsWritten, preserve_process
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
@@ -118,25 +119,15 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
         ValueError: It cannot be loaded, or lacks tensors.
     """
     base_model = without_peft(anatomy.model)
-    kind = type(base_model)
+    kind = type(base_model)  # loading fails for a class without `from_pretrained`
     # Weights of 4 bits are stored as integers: take the dtype of another parameter.
     dtype = next(p.dtype for p in base_model.parameters() if p.is_floating_point())
-
-    def load(source: str) -> nn.Module:
-        loader: Any = kind  # fails for a class without `from_pretrained`
-        model, loaded = loader.from_pretrained(source, dtype=dtype, output_loading_info=True)
-        if missing := loaded["missing_keys"]:
-            raise ValueError(f"'{source}' lacks {len(missing)} tensors of a {kind.__name__}")
-        return model  # type: ignore[no-any-return]
-
-    adapters = Path(folder) / "adapter_config.json"
+    adapters, source = Path(folder) / "adapter_config.json", folder
     try:
-        if not adapters.is_file():
-            return load(folder)
-        from peft import PeftModel
-
-        source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        return PeftModel.from_pretrained(load(source), folder)
+        if adapters.is_file():
+            source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        model: nn.Module = load_whole(kind, source, dtype=dtype)[0]
+        return load_adapters(model, folder) if adapters.is_file() else model
     except Exception as error:
         message = f"Memorization(reference={folder!r}) cannot be loaded as a {kind.__name__}"
         raise ValueError(f"{message} ({error}): give a folder of one, or the model") from error

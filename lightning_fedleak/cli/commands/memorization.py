@@ -40,6 +40,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     membership_values,
     rate_name,
 )
+from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places, token_log_probs
 from lightning_fedleak.report import records
@@ -72,23 +73,41 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
     Returns:
         The exit status: 3 if a limited metric is unknown, or its interval reaches above
-        ``--at-most``; if nothing says which tokens the loss was computed on; or if ``--records``
-        gives no list and there is no limit. Else 0.
+        ``--at-most``; if a model lacks weights or is its own base; if the rows refute ``--drawn``;
+        if nothing says which tokens the loss was computed on; or if ``--records`` gives no list and
+        there is no limit. Else 0.
 
     Raises:
         SourceError: A model or text cannot be used.
         AnatomyError: A model's parts could not be found.
     """
     console = console or Console(highlight=False)
+    try:
+        return _run(options, console)
+    except (UnknownLabels, WrongModel) as error:
+        return report_unknown(console, options.summary, error)
+
+
+def report_unknown(console: Console, summary: Path | None, error: ValueError) -> int:
+    """Say why nothing is known, also in the file ``--summary``, and return the exit status."""
+    sentence = f"UNKNOWN: {error}."
+    console.print(sentence, markup=False)
+    summarize(summary, FAILED, [sentence], [])
+    return BREACH
+
+
+def _run(options: Namespace, console: Console) -> int:
+    """Compare, print and write, and return the exit status; see :func:`run`.
+
+    Raises:
+        SourceError: A model or text cannot be used.
+        UnknownLabels: Nothing says which tokens the loss was computed on.
+        WrongModel: A model lacks weights, or the trained one is its base.
+    """
     limits = _limits(options)
     recipe = Recipe.of(options)
     reader = _reader(options)
-    try:
-        members, others = reader.read(options.members), reader.read(options.others)
-    except UnknownLabels as error:
-        console.print(f"UNKNOWN: {error}.")
-        summarize(options.summary, FAILED, [f"UNKNOWN: {error}."], [])
-        return BREACH
+    members, others = reader.read(options.members), reader.read(options.others)
     pools, not_compared = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in not_compared.values():
         console.print(sentence)
@@ -107,10 +126,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
         gains = _train_references(console, pools, answers, options, recipe, seconds)
     n_scores = 1 + bool(gains) + bool(references)
     alpha = 0.05 / n_scores  # Bonferroni: the worst score counts
-    results = _compare(console, pools, answers, references, gains, alpha, options, len(members))
+    results, shifts = _compare(
+        console, pools, answers, references, gains, alpha, options, len(members)
+    )
+    is_refuted = options.drawn and any(shifts.values())
     pool = pools[0]
-    shifts = _shifts(pools, results, options)
-    if USED_UP in shifts.values():
+    if used_up_mark(options.members).exists():
+        shifts = dict.fromkeys(shifts, USED_UP)
         console.print(USED_UP)
     is_known = all(shift is None for part, shift in shifts.items() if part != "prompts")
     is_member = torch.tensor([row_is_member for _, row_is_member in rows])
@@ -156,7 +178,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
-    status = BREACH if breaches or is_unlisted else 0
+    status = BREACH if breaches or is_unlisted or is_refuted else 0
     sentences = [*breaches, *not_compared.values(), *unknown_kinds, *[UNKNOWN] * (not is_known)]
     sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + reference_sentences
     success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
@@ -174,20 +196,22 @@ def _compare(
     alpha: float,
     options: Namespace,
     n_members: int,
-) -> list[Comparison]:
+) -> tuple[list[Comparison], dict[Part, str | None]]:
     """Compare members with non-members in each pool, and print the results.
+
+    Also return why members and non-members of each pool may not be exchangeable, or None.
 
     ``references`` holds the answers of ``--reference`` for each pool, if there is one; ``gains``
     the gains beyond the trained ``--references``, by the pool's index.
     """
-    results = []
+    results, shifts = [], dict[Part, str | None]()
     for i, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         message = f"--model '{options.model}' cannot be read"
         with refuse_errors(message, UnusableObservation):
             reference = references[i] if references else None
             result = pool.compare(*answer, reference=reference, alpha=alpha)
-        is_exchangeable = options.drawn or result.distribution_shift is None
-        if reference is not None and pool.part == "long" and is_exchangeable:
+        shift = shifts[pool.part] = pool.why_unknown(answer[0], result, drawn=options.drawn)
+        if reference is not None and pool.part == "long" and shift is None:
             unique = pool.alone
             sides = pool.compressed[unique], pool.members[unique]
             with refuse_errors("--reference", ValueError):
@@ -207,17 +231,8 @@ def _compare(
             beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
             result = replace(result, values={**result.values, name: beyond_references})
         results.append(result)
-        print_pool(console, pool, result, is_drawn=options.drawn)
-    return results
-
-
-def _shifts(
-    pools: Sequence[ReleasedPool], results: Sequence[Comparison], options: Namespace
-) -> dict[Part, str | None]:
-    """Return why members and non-members of each pool may not be exchangeable, or None."""
-    differences = [None if options.drawn else result.distribution_shift for result in results]
-    shifts = dict(zip([pool.part for pool in pools], differences, strict=True))
-    return dict.fromkeys(shifts, USED_UP) if used_up_mark(options.members).exists() else shifts
+        print_pool(console, pool, result, shift, is_drawn=options.drawn)
+    return results, shifts
 
 
 def _compare_entities(
@@ -390,8 +405,10 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
     return sum(n >= MIN_LABELS for n in n_labels), n_short, n_prompts
 
 
-def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
-    """Print the results of a pool, and the reasons for unknown ones."""
+def print_pool(
+    console: Console, pool: ReleasedPool, result: Comparison, shift: str | None, *, is_drawn: bool
+) -> None:
+    """Print the results of a pool, and why they are unknown if there is a shift."""
     print_table(console, table_of(result.values))
     copies = int((~pool.alone).sum())
     copies_remark = f"; {copies} members that have copies were tested for extraction only"
@@ -406,14 +423,12 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
         f"A TPR below {result.visible:.3f} may not be detected with so many texts. Results are "
         f"comparable only on the same texts: pool {pool.digest}."
     )
-    if (reason := result.distribution_shift) is not None:
-        advice = (
-            "--drawn says that the others were chosen at random, so that this is chance."
-            if is_drawn
-            else "Membership is UNKNOWN: give others that were drawn from the same rows "
-            "(leave_out) and --drawn, or more texts of the same kind."
+    if shift is not None:
+        advice = "" if is_drawn else ", or some 1,000 texts of the same kind on each side"
+        console.print(
+            f"Members and others are {shift}. Membership is UNKNOWN: give others that were drawn "
+            f"from the same rows (leave_out) and --drawn{advice}."
         )
-        console.print(f"Members and others are {reason}. {advice}")
     for fpr, needed in result.needed.items():
         if result.n_others < needed:
             shown = " (and 'shown')" * (fpr == FPR)

@@ -39,6 +39,7 @@ from lightning_fedleak.cli.studies.references import Recipe, fit_texts
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import RUN
 from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
 
@@ -60,11 +61,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     try:
-        pools, not_compared, generated = _read(options)
-    except UnknownLabels as error:
-        console.print(f"UNKNOWN: {error}.")
-        memorization.summarize(options.summary, memorization.FAILED, [f"UNKNOWN: {error}."], [])
-        return memorization.BREACH
+        return _run(options, console)
+    except (UnknownLabels, WrongModel) as error:
+        return memorization.report_unknown(console, options.summary, error)
+
+
+def _run(options: Namespace, console: Console) -> int:
+    """Fit, compare, print and write, and return the exit status; see :func:`run`."""
+    pools, not_compared, generated = _read(options)
     for sentence in not_compared.values():
         console.print(sentence)
     steps = -(-len(generated) // options.batch_size) * options.epochs
@@ -74,7 +78,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     )
     queried = [text for pool in pools for text in pool.texts]
     before, after = ask_auxiliary(queried, generated, options)
-    is_known = not used_up_mark(options.rows).exists()
+    is_known, is_refuted = not used_up_mark(options.rows).exists(), False
     sentences = [] if is_known else [memorization.USED_UP.replace("--members", "--rows")]
     values: dict[str, Mapping[str, float]] = {}
     content: dict[str, object] = {}
@@ -85,8 +89,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
     for pool, rows in zip(pools, indices, strict=True):
         outputs = before.rows(rows), after.rows(rows)
         result, copied = compare_generated(pool, outputs, generated, alpha)
-        memorization.print_pool(console, pool, result, is_drawn=options.drawn)
-        is_known &= options.drawn or result.distribution_shift is None
+        shift = pool.why_unknown(outputs[0], result, drawn=options.drawn)
+        memorization.print_pool(console, pool, result, shift, is_drawn=options.drawn)
+        is_known &= shift is None
+        is_refuted |= options.drawn and shift is not None
         values |= result.values
         tables.append(memorization.table_of(result.values))
         record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
@@ -107,10 +113,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
     breaches = memorization.breaches_among(names, evidence, options.metric, options.at_most)
     for breach in breaches:
         console.print(f"BREACH: {breach}")
-    outcome = memorization.FAILED if breaches else "no breach" if is_known else "UNKNOWN"
+    fails = bool(breaches) or is_refuted
+    outcome = memorization.FAILED if fails else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
     memorization.summarize(options.summary, outcome, sentences, tables)
-    return memorization.BREACH if breaches else 0
+    return memorization.BREACH if fails else 0
 
 
 def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[Text]]:

@@ -64,7 +64,7 @@ def load_whole(
         names = {name: ties[state[name].data_ptr()] for name in needed}
         tails = {n: {*tied, *(t.removeprefix(backbone) for t in tied)} for n, tied in names.items()}
         _copy(state, tails, stored, source)
-    elif loaded["unexpected_keys"]:
+    elif loaded["unexpected_keys"] and not may_lack_head:
         names = _listed(loaded["unexpected_keys"])
         rank_zero_warn(f"'{source}' also holds {names}, which are no part of the model")
     return model, frozenset(head)

@@ -15,8 +15,10 @@ for held-out rows: passages that held-out rows share with the texts are no discl
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,6 +41,7 @@ from lightning_fedleak.cli.studies.references import Recipe, fit_texts
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import RUN
 from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
@@ -52,8 +55,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console: The console to print to; stdout by default.
 
     Returns:
-        3 if a score or its interval exceeds ``--at-most``, if such a score is unknown, or if it is
-        unknown which tokens of the rows to compare; else 0.
+        3 if a score or its interval exceeds ``--at-most``, or is unknown; if more rows than others
+        are copied, with ``--at-most``; if the rows refute ``--drawn``; or if it is unknown which
+        tokens of the rows to compare. Else 0.
 
     Raises:
         SourceError: The base or a text cannot be used, or the auxiliary model diverged.
@@ -68,7 +72,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 def _run(options: Namespace, console: Console) -> int:
     """Fit, compare, print and write, and return the exit status; see :func:`run`."""
-    pools, not_compared, generated = _read(options)
+    pools, not_compared, generated, whole, decode = _read(options)
     for sentence in not_compared.values():
         console.print(sentence)
     steps = -(-len(generated) // options.batch_size) * options.epochs
@@ -82,9 +86,9 @@ def _run(options: Namespace, console: Console) -> int:
     sentences = [] if is_known else [memorization.USED_UP.replace("--members", "--rows")]
     values: dict[str, Mapping[str, float]] = {}
     content: dict[str, object] = {}
-    tables = []
+    tables, found = [], list[str]()
     score_names = [name for pool in pools for name in gated_scores(pool)]
-    alpha = 0.05 / len(score_names)  # the worst score counts
+    alpha = 0.05 / (len(score_names) + 2 * len(pools))  # the worst score or count decides
     indices = torch.split(torch.arange(len(queried)), [len(pool.texts) for pool in pools])
     for pool, rows in zip(pools, indices, strict=True):
         outputs = before.rows(rows), after.rows(rows)
@@ -97,11 +101,22 @@ def _run(options: Namespace, console: Console) -> int:
         tables.append(memorization.table_of(result.values))
         record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
         content |= {"short_answers": record} if content else record
-        sentences.append(
-            f"{copied['members']:.0f} of {result.n_members} rows that were trained on have 13 "
-            f"tokens in a row in the generated texts, and {copied['others']:.0f} of "
-            f"{result.n_others} non-members (p {copied['p_value']:.1g})."
-        )
+        near = find_near_copies(pool, whole, decode)
+        counts = {"passages": copied, "whole rows": count_copies(near, pool.members[pool.alone])}
+        record["near_copies"] = counts["whole rows"]
+        phrases = f"{RUN} tokens in a row in the generated texts", "a copy or a near copy there"
+        for phrase, (what, count) in zip(phrases, counts.items(), strict=True):
+            sentences.append(
+                f"{count['members']:.0f} of {result.n_members} rows that were trained on have "
+                f"{phrase}, and {count['others']:.0f} of {result.n_others} non-members "
+                f"(p {count['p_value']:.1g})."
+            )
+            # Three whole rows and none of as many others are few for a test, and still copies.
+            is_plain = what == "whole rows" and not count["others"] and count["p_value"] <= 0.15
+            if shift is None and (count["p_value"] <= alpha or is_plain):
+                found.append(f"{what} of the training are in the texts, beyond what others show")
+        if numbers := [str(row) for row in row_numbers(pool, near)]:
+            console.print(f"Row numbers of whole copies: {', '.join(numbers)}.")
     for sentence in sentences:
         console.print(sentence)
     content |= {"drawn": options.drawn, "known": is_known, "generated": len(generated)}
@@ -111,6 +126,7 @@ def _run(options: Namespace, console: Console) -> int:
     names = (*not_compared, *score_names)
     evidence = values if is_known else {}
     breaches = memorization.breaches_among(names, evidence, options.metric, options.at_most)
+    breaches += found if options.at_most is not None else []
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     fails = bool(breaches) or is_refuted
@@ -120,9 +136,12 @@ def _run(options: Namespace, console: Console) -> int:
     return memorization.BREACH if fails else 0
 
 
-def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[Text]]:
+def _read(
+    options: Namespace,
+) -> tuple[list[ReleasedPool], dict[str, str], list[Text], list[Text], Callable[[list[int]], str]]:
     """Return the pools of rows, the reasons why others are not compared, and the generated texts.
 
+    Also return generated texts that are not cut, and the function from token ids to their text.
     Pools of prompts are left out. The reasons are given by the name of the score.
     """
     tokenizer = load_tokenizer(options.base)
@@ -133,14 +152,21 @@ def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[
     rows, others = reader.read(options.rows), reader.read(options.others)
     texts = text_reader.read(options.generated)
     generated = [text for text in texts.values() if text.n_labels]
+    # A copy may take more tokens than the row, such as one in capitals.
+    whole = [*replace(text_reader, length=8 * options.length).read(options.generated).values()]
     if not generated:
         raise SourceError(
             f"--generated '{options.generated}' holds no text of two tokens or more: give the "
             "texts that the model wrote"
         )
-    pools, reasons = memorization.pools_of(rows, others, lambda ids: str(tokenizer.decode(ids)))
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    pools, reasons = memorization.pools_of(rows, others, decode)
     reasons = {name: text for name, text in reasons.items() if name in memorization.HEADLINES[:2]}
-    return [pool for pool in pools if pool.part != "prompts"], reasons, generated
+    pools = [pool for pool in pools if pool.part != "prompts"]
+    return pools, reasons, generated, whole, decode
 
 
 def ask_auxiliary(
@@ -220,6 +246,7 @@ def compare_generated(
 # Tokens of an n-gram. Of 2 to 6, 2 had the highest AUC on a sample of WikiText-2 that was used for
 # nothing else (benchmarks.attacks.synthetic): .92, against .79 with 4.
 NGRAM = 2
+WORDS = 4  # words of a sequence in which near copies are found; fewer: common phrases count
 COPY_SCORES = "longest_copy", "shared_ngrams"  # names of the fields of _Copies, in its order
 
 
@@ -302,13 +329,61 @@ def copy_values(copies: _Copies, members: Tensor, alpha: float) -> dict[str, dic
         ``others``, the rows of each side with a run of 13 or more tokens in the texts, and the
         ``p_value`` of Fisher's exact test that such runs are not more common among members.
     """
-    has_copy = copies.longest >= RUN
-    sides = members, ~members
-    counts = [[int((rows & side).sum()) for side in sides] for rows in (has_copy, ~has_copy)]
-    p_value = float(fisher_exact(counts, alternative="greater").pvalue)
     values = {
         name: membership_values(scores.double(), members, alpha=alpha, exact=True)
         for name, scores in zip(COPY_SCORES, copies, strict=True)
     }
-    numbers = dict(zip(("members", "others"), map(float, counts[0]), strict=True))
-    return values | {"copied": numbers | {"p_value": p_value}}
+    return values | {"copied": count_copies(copies.longest >= RUN, members)}
+
+
+def count_copies(copied: Tensor, members: Tensor) -> dict[str, float]:
+    """Return how many of N rows are copied on each side, and the p-value of Fisher's exact test.
+
+    Args:
+        copied: (N,) bool, the rows that are copied.
+        members: (N,) bool, the rows that were trained on.
+    """
+    sides = members, ~members
+    counts = [[int((rows & side).sum()) for side in sides] for rows in (copied, ~copied)]
+    p_value = float(fisher_exact(counts, alternative="greater").pvalue)
+    return {"members": float(counts[0][0]), "others": float(counts[0][1]), "p_value": p_value}
+
+
+def find_near_copies(
+    pool: ReleasedPool, generated: Sequence[Text], decode: Callable[[list[int]], str]
+) -> Tensor:
+    """Return (N,) which unique rows of a pool a generated text repeats, in other words at most.
+
+    Case, spaces and punctuation do not count. A text repeats a row if it has half of the row's
+    sequences of :data:`WORDS` words: one changed word in eleven leaves half.
+
+    Args:
+        pool: The rows; of short ones none is found, since any text may have their words.
+        generated: The generated texts.
+        decode: The function from token ids to their text.
+    """
+
+    def sequences(text: Text) -> set[tuple[str, ...]]:
+        ids = text.ids[text.labels != IGNORE_INDEX]
+        words = re.findall(r"\w+", decode(ids.tolist()).casefold())
+        return {(*words[n : n + WORDS],) for n in range(len(words) - WORDS + 1)}
+
+    rows = [text for text, once in zip(pool.texts, pool.alone.tolist(), strict=True) if once]
+    holders: dict[tuple[str, ...], list[int]] = {}
+    sizes = []
+    for row, text in enumerate(() if pool.is_short else rows):
+        sizes.append(len(found := sequences(text)))
+        for words in found:
+            holders.setdefault(words, []).append(row)
+    copied = torch.zeros(len(rows), dtype=torch.bool)
+    for text in generated if holders else ():
+        counts = Counter(row for words in sequences(text) for row in holders.get(words, ()))
+        copied[[row for row, count in counts.items() if 2 * count >= sizes[row]]] = True
+    return copied
+
+
+def row_numbers(pool: ReleasedPool, copied: Tensor) -> list[int]:
+    """Return the numbers of the copied unique rows that were trained on."""
+    unique = pool.alone.nonzero()[:, 0]
+    rows = unique[copied & pool.members[unique]].tolist()
+    return sorted(number for row in rows for number in pool.rows.copies[row])

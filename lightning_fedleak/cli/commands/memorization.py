@@ -42,7 +42,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps import Text, label_places, token_log_probs
+from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report import records
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
@@ -88,6 +88,24 @@ def run(options: Namespace, console: Console | None = None) -> int:
         return report_unknown(console, options.summary, error)
 
 
+def read_sides(
+    reader: RowReader, console: Console, members: str, others: str
+) -> tuple[dict[int, Text], dict[int, Text]]:
+    """Return the texts of both sides by row number, and print how many rows have no text.
+
+    Raises:
+        SourceError: A source cannot be read, or both are the same rows.
+    """
+    sides = reader.read(members), reader.read(others)
+    contents = [[text.content for text in side.values()] for side in sides]
+    if contents[0] == contents[1]:
+        raise SourceError(f"'{members}' and '{others}' are the same rows: give others")
+    for source, count in reader.empty.items():
+        if count:
+            console.print(f"{count} rows of '{source}' have no text.", markup=False)
+    return sides
+
+
 def report_unknown(console: Console, summary: Path | None, error: ValueError) -> int:
     """Say why nothing is known, also in the file ``--summary``, and return the exit status."""
     sentence = f"UNKNOWN: {error}."
@@ -107,7 +125,7 @@ def _run(options: Namespace, console: Console) -> int:
     limits = _limits(options)
     recipe = Recipe.of(options)
     reader = _reader(options)
-    members, others = reader.read(options.members), reader.read(options.others)
+    members, others = read_sides(reader, console, options.members, options.others)
     pools, not_compared = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in not_compared.values():
         console.print(sentence)
@@ -146,24 +164,14 @@ def _run(options: Namespace, console: Console) -> int:
     for sentence in unknown_kinds:
         console.print(sentence)
     counts: Mapping[str, float] = {}
-    uncounted = 0
+    uncounted, ranking = 0, None
     if options.records is not None and is_known:
-        counts = _list_rows(console, pool, answers[0], gains.get(0), alpha, options)
+        ranking, counts = _list_rows(console, pool, answers[0], gains.get(0), alpha, options)
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
                 f"The list holds only rows with {_TEXTS[pool.is_short]}. {uncounted} members with "
                 f"{_TEXTS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
             )
-    if options.out is not None:
-        content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
-        optional: dict[str, object] = {"records": counts, "not_compared": not_compared}
-        optional |= {"entities": by_kind, "reference": reference}
-        content |= {name: entries for name, entries in optional.items() if entries}
-        for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
-            part = part_pool.part
-            name = {"short": "short_answers"}.get(part, part)
-            content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
-        write_json(console, options.out, content)
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
@@ -183,7 +191,39 @@ def _run(options: Namespace, console: Console) -> int:
     sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + reference_sentences
     success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = FAILED if status else success
-    summarize(options.summary, outcome, sentences, tables)
+    content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
+    optional: dict[str, object] = {"records": counts, "not_compared": not_compared}
+    optional |= {"entities": by_kind, "reference": reference}
+    content |= {name: entries for name, entries in optional.items() if entries}
+    for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
+        part = part_pool.part
+        name = {"short": "short_answers"}.get(part, part)
+        content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
+
+    def write() -> None:
+        if ranking is not None:
+            ranking.save(options.records)
+            console.print(f"{options.records} holds the numbers of the rows.")
+        if options.out is not None:
+            write_json(console, options.out, content)
+        summarize(options.summary, outcome, sentences, tables)
+
+    return write_last(console, status, write)
+
+
+def write_last(console: Console, status: int, write: Callable[[], None]) -> int:
+    """Write files after the verdict, and return its status; 1 if it is 0 and they are not written.
+
+    Args:
+        console: The console to print on.
+        status: The exit status of the verdict.
+        write: Writes the files.
+    """
+    try:
+        write()
+    except OSError as error:
+        console.print(f"Files are missing: {error}. The verdict above holds.", markup=False)
+        return status or 1
     return status
 
 
@@ -232,6 +272,13 @@ def _compare(
             result = replace(result, values={**result.values, name: beyond_references})
         results.append(result)
         print_pool(console, pool, result, shift, is_drawn=options.drawn)
+        base, now = (snapshot.rows(pool.alone) for snapshot in answer)
+        gained, members = (now.log_probs > base.log_probs) & base.labels, pool.members[pool.alone]
+        shares = [float(gained[s].sum() / base.labels[s].sum()) for s in (members, ~members)]
+        console.print(
+            "The model is better than its base on {:.0%} of the tokens of members, and on {:.0%} "
+            "of those of others.".format(*shares)
+        )
     return results, shifts
 
 
@@ -261,25 +308,24 @@ def _list_rows(
     gains: Tensor | None,
     alpha: float,
     options: Namespace,
-) -> Mapping[str, float]:
-    """Save the list of rows of a pool, print its counts, and return them.
+) -> tuple[RecordList, Mapping[str, float]]:
+    """Return the list of rows of a pool and its counts, which are printed.
 
     ``gains`` beyond trained references order the list; None: the default score does. With gains,
     the counts are those of the score with the higher lower bound on the number of leaked rows.
     """
     ranking = pool.list_records(*answer, alpha, scores=gains, references=options.references)
-    ranking.save(options.records)
     text = (
         "Of {members} rows at least {at_least} leak from the trained model (95%), and {listed} are "
         "listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
         "{repeated} rows have copies, {short} are short, and {unknown} share passages."
     ).format(**ranking.head)
     text = text.replace("None", "an unknown number")
-    console.print(f"{text} {options.records} holds their numbers.")
+    console.print(text)
     if gains is None:
-        return ranking.counts
+        return ranking, ranking.counts
     default_counts = pool.list_records(*answer, alpha).counts
-    return max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
+    return ranking, max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
 
 
 def summarize(
@@ -326,7 +372,7 @@ def _query(
     reference = models.load_trained(options.reference, options.base, "--reference")
     facts = describe_reference(options.reference, options.reference_rows, reference)
     mask = models.mask_of(options.base, models.released_config(options.reference, options.base)[1])
-    outputs = token_log_probs(reference, [*texts.values()], mask)
+    outputs = models.query_texts(reference, [*texts.values()], mask, "--reference")
     return pairs, [select(outputs, group) for group in groups], facts
 
 
@@ -419,6 +465,7 @@ def print_pool(
         f"texts were excluded{copies_remark * (copies > 0)}",
     }[pool.part]
     console.print(
+        f"{HEADLINES[_PARTS.index(pool.part)]} counts. "
         f"{result.n_members} members and {result.n_others} others were compared; {remark}. "
         f"A TPR below {result.visible:.3f} may not be detected with so many texts. Results are "
         f"comparable only on the same texts: pool {pool.digest}."
@@ -429,13 +476,12 @@ def print_pool(
             f"Members and others are {shift}. Membership is UNKNOWN: give others that were drawn "
             f"from the same rows (leave_out) and --drawn{advice}."
         )
-    for fpr, needed in result.needed.items():
-        if result.n_others < needed:
-            shown = " (and 'shown')" * (fpr == FPR)
-            console.print(
-                f"The TPR at {fpr:.2g} FPR{shown} is unknown: {result.n_others} others were "
-                f"scored, {needed} are needed."
-            )
+    needed = {f"{fpr:.1%}": n for fpr, n in result.needed.items() if n > result.n_others}
+    if needed:
+        console.print(
+            f"TPRs at {' and '.join(needed)} FPR are unknown: "
+            f"{' and '.join(map(str, needed.values()))} are needed of others."
+        )
 
 
 def _limits(options: Namespace) -> list[tuple[str, float]]:

@@ -16,6 +16,7 @@ for held-out rows: passages that held-out rows share with the texts are no discl
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from lightning_fedleak.cli.studies.memorization import (
     all_attacks,
     used_up_mark,
 )
-from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.cli.studies.models import check_texts, find_model, query_texts, with_lora
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import RUN
@@ -44,7 +45,8 @@ from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import TokenSnapshot
-from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.model.taps import Text
+from lightning_fedleak.progress import bars
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -72,7 +74,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 def _run(options: Namespace, console: Console) -> int:
     """Fit, compare, print and write, and return the exit status; see :func:`run`."""
-    pools, not_compared, generated, whole, decode = _read(options)
+    pools, not_compared, generated, whole, decode = _read(options, console)
     for sentence in not_compared.values():
         console.print(sentence)
     steps = -(-len(generated) // options.batch_size) * options.epochs
@@ -121,8 +123,6 @@ def _run(options: Namespace, console: Console) -> int:
         console.print(sentence)
     content |= {"drawn": options.drawn, "known": is_known, "generated": len(generated)}
     content |= {"not_compared": not_compared}
-    if options.out is not None:
-        write_json(console, options.out, content)
     names = (*not_compared, *score_names)
     evidence = values if is_known else {}
     breaches = memorization.breaches_among(names, evidence, options.metric, options.at_most)
@@ -132,12 +132,17 @@ def _run(options: Namespace, console: Console) -> int:
     fails = bool(breaches) or is_refuted
     outcome = memorization.FAILED if fails else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
-    memorization.summarize(options.summary, outcome, sentences, tables)
-    return memorization.BREACH if fails else 0
+
+    def write() -> None:
+        if options.out is not None:
+            write_json(console, options.out, content)
+        memorization.summarize(options.summary, outcome, sentences, tables)
+
+    return memorization.write_last(console, memorization.BREACH if fails else 0, write)
 
 
 def _read(
-    options: Namespace,
+    options: Namespace, console: Console
 ) -> tuple[list[ReleasedPool], dict[str, str], list[Text], list[Text], Callable[[list[int]], str]]:
     """Return the pools of rows, the reasons why others are not compared, and the generated texts.
 
@@ -149,7 +154,7 @@ def _read(
     reader = RowReader(tokenizer, options.length, *columns)
     column = options.generated_column
     text_reader = RowReader(tokenizer, options.length, column) if column else reader
-    rows, others = reader.read(options.rows), reader.read(options.others)
+    rows, others = memorization.read_sides(reader, console, options.rows, options.others)
     texts = text_reader.read(options.generated)
     generated = [text for text in texts.values() if text.n_labels]
     # A copy may take more tokens than the row, such as one in capitals.
@@ -193,14 +198,15 @@ def ask_auxiliary(
             f"--base '{options.base}' is a {anatomy.kind} model, which writes no texts: give a "
             "causal language model, such as the base of the model that wrote --generated"
         )
-    check_context(anatomy, max(len(text.ids) for text in (*texts, *generated)), "--length")
-    before = token_log_probs(anatomy, texts)
+    check_texts(anatomy, generated, "--base")
+    before = query_texts(anatomy, texts, None, "--base")
     torch.manual_seed(options.seed)
     auxiliary = with_lora(anatomy, options.lora_r, options.targets, options.seed)
     recipe = Recipe(options.epochs, options.batch_size, options.lr)
     tokenizer = load_tokenizer(options.base)
-    fitted = fit_texts(auxiliary.model, generated, recipe, "causal", tokenizer)
-    after = token_log_probs(fitted, texts)
+    with bars(sys.stderr.isatty()):
+        fitted = fit_texts(auxiliary.model, generated, recipe, "causal", tokenizer)
+    after = query_texts(fitted, texts, None, "--base")
     if not bool(after.log_probs.isfinite().all()):
         raise SourceError("the auxiliary model diverged: give a lower --lr, or fewer --epochs")
     return before, after

@@ -6,6 +6,7 @@ An *anatomy* is a model with the places of its parts, such as its embedding, blo
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from lightning_fedleak.model.loading import (
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.progress import bars
 
 
 def find_model(name: str | None) -> Anatomy:
@@ -187,7 +189,10 @@ def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
         SourceError: There is no configuration, or a classifier's adapters are for a base that has
             no classification head.
     """
-    adapters = Path(model) / "adapter_config.json"
+    adapters, of_base = (Path(folder) / "adapter_config.json" for folder in (model, base))
+    if of_base.is_file() and not of_base.with_name("config.json").exists():
+        name = json.loads(of_base.read_text()).get("base_model_name_or_path")
+        raise SourceError(f"--base '{base}' holds adapters, and no model: their base is '{name}'")
     source, settings = model_source(str(base if adapters.is_file() else model))
     with loading(source, "language model"):
         config = transformers.AutoConfig.from_pretrained(source, **settings)
@@ -254,10 +259,10 @@ def log_probs_before_and_after(
     config, head = released_config(model, base)
     mask = mask_of(base, head)
     anatomy = load_released(str(base), config, head, "--base")
-    before, sums = token_log_probs(anatomy, texts, mask), weight_sums(anatomy.model)
+    before, sums = query_texts(anatomy, texts, mask, "--base"), weight_sums(anatomy.model)
     del anatomy
     trained = load_trained(model, base, "--model")
-    after = token_log_probs(trained, texts, mask)
+    after = query_texts(trained, texts, mask, "--model")
     if are_equal(sums, weight_sums(trained.model)) or torch.equal(
         after.log_probs, before.log_probs
     ):
@@ -266,6 +271,42 @@ def log_probs_before_and_after(
             "or one of the two is the wrong folder"
         )
     return before, after
+
+
+def check_texts(anatomy: Anatomy, texts: Sequence[Text], option: str) -> None:
+    """Raise an error if a model cannot read some texts.
+
+    Raises:
+        SourceError: They have tokens that the model does not know, or are too long for it.
+    """
+    weight: Any = anatomy.embedding.weight
+    token = max(int(text.ids.max()) for text in texts)
+    if token >= len(weight):
+        raise SourceError(
+            f"the tokenizer of --base gives token {token}, and {option} knows {len(weight)} tokens:"
+            " give the base that the training began from, with its own tokenizer"
+        )
+    check_context(anatomy, max(len(text.ids) for text in texts), "--length")
+
+
+def query_texts(
+    anatomy: Anatomy, texts: Sequence[Text], mask: int | None, option: str
+) -> TokenSnapshot:
+    """Return the token log-probabilities of a model, on a GPU if there is one, with a bar.
+
+    Args:
+        anatomy: The anatomy of the model.
+        texts: The texts.
+        mask: The id of the mask token; None if the model is not a masked one.
+        option: The option that names the model.
+
+    Raises:
+        SourceError: See :func:`check_texts`.
+    """
+    check_texts(anatomy, texts, option)
+    anatomy.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    with bars(sys.stderr.isatty()):
+        return token_log_probs(anatomy, texts, mask)
 
 
 def load_trained(model: str | Path, base: str | Path, option: str) -> Anatomy:

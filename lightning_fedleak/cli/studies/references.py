@@ -309,7 +309,7 @@ def fit_texts(
     masks = DataCollatorForLanguageModeling(tokenizer) if head == "masked" else None
     for _ in range(recipe.epochs):
         order = torch.randperm(len(texts)).tolist()
-        for start in range(0, len(order), recipe.batch_size):
+        for start in track(range(0, len(order), recipe.batch_size), "training"):
             indices = order[start : start + recipe.batch_size]
             batch = _batch([texts[i] for i in indices], head, masks)
             with torch.autocast(device, torch.bfloat16) if recipe.bf16 else nullcontext():

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_fedleak.attacks.memorization.scores import MIN_WEIGHT, fit_base
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
@@ -38,6 +39,13 @@ MIN_STRENGTH = 0.9
 
 For a LoRA model (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and
 .79 of its gain, and a TPR of .86 and .52 at .1% FPR. Lower: weaker ones pass for strong.
+"""
+
+MAX_STRENGTH = 1.2
+"""Largest such share of a reference of no more rows than the model.
+
+Clean references had .92 to 1.02, and ones that saw 27% of all rows 1.25 to 1.41. Higher: these hide
+leakage.
 """
 
 
@@ -266,14 +274,19 @@ def measure_strength(
     gain, reference = (x.mean_log_probs()[~members] - base for x in (game.now, game.reference))
     is_measured = float(gain.mean()) > 2 * float(gain.std()) / math.sqrt(len(gain))
     share = float(reference.mean() / gain.mean()) if is_measured else math.nan
+    gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model has"
+    weak = ""
     if rows is not None and rows < trained:
-        return _Strength(share, f"it was trained on {rows} rows, and the model on {trained}")
-    if share < MIN_STRENGTH:
-        gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model"
-        return _Strength(share, f"{gained} has")
-    if math.isnan(share) and rows is None:
-        return _Strength(share, "nothing shows how far it was trained: say how many rows it had")
-    return _Strength(share, "")
+        weak = f"it was trained on {rows} rows, and the model on {trained}"
+    elif share < MIN_STRENGTH:
+        weak = gained
+    elif share > MAX_STRENGTH and (rows or trained) <= trained:
+        weak = f"{gained}: it may have seen them"
+    elif math.isnan(share) and rows is None:
+        weak = "nothing shows how far it was trained: say how many rows it had"
+    if (weight := fit_base(game)[1]) < MIN_WEIGHT:
+        weak = f"{weak and f'{weak}; '}its weight beside the base is {weight:.2f}: it is not used"
+    return _Strength(share, weak)
 
 
 def beside(strength: _Strength, values: Mapping[str, float]) -> dict[str, float]:

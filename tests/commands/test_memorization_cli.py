@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.module import load_tokenizer

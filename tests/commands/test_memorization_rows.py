@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertModel
 
 from lightning_fedleak.attacks.memorization import Combined, LossRatio, PromptRatio, ShortAnswers
-from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.module import load_tokenizer

@@ -12,8 +12,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, copy_values, find_copies
+from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.model.taps import Text

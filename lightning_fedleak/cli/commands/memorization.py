@@ -23,6 +23,16 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
+from lightning_fedleak.cli.commands.verdicts import (
+    BEYOND,
+    BREACH,
+    FAILED,
+    HEADLINES,
+    breaches_of,
+    report_unknown,
+    summarize,
+    write_last,
+)
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, share, write_json
 from lightning_fedleak.cli.studies import models
@@ -40,10 +50,11 @@ from lightning_fedleak.evaluation.metrics.released import (
     membership_values,
     rate_name,
 )
+from lightning_fedleak.evidence import verify_run
 from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
-from lightning_fedleak.report import records
+from lightning_fedleak.report import ReportError, records
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
 """The token log probabilities of a pool's texts: by the base model, and by the trained model."""
@@ -56,12 +67,7 @@ USED_UP = (
 )
 UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")  # the pools, in the order of HEADLINES
-HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
-"""The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""
-_BEYOND = "beyond_references"  # the score relative to --references; also a prefix of names
 _TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # by pool
-FAILED = "FAILED: above a limit, or unknown"
-BREACH = 3  # exit status if leakage exceeds --at-most or is unknown; an error has status 1
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -88,6 +94,27 @@ def run(options: Namespace, console: Console | None = None) -> int:
         return report_unknown(console, options.summary, error)
 
 
+def check_run(run: Path, model: Path) -> None:
+    """Check that a model has the weights in the logs of one of the runs in a folder.
+
+    Logs that do not have its hashes, as of sharded weights, decide nothing.
+
+    Raises:
+        WrongModel: The logs of all runs contradict it.
+    """
+    why = ""
+    for path in sorted(run.rglob(records.RECORD)):
+        try:
+            contradictions = verify_run(path.parent, model).contradictions
+        except ReportError:  # without results there are no hashes
+            return
+        if not contradictions:
+            return
+        why = contradictions[0]
+    if why:
+        raise WrongModel(f"--run '{run}' is not of --model: {why}")
+
+
 def read_sides(
     reader: RowReader, console: Console, members: str, others: str
 ) -> tuple[dict[int, Text], dict[int, Text]]:
@@ -106,14 +133,6 @@ def read_sides(
     return sides
 
 
-def report_unknown(console: Console, summary: Path | None, error: ValueError) -> int:
-    """Say why nothing is known, also in the file ``--summary``, and return the exit status."""
-    sentence = f"UNKNOWN: {error}."
-    console.print(sentence, markup=False)
-    summarize(summary, FAILED, [sentence], [])
-    return BREACH
-
-
 def _run(options: Namespace, console: Console) -> int:
     """Compare, print and write, and return the exit status; see :func:`run`.
 
@@ -124,6 +143,8 @@ def _run(options: Namespace, console: Console) -> int:
     """
     limits = _limits(options)
     recipe = Recipe.of(options)
+    if options.run is not None:
+        check_run(options.run, Path(options.model))
     reader = _reader(options)
     members, others = read_sides(reader, console, options.members, options.others)
     pools, not_compared = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
@@ -211,22 +232,6 @@ def _run(options: Namespace, console: Console) -> int:
     return write_last(console, status, write)
 
 
-def write_last(console: Console, status: int, write: Callable[[], None]) -> int:
-    """Write files after the verdict, and return its status; 1 if it is 0 and they are not written.
-
-    Args:
-        console: The console to print on.
-        status: The exit status of the verdict.
-        write: Writes the files.
-    """
-    try:
-        write()
-    except OSError as error:
-        console.print(f"Files are missing: {error}. The verdict above holds.", markup=False)
-        return status or 1
-    return status
-
-
 def _compare(
     console: Console,
     pools: Sequence[ReleasedPool],
@@ -266,7 +271,7 @@ def _compare(
             if strength.weak:
                 console.print(f"The reference is weak: {strength.weak}.")
         if (scores := gains.get(i)) is not None:
-            unique, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
+            unique, name = pool.alone, f"{BEYOND}{'_short' * pool.is_short}"
             sides = scores[unique], pool.members[unique]
             beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
             result = replace(result, values={**result.values, name: beyond_references})
@@ -326,23 +331,6 @@ def _list_rows(
         return ranking, ranking.counts
     default_counts = pool.list_records(*answer, alpha).counts
     return ranking, max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
-
-
-def summarize(
-    path: Path | None, outcome: str, sentences: Sequence[str], tables: Sequence[Table]
-) -> None:
-    """Append the results to a Markdown file, without texts or row numbers; None writes no file."""
-    if path is None:
-        return
-    lines = [f"### What the trained weights give away: {outcome}", ""]
-    for table in tables:
-        headers = [str(column.header) for column in table.columns]
-        cells = zip(*(column.cells for column in table.columns), strict=True)
-        rows = [headers, ["---"] * len(headers), *cells]
-        lines += [f"| {' | '.join(map(str, row))} |" for row in rows] + [""]
-    lines += [f"- {' '.join(sentence.split())}" for sentence in sentences]
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
 
 
 def _query(
@@ -533,62 +521,6 @@ def _reader(options: Namespace) -> RowReader:
         options.label_column,
         getattr(config, "label2id", None) or {},
     )
-
-
-def breaches_of(
-    values: Mapping[str, Mapping[str, float]], metric: str, at_most: float
-) -> list[str]:
-    """Return a sentence for each result that is or may be above a limit, or is unknown.
-
-    Args:
-        values: The values of each attack, and of ``records``; empty if they are unknown.
-        metric: A metric, as ``--metric`` takes it.
-        at_most: The limit.
-    """
-    attacks = [name for name in HEADLINES[:2] if name in values] or [HEADLINES[0]]
-    attacks += [n for n in values if n.startswith(_BEYOND) or n == CombinedReference.default_name]
-    if metric.startswith("entity/"):
-        attacks, metric = [metric], "auc"
-    elif metric == "prompts":
-        attacks, metric = [HEADLINES[2]], "auc"
-    elif metric == "at_least":
-        attacks = ["records"]
-    elif metric in ("extracted", "greedy"):
-        attacks = ["extraction"]
-    return breaches_among(attacks, values, metric, at_most)
-
-
-def breaches_among(
-    attacks: Sequence[str],
-    values: Mapping[str, Mapping[str, float]],
-    metric: str,
-    at_most: float | None,
-) -> list[str]:
-    """Return a sentence for each of these attacks whose metric may be above a limit, or unknown."""
-    if at_most is None:
-        return []
-    reasons = {name: breach_of(values.get(name, {}), metric, at_most) for name in attacks}
-    return [f"{name}/{metric} {reason}" for name, reason in reasons.items() if reason is not None]
-
-
-def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
-    """Return why a result is or may be above a limit, or is unknown; None if it is not above."""
-    if values.get("at_least_provable", math.inf) <= at_most:
-        return f"is unknown: too few others to show more than --at-most {at_most:g}. Hold out more."
-    low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
-    high = low if metric == "at_least" else values.get(f"{metric}_high", math.nan)
-    if math.isnan(low):
-        return "is unknown."
-    if values.get(records.WEAK) and low <= at_most:
-        return f"is unknown: {records.WEAK_REFERENCE}."
-    if low > at_most:
-        return f"is shown to be at least {low:.3f}, above --at-most {at_most:g}."
-    if high > at_most:
-        return (
-            f"is unknown: it is between {low:.3f} and {high:.3f}, which does not decide "
-            f"--at-most {at_most:g}. Give more texts."
-        )
-    return None
 
 
 def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:

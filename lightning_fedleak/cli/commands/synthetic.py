@@ -28,7 +28,7 @@ from rich.console import Console
 from scipy.stats import fisher_exact
 from torch import Tensor
 
-from lightning_fedleak.cli.commands import memorization
+from lightning_fedleak.cli.commands import memorization, verdicts
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import write_json
 from lightning_fedleak.cli.studies.memorization import (
@@ -69,7 +69,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     try:
         return _run(options, console)
     except (UnknownLabels, WrongModel) as error:
-        return memorization.report_unknown(console, options.summary, error)
+        return verdicts.report_unknown(console, options.summary, error)
 
 
 def _run(options: Namespace, console: Console) -> int:
@@ -125,20 +125,20 @@ def _run(options: Namespace, console: Console) -> int:
     content |= {"not_compared": not_compared}
     names = (*not_compared, *score_names)
     evidence = values if is_known else {}
-    breaches = memorization.breaches_among(names, evidence, options.metric, options.at_most)
+    breaches = verdicts.breaches_among(names, evidence, options.metric, options.at_most)
     breaches += found if options.at_most is not None else []
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     fails = bool(breaches) or is_refuted
-    outcome = memorization.FAILED if fails else "no breach" if is_known else "UNKNOWN"
+    outcome = verdicts.FAILED if fails else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
 
     def write() -> None:
         if options.out is not None:
             write_json(console, options.out, content)
-        memorization.summarize(options.summary, outcome, sentences, tables)
+        verdicts.summarize(options.summary, outcome, sentences, tables)
 
-    return memorization.write_last(console, memorization.BREACH if fails else 0, write)
+    return verdicts.write_last(console, verdicts.BREACH if fails else 0, write)
 
 
 def _read(
@@ -169,7 +169,7 @@ def _read(
         return str(tokenizer.decode(ids))
 
     pools, reasons = memorization.pools_of(rows, others, decode)
-    reasons = {name: text for name, text in reasons.items() if name in memorization.HEADLINES[:2]}
+    reasons = {name: text for name, text in reasons.items() if name in verdicts.HEADLINES[:2]}
     pools = [pool for pool in pools if pool.part != "prompts"]
     return pools, reasons, generated, whole, decode
 

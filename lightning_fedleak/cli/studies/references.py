@@ -73,7 +73,7 @@ class Recipe:
                 that it had none; members were not drawn at random; or options have no effect.
         """
         if not options.references:
-            names = ("run", "epochs", "batch_size", "lr")
+            names = ("epochs", "batch_size", "lr")
             if useless := [name for name in names if getattr(options, name) is not None]:
                 raise SourceError(f"--{useless[0].replace('_', '-')} needs --references")
             return None

@@ -244,10 +244,19 @@ class _Strength(NamedTuple):
     Attributes:
         share: The gain of the reference as a share of the model's; NaN if it is unknown.
         weak: Why the reference is weak, in words; empty if it is not.
+        weight: Its weight in the fit of the score; below :data:`MIN_WEIGHT` it is not used.
     """
 
     share: float
     weak: str
+    weight: float
+
+    @property
+    def note(self) -> str:
+        """Return in words what is wrong with the reference; empty if nothing is."""
+        unused = f"it is not used, because its weight beside the base is {self.weight:.2f}"
+        parts = f"it is weak: {self.weak}" * bool(self.weak), unused * (self.weight < MIN_WEIGHT)
+        return "; ".join(filter(None, parts))
 
 
 def measure_strength(
@@ -284,9 +293,7 @@ def measure_strength(
         weak = f"{gained}: it may have seen them"
     elif math.isnan(share) and rows is None:
         weak = "nothing shows how far it was trained: say how many rows it had"
-    if (weight := fit_base(game)[1]) < MIN_WEIGHT:
-        weak = f"{weak and f'{weak}; '}its weight beside the base is {weight:.2f}: it is not used"
-    return _Strength(share, weak)
+    return _Strength(share, weak, fit_base(game)[1])
 
 
 def beside(strength: _Strength, values: Mapping[str, float]) -> dict[str, float]:

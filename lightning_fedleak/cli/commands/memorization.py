@@ -268,8 +268,8 @@ def _compare(
             name = CombinedReference.default_name
             values = beside(strength, result.values[name])
             result = replace(result, values={**result.values, name: values})
-            if strength.weak:
-                console.print(f"The reference is weak: {strength.weak}.")
+            if strength.note:
+                console.print(f"Of the reference: {strength.note}.")
         if (scores := gains.get(i)) is not None:
             unique, name = pool.alone, f"{BEYOND}{'_short' * pool.is_short}"
             sides = scores[unique], pool.members[unique]

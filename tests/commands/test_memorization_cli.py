@@ -500,3 +500,85 @@ def test_values_in_prompts_of_another_law_are_unknown_in_the_file(
     assert content["entities"]["entity/phone/prompt"].startswith("prompts are from different")
     assert status == BREACH
     assert "BREACH: entity/phone/prompt/auc is unknown" in printed
+
+
+# ---- is this the model, and were the rows drawn? ----
+
+
+def test_the_base_under_another_name_is_no_trained_model(folder: Path, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.md"
+    status, text = run(folder, str(EMBEDDED_MODEL), drawn=True, at_most=1.0, summary=summary)
+    assert status == BREACH
+    assert "the weights of --model" in text
+    assert "FAILED" in summary.read_text()
+
+
+def test_a_base_that_knows_the_members_refutes_the_draw(folder: Path, tmp_path: Path) -> None:
+    words = [json.loads(n)["text"] for n in (folder / "members.jsonl").read_text().splitlines()]
+    save_trained(tmp_path / "twice", words, 2e-3, 8)
+    settings = {"members": str(folder / "members.jsonl"), "others": str(folder / "others.jsonl")}
+    settings |= {"base": str(tmp_path / "twice"), "model": str(folder / "model")}
+    status, text = run_command("memorization", length=32, drawn=True, **settings)
+    text = " ".join(text.split())
+    assert status == BREACH
+    assert "not drawn at random from the same rows" in text
+    assert "--base knows one side" in text
+
+
+def test_adapters_are_no_base(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    (tmp_path / "tokenizer.json").write_text((EMBEDDED_MODEL / "tokenizer.json").read_text())
+    settings = {"model": str(folder / "model"), "base": str(tmp_path)}
+    settings |= {side: str(folder / f"{side}.jsonl") for side in ("members", "others")}
+    with pytest.raises(SourceError, match="holds adapters, and no model: their base is 'a/b'"):
+        run_command("memorization", **settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "are the same rows"),
+        (b"", "has 0 rows"),
+        (b"\x1f\x8b0", "packed by gzip"),
+        ("a text".encode("utf-16"), "in UTF-16"),
+    ],
+)
+def test_files_are_named_as_what_they_are(
+    folder: Path, tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    members = (folder / "members.jsonl").read_bytes()
+    (tmp_path / "members.jsonl").write_bytes(members)
+    (tmp_path / "others.jsonl").write_bytes(members if content is None else content)
+    (tmp_path / "model").symlink_to(folder / "model")
+    with pytest.raises(SourceError, match=words):
+        run(tmp_path, drawn=True)
+
+
+def test_rows_without_text_are_counted_and_the_verdict_precedes_the_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    take_first(TEXTS, folder, tmp_path)
+    with (tmp_path / "others.jsonl").open("a") as file:
+        file.write('{"text": ""}\n' * 3)
+    (tmp_path / "model").symlink_to(folder / "model")
+    (tmp_path / "file").write_text("no folder")
+    settings = {"drawn": True, "at_most": 0.6, "out": tmp_path / "file" / "out.json"}
+    status, text = run(tmp_path, **settings)
+    assert status == BREACH
+    text = " ".join(text.split())
+    assert re.search(r"3 rows of '\S+others.jsonl' have no text", text)
+    assert text.index("BREACH: combined/auc") < text.index("Files are missing")
+    assert run(tmp_path, drawn=True, out=settings["out"])[0] == 1
+
+
+def test_a_model_that_is_too_small_for_the_rows_is_refused(folder: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    for name, sizes, words in (
+        ("vocabulary", {"vocab_size": 50}, "--model knows 50 tokens"),
+        ("context", {"vocab_size": 5000, "n_positions": 4}, "context of 4"),
+    ):
+        config = GPT2Config(**sizes, n_embd=8, n_layer=1, n_head=1)
+        GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
+        with pytest.raises(SourceError, match=words):
+            run(folder, str(tmp_path / name), drawn=True)

@@ -100,7 +100,7 @@ def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path) -> N
     counts = (content[name] for name in ("members", "others", "repeated", "short"))
     assert sum(counts) == 2 * TEXTS
     assert not math.isnan(content["visible_tpr"])
-    assert "437 are needed" in text
+    assert "437 and 4380 are needed" in text
 
 
 def test_a_model_of_other_texts_gives_nothing_away(folder: Path, tmp_path: Path) -> None:

@@ -106,10 +106,10 @@ def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path) -> N
 def test_a_model_of_other_texts_gives_nothing_away(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     assert run(folder, "null", drawn=True, at_most=0.85, out=output)[0] == 0
-    status, text = run(folder, "null", drawn=True, at_most=0.55)
+    values = json.loads(output.read_text())["attacks"]
+    status, text = run(folder, "null", drawn=True, at_most=values["combined"]["auc"])
     assert status == BREACH
     assert "Give more texts" in text
-    values = json.loads(output.read_text())["attacks"]
     assert values["combined"]["auc_low"] < 0.5 < values["combined"]["auc_high"]
     assert values["extraction"]["extracted_base"] == values["extraction"]["extracted_others"] == 0
     assert run(folder, "null", drawn=True, metric="greedy", at_most=0.2)[0] == 0
@@ -576,7 +576,7 @@ def test_a_model_that_is_too_small_for_the_rows_is_refused(folder: Path, tmp_pat
 
     for name, sizes, words in (
         ("vocabulary", {"vocab_size": 50}, "--model knows 50 tokens"),
-        ("context", {"vocab_size": 5000, "n_positions": 4}, "context of 4"),
+        ("context", {"vocab_size": 10_000, "n_positions": 4}, "context of 4"),
     ):
         config = GPT2Config(**sizes, n_embd=8, n_layer=1, n_head=1)
         GPT2LMHeadModel(config).save_pretrained(tmp_path / name)

@@ -296,11 +296,16 @@ def measure_strength(
     return _Strength(share, weak, fit_base(game)[1])
 
 
-def beside(strength: _Strength, values: Mapping[str, float]) -> dict[str, float]:
+def beside(
+    strength: _Strength, values: Mapping[str, float], watcher: str | None = None
+) -> dict[str, float]:
     """Return the values of a score with a reference, and the strength of that reference.
 
-    With a weak reference the upper ends of intervals are NaN: the leakage may be higher.
+    With a weak reference the upper ends of intervals are NaN: the leakage may be higher. If a
+    ``watcher`` is named, what is wrong with the reference is logged.
     """
+    if watcher and strength.note:
+        rank_zero_info(f"{watcher}: of the reference: {strength.note}")
     facts = {WEAK: float(bool(strength.weak)), STRENGTH: strength.share}
     unbounded = {n: math.nan for n in values if n.endswith("_high")} if strength.weak else {}
     return {**values, **unbounded, **facts}

@@ -65,8 +65,8 @@ def load_whole(
         tails = {n: {*tied, *(t.removeprefix(backbone) for t in tied)} for n, tied in names.items()}
         _copy(state, tails, stored, source)
     elif loaded["unexpected_keys"] and not may_lack_head:
-        names = _listed(loaded["unexpected_keys"])
-        rank_zero_warn(f"'{source}' also holds {names}, which are no part of the model")
+        further = _listed(loaded["unexpected_keys"])
+        rank_zero_warn(f"'{source}' also holds {further}, which are no part of the model")
     return model, frozenset(head)
 
 

@@ -260,13 +260,14 @@ def test_rows_that_are_copied_in_other_words_decide(folder: Path, tmp_path: Path
     others = [json.loads(n)["text"] for n in (folder / "others.jsonl").read_text().splitlines()]
     written = (folder / "null.jsonl").read_text().splitlines()[:190]
 
-    def fails(copied: list[str]) -> tuple[int, str]:
+    def fails(copied: list[str], **more: Any) -> tuple[int, str]:
         texts = [" ".join(["w5", *text.split()[1:]]) for text in copied]
         lines = [*written, *(json.dumps({"text": text}) for text in texts)]
         (tmp_path / "texts.jsonl").write_text("\n".join(lines))
-        return run(folder, generated=str(tmp_path / "texts.jsonl"), at_most=0.8)
+        return run(folder, generated=str(tmp_path / "texts.jsonl"), at_most=0.8, **more)
 
-    status, text = fails(rows[4:7])
+    status, text = fails(rows[4:7], out=tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["near_copies"]["members"] == 3
     assert status == BREACH
     assert "BREACH: whole rows of the training are in the texts" in text
     assert "Row numbers of whole copies: 4, 5, 6." in text

@@ -29,7 +29,8 @@ from lightning_fedleak.cli.commands.verdicts import (
     FAILED,
     HEADLINES,
     breaches_of,
-    report_unknown,
+    check_run,
+    run_measurement,
     summarize,
     write_last,
 )
@@ -38,7 +39,7 @@ from lightning_fedleak.cli.printing import print_table, share, write_json
 from lightning_fedleak.cli.studies import models
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.references import Recipe, References
-from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
@@ -50,11 +51,9 @@ from lightning_fedleak.evaluation.metrics.released import (
     membership_values,
     rate_name,
 )
-from lightning_fedleak.evidence import verify_run
-from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
-from lightning_fedleak.report import ReportError, records
+from lightning_fedleak.report import records
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
 """The token log probabilities of a pool's texts: by the base model, and by the trained model."""
@@ -88,31 +87,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: A model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    try:
-        return _run(options, console)
-    except (UnknownLabels, WrongModel) as error:
-        return report_unknown(console, options.summary, error)
-
-
-def check_run(run: Path, model: Path) -> None:
-    """Check that a model has the weights in the logs of one of the runs in a folder.
-
-    Logs that do not have its hashes, as of sharded weights, decide nothing.
-
-    Raises:
-        WrongModel: The logs of all runs contradict it.
-    """
-    why = ""
-    for path in sorted(run.rglob(records.RECORD)):
-        try:
-            contradictions = verify_run(path.parent, model).contradictions
-        except ReportError:  # without results there are no hashes
-            return
-        if not contradictions:
-            return
-        why = contradictions[0]
-    if why:
-        raise WrongModel(f"--run '{run}' is not of --model: {why}")
+    return run_measurement(_measure_model, options, console)
 
 
 def read_sides(
@@ -133,7 +108,7 @@ def read_sides(
     return sides
 
 
-def _run(options: Namespace, console: Console) -> int:
+def _measure_model(options: Namespace, console: Console) -> int:
     """Compare, print and write, and return the exit status; see :func:`run`.
 
     Raises:

@@ -37,13 +37,12 @@ from lightning_fedleak.cli.studies.memorization import (
     all_attacks,
     used_up_mark,
 )
-from lightning_fedleak.cli.studies.models import check_texts, find_model, query_texts, with_lora
+from lightning_fedleak.cli.studies.models import check_readable, find_model, query_texts, with_lora
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
-from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.evaluation.canaries.repeats import RUN
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.batches import IGNORE_INDEX
-from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.progress import bars
@@ -66,15 +65,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: The parts of the base could not be found.
     """
     console = console or Console(highlight=False)
-    try:
-        return _run(options, console)
-    except (UnknownLabels, WrongModel) as error:
-        return verdicts.report_unknown(console, options.summary, error)
+    return verdicts.run_measurement(_measure_texts, options, console)
 
 
-def _run(options: Namespace, console: Console) -> int:
+def _measure_texts(options: Namespace, console: Console) -> int:
     """Fit, compare, print and write, and return the exit status; see :func:`run`."""
-    pools, not_compared, generated, whole, decode = _read(options, console)
+    pools, not_compared, generated, whole, decode = _read_texts(options, console)
     for sentence in not_compared.values():
         console.print(sentence)
     steps = -(-len(generated) // options.batch_size) * options.epochs
@@ -102,21 +98,13 @@ def _run(options: Namespace, console: Console) -> int:
         values |= result.values
         tables.append(memorization.table_of(result.values))
         record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
-        content |= {"short_answers": record} if content else record
         near = find_near_copies(pool, whole, decode)
         counts = {"passages": copied, "whole rows": count_copies(near, pool.members[pool.alone])}
         record["near_copies"] = counts["whole rows"]
-        phrases = f"{RUN} tokens in a row in the generated texts", "a copy or a near copy there"
-        for phrase, (what, count) in zip(phrases, counts.items(), strict=True):
-            sentences.append(
-                f"{count['members']:.0f} of {result.n_members} rows that were trained on have "
-                f"{phrase}, and {count['others']:.0f} of {result.n_others} non-members "
-                f"(p {count['p_value']:.1g})."
-            )
-            # Three whole rows and none of as many others are few for a test, and still copies.
-            is_plain = what == "whole rows" and not count["others"] and count["p_value"] <= 0.15
-            if shift is None and (count["p_value"] <= alpha or is_plain):
-                found.append(f"{what} of the training are in the texts, beyond what others show")
+        content |= {"short_answers": record} if content else record
+        words, copies = judge_copies(counts, result, alpha)
+        sentences += words
+        found += copies if shift is None else []
         if numbers := [str(row) for row in row_numbers(pool, near)]:
             console.print(f"Row numbers of whole copies: {', '.join(numbers)}.")
     for sentence in sentences:
@@ -141,7 +129,7 @@ def _run(options: Namespace, console: Console) -> int:
     return verdicts.write_last(console, verdicts.BREACH if fails else 0, write)
 
 
-def _read(
+def _read_texts(
     options: Namespace, console: Console
 ) -> tuple[list[ReleasedPool], dict[str, str], list[Text], list[Text], Callable[[list[int]], str]]:
     """Return the pools of rows, the reasons why others are not compared, and the generated texts.
@@ -198,7 +186,7 @@ def ask_auxiliary(
             f"--base '{options.base}' is a {anatomy.kind} model, which writes no texts: give a "
             "causal language model, such as the base of the model that wrote --generated"
         )
-    check_texts(anatomy, generated, "--base")
+    check_readable(anatomy, generated, "--base")
     before = query_texts(anatomy, texts, None, "--base")
     torch.manual_seed(options.seed)
     auxiliary = with_lora(anatomy, options.lora_r, options.targets, options.seed)
@@ -252,6 +240,8 @@ def compare_generated(
 # Tokens of an n-gram. Of 2 to 6, 2 had the highest AUC on a sample of WikiText-2 that was used for
 # nothing else (benchmarks.attacks.synthetic): .92, against .79 with 4.
 NGRAM = 2
+# Largest p-value of copied rows if no other is copied: three rows, and none of as many others.
+MAX_PLAIN_P_VALUE = 0.15
 WORDS = 4  # words of a sequence in which near copies are found; fewer: common phrases count
 COPY_SCORES = "longest_copy", "shared_ngrams"  # names of the fields of _Copies, in its order
 
@@ -340,6 +330,30 @@ def copy_values(copies: _Copies, members: Tensor, alpha: float) -> dict[str, dic
         for name, scores in zip(COPY_SCORES, copies, strict=True)
     }
     return values | {"copied": count_copies(copies.longest >= RUN, members)}
+
+
+def judge_copies(
+    counts: Mapping[str, Mapping[str, float]], result: Comparison, alpha: float
+) -> tuple[list[str], list[str]]:
+    """Return a sentence for each kind of copy, and one for each with more rows than others show.
+
+    Args:
+        counts: Of passages and of whole rows, the numbers of :func:`count_copies`.
+        result: The comparison of the pool.
+        alpha: The largest p-value with which copies are more than chance.
+    """
+    sentences, found = [], []
+    phrases = f"{RUN} tokens in a row in the generated texts", "a copy or a near copy there"
+    for phrase, (what, count) in zip(phrases, counts.items(), strict=True):
+        sentences.append(
+            f"{count['members']:.0f} of {result.n_members} rows that were trained on have "
+            f"{phrase}, and {count['others']:.0f} of {result.n_others} non-members "
+            f"(p {count['p_value']:.1g})."
+        )
+        is_plain = what == "whole rows" and not count["others"]
+        if count["p_value"] <= (MAX_PLAIN_P_VALUE if is_plain else alpha):
+            found.append(f"{what} of the training are in the texts, beyond what others show")
+    return sentences, found
 
 
 def count_copies(copied: Tensor, members: Tensor) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,13 +11,26 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks.memorization.scores import CombinedReference
-from lightning_fedleak.report import records
+from lightning_fedleak.cli.studies.training_rows import UnknownLabels
+from lightning_fedleak.evidence import verify_run
+from lightning_fedleak.model.loading import WrongModel
+from lightning_fedleak.report import ReportError, records
 
 HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""
 BEYOND = "beyond_references"  # the score relative to --references; also a prefix of names
 FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status if leakage exceeds --at-most or is unknown; an error has status 1
+
+
+def run_measurement(
+    measure: Callable[[Namespace, Console], int], options: Namespace, console: Console
+) -> int:
+    """Return the exit status of a measurement, or say why nothing is known, also in the summary."""
+    try:
+        return measure(options, console)
+    except (UnknownLabels, WrongModel) as error:
+        return report_unknown(console, options.summary, error)
 
 
 def report_unknown(console: Console, summary: Path | None, error: ValueError) -> int:
@@ -114,3 +128,24 @@ def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str |
             f"--at-most {at_most:g}. Give more texts."
         )
     return None
+
+
+def check_run(run: Path, model: Path) -> None:
+    """Check that a model has the weights in the logs of one of the runs in a folder.
+
+    Logs that do not have its hashes, as of sharded weights, decide nothing.
+
+    Raises:
+        WrongModel: The logs of all runs contradict it.
+    """
+    why = ""
+    for path in sorted(run.rglob(records.RECORD)):
+        try:
+            contradictions = verify_run(path.parent, model).contradictions
+        except ReportError:  # without results there are no hashes
+            return
+        if not contradictions:
+            return
+        why = contradictions[0]
+    if why:
+        raise WrongModel(f"--run '{run}' is not of --model: {why}")

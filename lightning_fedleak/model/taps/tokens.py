@@ -316,16 +316,16 @@ def token_log_probs(
     )
     at_once = min(TOKENS_AT_ONCE, LOGITS_OF_FORWARD // anatomy.vocab_size)
     order = sorted(range(len(texts)), key=lambda row: len(texts[row].ids), reverse=True)
-    parts = []
+    batches: list[list[int]] = []
     while order:
         length = len(texts[order[0]].ids)
         rows = max(1, at_once // length)
         if anatomy.kind == "classifier":  # may find a text's end by padding tokens
             rows = min(rows, sum(len(texts[row].ids) == length for row in order[:rows]))
-        parts.append(order[:rows])
+        batches.append(order[:rows])
         order = order[rows:]
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
-        for part in track(parts, "querying"):
+        for part in track(batches, "querying"):
             answers = _query(anatomy, model, [texts[row] for row in part])
             width = answers.labels.shape[1]
             for whole, value in zip(snapshot, answers, strict=True):

@@ -78,7 +78,6 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
     spent_at,
 )
-from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (
     MASKS,
@@ -478,9 +477,7 @@ class MemorizationChannel(WeightChannel):
             facts, stated = self._facts, self.settings.memorization.reference_rows
             rows = (stated if facts is None else facts.rows), self.pool.length
             strength = measure_strength(game, members, *rows)
-            values = beside(strength, values)
-            if strength.note and look == 1:
-                rank_zero_info(f"{self.run.watcher}: of the reference: {strength.note}")
+            values = beside(strength, values, self.run.watcher if look == 1 else None)
         if self._account is not None:
             error = spent_at(look, alpha / ranked)
             values["refuted"] = self._account.refuted(

@@ -143,8 +143,8 @@ def _measure_model(options: Namespace, console: Console) -> int:
     results, shifts = _compare(
         console, pools, answers, references, gains, alpha, options, len(members)
     )
-    is_refuted = options.drawn and any(shifts.values())
     pool = pools[0]
+    is_refuted = options.drawn and any(s for part, s in shifts.items() if part != "prompts")
     if used_up_mark(options.members).exists():
         shifts = dict.fromkeys(shifts, USED_UP)
         console.print(USED_UP)

@@ -37,7 +37,7 @@ from lightning_fedleak.cli.studies.memorization import (
     all_attacks,
     used_up_mark,
 )
-from lightning_fedleak.cli.studies.models import check_readable, find_model, query_texts, with_lora
+from lightning_fedleak.cli.studies.models import check_read_by, find_model, query_texts, with_lora
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
 from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.evaluation.canaries.repeats import RUN
@@ -186,7 +186,7 @@ def ask_auxiliary(
             f"--base '{options.base}' is a {anatomy.kind} model, which writes no texts: give a "
             "causal language model, such as the base of the model that wrote --generated"
         )
-    check_readable(anatomy, generated, "--base")
+    check_read_by(anatomy, generated, "--base")
     before = query_texts(anatomy, texts, None, "--base")
     torch.manual_seed(options.seed)
     auxiliary = with_lora(anatomy, options.lora_r, options.targets, options.seed)

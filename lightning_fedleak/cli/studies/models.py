@@ -273,7 +273,7 @@ def log_probs_before_and_after(
     return before, after
 
 
-def check_readable(anatomy: Anatomy, texts: Sequence[Text], option: str) -> None:
+def check_read_by(anatomy: Anatomy, texts: Sequence[Text], option: str) -> None:
     """Raise an error if a model cannot read some texts.
 
     Raises:
@@ -301,9 +301,9 @@ def query_texts(
         option: The option that names the model.
 
     Raises:
-        SourceError: See :func:`check_readable`.
+        SourceError: See :func:`check_read_by`.
     """
-    check_readable(anatomy, texts, option)
+    check_read_by(anatomy, texts, option)
     anatomy.model.to("cuda" if torch.cuda.is_available() else "cpu")
     with bars(sys.stderr.isatty()):
         return token_log_probs(anatomy, texts, mask)

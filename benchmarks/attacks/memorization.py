@@ -11,7 +11,8 @@ Texts without a common run of 13 tokens are split by a coin into members, which 
 others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at .1% and
 1% FPR, for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for
 comparison. With ``--reference`` the same recipe trains a model on so many further texts, beside
-which ``combined_reference`` scores; ``loss_beyond`` is the difference of the two losses. With
+which ``combined_reference`` scores; ``instead_of_base`` puts the reference in the base's place,
+and ``loss_beyond`` is the difference of the two losses. With
 ``--auto 1,0.25`` a Trainer of transformers trains references of so many of the members instead, by
 ``Memorization(reference="auto")``. For each it also trains alone, and with looks at as many texts
 but no reference. A reference's price is the processor time of the run with it less that of the one
@@ -93,6 +94,17 @@ class LossBeyond(MemorizationAttack):
         return released.now.mean_log_probs() - released.reference.mean_log_probs()
 
 
+class InsteadOfBase(MemorizationAttack):
+    """Score a text as ``Combined`` does, with the reference instead of the base."""
+
+    default_name = "instead_of_base"
+
+    def score(self, released: ReleasedModel) -> torch.Tensor:
+        """Return the scores."""
+        assert released.reference is not None
+        return Combined().score(replace(released, base=released.reference))
+
+
 def trained_pool(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> tuple[ReleasedPool, list[Text]]:
@@ -118,7 +130,9 @@ def describe(
     """Return one cell for each attack."""
     attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
     if reference is not None:
-        attacks |= {attack.name: attack for attack in (CombinedReference(), LossBeyond())}
+        attacks |= {
+            attack.name: attack for attack in (CombinedReference(), InsteadOfBase(), LossBeyond())
+        }
     released = ReleasedModel(now, base, pool.compressed, reference=reference).rows(pool.alone)
     cells = {}
     compared = pool.compare(base, now, [*attacks.values()], reference=reference)

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_fedleak.attacks.memorization.scores import MIN_WEIGHT, fit_base
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
+from lightning_fedleak.model.loading import load_adapters, load_whole
 from lightning_fedleak.model.model_state import WeightsWritten, preserve_process
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
@@ -37,6 +39,13 @@ MIN_STRENGTH = 0.9
 
 For a LoRA model (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and
 .79 of its gain, and a TPR of .86 and .52 at .1% FPR. Lower: weaker ones pass for strong.
+"""
+
+MAX_STRENGTH = 1.2
+"""Largest such share of a reference of no more rows than the model.
+
+Clean references had .92 to 1.02, and ones that saw 27% of all rows 1.25 to 1.41. Higher: these hide
+leakage.
 """
 
 
@@ -118,25 +127,15 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
         ValueError: It cannot be loaded, or lacks tensors.
     """
     base_model = without_peft(anatomy.model)
-    kind = type(base_model)
+    kind = type(base_model)  # loading fails for a class without `from_pretrained`
     # Weights of 4 bits are stored as integers: take the dtype of another parameter.
     dtype = next(p.dtype for p in base_model.parameters() if p.is_floating_point())
-
-    def load(source: str) -> nn.Module:
-        loader: Any = kind  # fails for a class without `from_pretrained`
-        model, loaded = loader.from_pretrained(source, dtype=dtype, output_loading_info=True)
-        if missing := loaded["missing_keys"]:
-            raise ValueError(f"'{source}' lacks {len(missing)} tensors of a {kind.__name__}")
-        return model  # type: ignore[no-any-return]
-
-    adapters = Path(folder) / "adapter_config.json"
+    adapters, source = Path(folder) / "adapter_config.json", folder
     try:
-        if not adapters.is_file():
-            return load(folder)
-        from peft import PeftModel
-
-        source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        return PeftModel.from_pretrained(load(source), folder)
+        if adapters.is_file():
+            source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        model: nn.Module = load_whole(kind, source, dtype=dtype)[0]
+        return load_adapters(model, folder) if adapters.is_file() else model
     except Exception as error:
         message = f"Memorization(reference={folder!r}) cannot be loaded as a {kind.__name__}"
         raise ValueError(f"{message} ({error}): give a folder of one, or the model") from error
@@ -245,10 +244,19 @@ class _Strength(NamedTuple):
     Attributes:
         share: The gain of the reference as a share of the model's; NaN if it is unknown.
         weak: Why the reference is weak, in words; empty if it is not.
+        weight: Its weight in the fit of the score; below :data:`MIN_WEIGHT` it is not used.
     """
 
     share: float
     weak: str
+    weight: float
+
+    @property
+    def note(self) -> str:
+        """Return in words what is wrong with the reference; empty if nothing is."""
+        unused = f"it is not used, because its weight beside the base is {self.weight:.2f}"
+        parts = f"it is weak: {self.weak}" * bool(self.weak), unused * (self.weight < MIN_WEIGHT)
+        return "; ".join(filter(None, parts))
 
 
 def measure_strength(
@@ -275,21 +283,29 @@ def measure_strength(
     gain, reference = (x.mean_log_probs()[~members] - base for x in (game.now, game.reference))
     is_measured = float(gain.mean()) > 2 * float(gain.std()) / math.sqrt(len(gain))
     share = float(reference.mean() / gain.mean()) if is_measured else math.nan
+    gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model has"
+    weak = ""
     if rows is not None and rows < trained:
-        return _Strength(share, f"it was trained on {rows} rows, and the model on {trained}")
-    if share < MIN_STRENGTH:
-        gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model"
-        return _Strength(share, f"{gained} has")
-    if math.isnan(share) and rows is None:
-        return _Strength(share, "nothing shows how far it was trained: say how many rows it had")
-    return _Strength(share, "")
+        weak = f"it was trained on {rows} rows, and the model on {trained}"
+    elif share < MIN_STRENGTH:
+        weak = gained
+    elif share > MAX_STRENGTH and (rows or trained) <= trained:
+        weak = f"{gained}: it may have seen them"
+    elif math.isnan(share) and rows is None:
+        weak = "nothing shows how far it was trained: say how many rows it had"
+    return _Strength(share, weak, fit_base(game)[1])
 
 
-def beside(strength: _Strength, values: Mapping[str, float]) -> dict[str, float]:
+def beside(
+    strength: _Strength, values: Mapping[str, float], watcher: str | None = None
+) -> dict[str, float]:
     """Return the values of a score with a reference, and the strength of that reference.
 
-    With a weak reference the upper ends of intervals are NaN: the leakage may be higher.
+    With a weak reference the upper ends of intervals are NaN: the leakage may be higher. If a
+    ``watcher`` is named, what is wrong with the reference is logged.
     """
+    if watcher and strength.note:
+        rank_zero_info(f"{watcher}: of the reference: {strength.note}")
     facts = {WEAK: float(bool(strength.weak)), STRENGTH: strength.share}
     unbounded = {n: math.nan for n in values if n.endswith("_high")} if strength.weak else {}
     return {**values, **unbounded, **facts}

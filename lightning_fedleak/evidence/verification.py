@@ -18,11 +18,8 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from lightning_fedleak.evidence import chain
+from lightning_fedleak.model.loading import WrongModel, saved_tensors
 from lightning_fedleak.private_files import digest_weights, hash_weights, read_regular
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, page, read, records
 from lightning_fedleak.report.pages import LEAKAGE, leakage_file
@@ -273,7 +270,8 @@ def _check_weights(fits: Sequence[FitLog], source: Path, verdict: chain.Verdict)
     they may be those of a checkpoint that cannot be compared (``is_unclear``). Tensors that are
     missing, or saved in another type, leave the question open.
     """
-    saved = hash_weights(_saved_tensors(source))
+    with explain_errors("--weights", WrongModel, error=ReportError):
+        saved = hash_weights(saved_tensors(source))
     checkpoints, is_unclear = _checkpoints_of(fits, saved)
     fit = _last_fit(fits)
     trained = dict((fit.end.weights if fit is not None and fit.end is not None else None) or {})
@@ -319,26 +317,6 @@ def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[l
         elif digest_weights({name: saved[name] for name in names}) == line.weights:
             checkpoints.append(f"the checkpoint of run {line.run} at step {line.step}")
     return checkpoints, is_unclear
-
-
-def _saved_tensors(source: Path) -> dict[str, Tensor]:
-    """Return all tensors in a file, or in the files of a folder."""
-    # Files of the first pattern that matches are read.
-    patterns = ("*.safetensors", "*model*.bin", "*.ckpt")
-    matches = [sorted(source.glob(pattern)) for pattern in patterns] if source.is_dir() else []
-    files = [source] if source.is_file() else next(filter(None, matches), [])
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        with explain_errors(f"'{path}' cannot be read as weights", Exception, error=ReportError):
-            if path.suffix == ".safetensors":
-                tensors |= load_file(path)
-            else:
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                content = content.get("state_dict", content)
-                tensors |= {n: t for n, t in content.items() if isinstance(t, Tensor)}
-    if not tensors:
-        raise ReportError(f"no weights are in '{source}': name a folder of .safetensors files")
-    return tensors
 
 
 # ---- the same training again --------------------------------------------------------------------

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.module import load_tokenizer
@@ -32,14 +32,15 @@ TEXTS = 24
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a trained model, and the texts of both sides."""
+    """Return a folder with a trained model, one trained on neither side, and both sides."""
     folder = tmp_path_factory.mktemp("released")
-    words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))[: 2 * TEXTS]
-    sides = {"members": words[::2], "others": words[1::2]}
+    words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))
+    sides = {"members": words[: 2 * TEXTS : 2], "others": words[1 : 2 * TEXTS : 2]}
     for name, side in sides.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
         (folder / f"{name}.jsonl").write_text(lines)
     save_trained(folder / "model", sides["members"])
+    save_trained(folder / "null", words[2 * TEXTS : 3 * TEXTS], 1e-5, 1)
     return folder
 
 
@@ -99,25 +100,19 @@ def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path) -> N
     counts = (content[name] for name in ("members", "others", "repeated", "short"))
     assert sum(counts) == 2 * TEXTS
     assert not math.isnan(content["visible_tpr"])
-    assert "437 are needed" in text
+    assert "437 and 4380 are needed" in text
 
 
-def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> None:
+def test_a_model_of_other_texts_gives_nothing_away(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    folder_of_base = tmp_path / "base"
-    AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).save_pretrained(
-        folder_of_base
-    )
-    base = str(folder_of_base)
-    assert run(folder, base, drawn=True, at_most=0.7, out=output)[0] == 0
-    status, text = run(folder, base, drawn=True, at_most=0.55)  # equal scores of so few texts
+    assert run(folder, "null", drawn=True, at_most=0.85, out=output)[0] == 0
+    values = json.loads(output.read_text())["attacks"]
+    status, text = run(folder, "null", drawn=True, at_most=values["combined"]["auc"])
     assert status == BREACH
     assert "Give more texts" in text
-    values = json.loads(output.read_text())["attacks"]
-    assert values["combined"]["auc"] == 0.5
-    assert values["loss_ratio"]["auc"] == 0.5
+    assert values["combined"]["auc_low"] < 0.5 < values["combined"]["auc_high"]
     assert values["extraction"]["extracted_base"] == values["extraction"]["extracted_others"] == 0
-    assert run(folder, base, drawn=True, metric="greedy", at_most=0.2)[0] == 0
+    assert run(folder, "null", drawn=True, metric="greedy", at_most=0.2)[0] == 0
 
 
 def take_first(n: int, source: Path, target: Path) -> None:
@@ -173,9 +168,9 @@ def add_short(folder: Path, side: str, n: int) -> None:
         file.writelines(json.dumps({"text": f"{number} {side}."}) + "\n" for number in range(n))
 
 
-def test_members_of_a_length_that_is_not_compared_are_unknown(mixed: Path) -> None:
+def test_members_of_a_length_that_is_not_compared_are_unknown(mixed: Path, folder: Path) -> None:
     output = mixed / "out.json"
-    status, text = run(mixed, str(EMBEDDED_MODEL), drawn=True, at_most=0.999, out=output)
+    status, text = run(mixed, str(folder / "null"), drawn=True, at_most=0.999, out=output)
     assert status == BREACH
     text = " ".join(text.split())
     assert "The leakage of 3 members with 1 to 7 label tokens is UNKNOWN: 3 members and 0" in text
@@ -183,13 +178,13 @@ def test_members_of_a_length_that_is_not_compared_are_unknown(mixed: Path) -> No
     assert "combined/auc" not in text
     assert list(json.loads(output.read_text())["not_compared"]) == ["loss_ratio_short"]
     settings = {"drawn": True, "metric": "greedy", "at_most": 0.3}
-    assert run(mixed, str(EMBEDDED_MODEL), **settings)[0] == 0  # no short text holds 16 tokens
+    assert run(mixed, str(folder / "null"), **settings)[0] == 0  # no short text holds 16 tokens
 
 
 def test_short_texts_of_the_others_alone_change_nothing(folder: Path, tmp_path: Path) -> None:
     take_first(TEXTS, folder, tmp_path)
     add_short(tmp_path, "others", 3)
-    status, text = run(tmp_path, str(EMBEDDED_MODEL), drawn=True, at_most=0.999)
+    status, text = run(tmp_path, str(folder / "null"), drawn=True, at_most=0.999)
     assert status == 0
     assert "UNKNOWN" not in text
 
@@ -198,7 +193,7 @@ def test_few_long_members_beside_short_ones_are_unknown(folder: Path, tmp_path: 
     take_first(3, folder, tmp_path)
     for side in ("members", "others"):
         add_short(tmp_path, side, 12)
-    status, text = run(tmp_path, str(EMBEDDED_MODEL), drawn=True, at_most=1.0)
+    status, text = run(tmp_path, str(folder / "null"), drawn=True, at_most=1.0)
     assert status == BREACH
     assert "BREACH: combined/auc is unknown." in text
     assert "loss_ratio_short/auc" not in text
@@ -206,11 +201,11 @@ def test_few_long_members_beside_short_ones_are_unknown(folder: Path, tmp_path: 
 
 def test_a_list_of_long_rows_alone_does_not_pass_for_all(mixed: Path, folder: Path) -> None:
     settings = {"drawn": True, "metric": "at_least", "records": mixed / "records.jsonl"}
-    status, text = run(mixed, str(EMBEDDED_MODEL), at_most=5.0, **settings)
+    status, text = run(mixed, str(folder / "null"), at_most=5.0, **settings)
     assert status == BREACH
     assert "BREACH: records/at_least is unknown." in text
     assert "3 members with 1 to 7 label tokens are not counted" in " ".join(text.split())
-    assert run(folder, str(EMBEDDED_MODEL), at_most=5.0, **settings)[0] == 0
+    assert run(folder, str(folder / "null"), at_most=5.0, **settings)[0] == 0
 
 
 def test_missing_options_and_files_are_named(
@@ -251,7 +246,7 @@ def test_the_command_writes_the_list_and_gates_on_it(folder: Path, tmp_path: Pat
     assert {line.row for line in records.lines} == set(range(TEXTS))
     words = (folder / "members.jsonl").read_text().splitlines()
     assert json.loads(words[0])["text"] not in path.read_text()
-    assert run(folder, str(EMBEDDED_MODEL), at_most=5.0, **settings)[0] == 0
+    assert run(folder, str(folder / "null"), at_most=5.0, **settings)[0] == 0
     assert json.loads(output.read_text())["records"]["at_least"] == 0
     status, text = run(folder, at_most=29.0, **settings)
     assert status == BREACH
@@ -423,6 +418,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
         (learned / f"{name}.jsonl").write_text(lines)
     save_trained(learned / "model", sides["members"], 5e-3, 8)
+    save_trained(learned / "null", [" ".join(draw.choices(words, k=12)) for _ in range(N)], 1e-5, 1)
     return learned, numbers
 
 
@@ -466,10 +462,9 @@ def test_learned_values_breach_a_limit_and_those_left_out_do_not(
 
 def test_a_model_that_learned_nothing_shows_chance(learned: tuple[Path, list[str]]) -> None:
     path, _ = learned
-    status, _ = run_on(path, str(EMBEDDED_MODEL), ("entity/phone/label", 0.9))
+    status, _ = run_on(path, str(path / "null"), ("entity/phone/label", 0.95))
     phone = json.loads((path / "out.json").read_text())["entities"]["entity/phone/label"]
-    assert phone["auc"] == 0.5
-    assert phone["p_value"] == 1
+    assert phone["auc_low"] < 0.5 < phone["auc_high"]
     assert status == 0
 
 
@@ -498,11 +493,92 @@ def test_values_in_prompts_of_another_law_are_unknown_in_the_file(
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{side}.jsonl").write_text(lines)
     limit = "entity/phone/prompt", 1.0
-    status, printed = run_on(
-        tmp_path, str(EMBEDDED_MODEL), limit, drawn=False, prompt_column="prompt"
-    )
+    null = str(learned[0] / "null")
+    status, printed = run_on(tmp_path, null, limit, drawn=False, prompt_column="prompt")
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["prompts"]["known"] is False
     assert content["entities"]["entity/phone/prompt"].startswith("prompts are from different")
     assert status == BREACH
     assert "BREACH: entity/phone/prompt/auc is unknown" in printed
+
+
+# ---- is this the model, and were the rows drawn? ----
+
+
+def test_the_base_under_another_name_is_no_trained_model(folder: Path, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.md"
+    status, text = run(folder, str(EMBEDDED_MODEL), drawn=True, at_most=1.0, summary=summary)
+    assert status == BREACH
+    assert "the weights of --model" in text
+    assert "FAILED" in summary.read_text()
+
+
+def test_a_base_that_knows_the_members_refutes_the_draw(folder: Path, tmp_path: Path) -> None:
+    words = [json.loads(n)["text"] for n in (folder / "members.jsonl").read_text().splitlines()]
+    save_trained(tmp_path / "twice", words, 2e-3, 8)
+    settings = {"members": str(folder / "members.jsonl"), "others": str(folder / "others.jsonl")}
+    settings |= {"base": str(tmp_path / "twice"), "model": str(folder / "model")}
+    status, text = run_command("memorization", length=32, drawn=True, **settings)
+    text = " ".join(text.split())
+    assert status == BREACH
+    assert "not drawn at random from the same rows" in text
+    assert "--base knows one side" in text
+
+
+def test_adapters_are_no_base(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    (tmp_path / "tokenizer.json").write_text((EMBEDDED_MODEL / "tokenizer.json").read_text())
+    settings = {"model": str(folder / "model"), "base": str(tmp_path)}
+    settings |= {side: str(folder / f"{side}.jsonl") for side in ("members", "others")}
+    with pytest.raises(SourceError, match="holds adapters, and no model: their base is 'a/b'"):
+        run_command("memorization", **settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "are the same rows"),
+        (b"", "has 0 rows"),
+        (b"\x1f\x8b0", "packed by gzip"),
+        ("a text".encode("utf-16"), "in UTF-16"),
+    ],
+)
+def test_files_are_named_as_what_they_are(
+    folder: Path, tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    members = (folder / "members.jsonl").read_bytes()
+    (tmp_path / "members.jsonl").write_bytes(members)
+    (tmp_path / "others.jsonl").write_bytes(members if content is None else content)
+    (tmp_path / "model").symlink_to(folder / "model")
+    with pytest.raises(SourceError, match=words):
+        run(tmp_path, drawn=True)
+
+
+def test_rows_without_text_are_counted_and_the_verdict_precedes_the_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    take_first(TEXTS, folder, tmp_path)
+    with (tmp_path / "others.jsonl").open("a") as file:
+        file.write('{"text": ""}\n' * 3)
+    (tmp_path / "model").symlink_to(folder / "model")
+    (tmp_path / "file").write_text("no folder")
+    settings = {"drawn": True, "at_most": 0.6, "out": tmp_path / "file" / "out.json"}
+    status, text = run(tmp_path, **settings)
+    assert status == BREACH
+    text = " ".join(text.split())
+    assert re.search(r"3 rows of '\S+others.jsonl' have no text", text)
+    assert text.index("BREACH: combined/auc") < text.index("Files are missing")
+    assert run(tmp_path, drawn=True, out=settings["out"])[0] == 1
+
+
+def test_a_model_that_is_too_small_for_the_rows_is_refused(folder: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    for name, sizes, words in (
+        ("vocabulary", {"vocab_size": 50}, "--model knows 50 tokens"),
+        ("context", {"vocab_size": 10_000, "n_positions": 4}, "context of 4"),
+    ):
+        config = GPT2Config(**sizes, n_embd=8, n_layer=1, n_head=1)
+        GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
+        with pytest.raises(SourceError, match=words):
+            run(folder, str(tmp_path / name), drawn=True)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertModel
 
 from lightning_fedleak.attacks.memorization import Combined, LossRatio, PromptRatio, ShortAnswers
-from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.module import load_tokenizer
@@ -20,6 +20,7 @@ from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.cli.studies.models import log_probs_before_and_after
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.trainers import Watch
 from tests.engine.channels.test_heads import data, encoder, lines, loader_of, settings, words
@@ -291,5 +292,5 @@ def test_a_base_without_a_head_makes_all_classes_equally_likely(
     classes = 64 if head == "masked" else 5
     assert base.log_probs.sum().item() == pytest.approx(-torch.log(torch.tensor(classes)).item())
     (tmp_path / "config.json").write_text((folder / "model" / "config.json").read_text())
-    with pytest.raises(SourceError, match="lacks"):
+    with pytest.raises(WrongModel, match="lacks"):
         log_probs_before_and_after([Text(row, label)], tmp_path, folder / "base")

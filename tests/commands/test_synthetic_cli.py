@@ -12,8 +12,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, copy_values, find_copies
+from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.model.taps import Text
@@ -252,3 +252,23 @@ def test_copies_of_others_are_counted_against_those_of_members() -> None:
         values = copy_values(find_copies(rows, texts), members, 0.05)
         assert values["copied"]["p_value"] == pytest.approx(p_value, rel=0.3)
         assert (values["longest_copy"]["auc_low"] > 0.5) is (p_value < 0.01)
+
+
+def test_rows_that_are_copied_in_other_words_decide(folder: Path, tmp_path: Path) -> None:
+    """Three whole rows, with a changed word, among texts that show nothing."""
+    rows = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    others = [json.loads(n)["text"] for n in (folder / "others.jsonl").read_text().splitlines()]
+    written = (folder / "null.jsonl").read_text().splitlines()[:190]
+
+    def fails(copied: list[str], **more: Any) -> tuple[int, str]:
+        texts = [" ".join(["w5", *text.split()[1:]]) for text in copied]
+        lines = [*written, *(json.dumps({"text": text}) for text in texts)]
+        (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+        return run(folder, generated=str(tmp_path / "texts.jsonl"), at_most=0.8, **more)
+
+    status, text = fails(rows[4:7], out=tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["near_copies"]["members"] == 3
+    assert status == BREACH
+    assert "BREACH: whole rows of the training are in the texts" in text
+    assert "Row numbers of whole copies: 4, 5, 6." in text
+    assert fails(others[4:7] + rows[4:7])[0] == fails(others[4:7])[0] == 0

@@ -23,12 +23,23 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
+from lightning_fedleak.cli.commands.verdicts import (
+    BEYOND,
+    BREACH,
+    FAILED,
+    HEADLINES,
+    breaches_of,
+    check_run,
+    run_measurement,
+    summarize,
+    write_last,
+)
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, share, write_json
 from lightning_fedleak.cli.studies import models
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.references import Recipe, References
-from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
@@ -41,7 +52,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
 )
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps import Text, label_places, token_log_probs
+from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report import records
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
@@ -55,12 +66,7 @@ USED_UP = (
 )
 UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")  # the pools, in the order of HEADLINES
-HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
-"""The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""
-_BEYOND = "beyond_references"  # the score relative to --references; also a prefix of names
 _TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # by pool
-FAILED = "FAILED: above a limit, or unknown"
-BREACH = 3  # exit status if leakage exceeds --at-most or is unknown; an error has status 1
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -72,23 +78,50 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
     Returns:
         The exit status: 3 if a limited metric is unknown, or its interval reaches above
-        ``--at-most``; if nothing says which tokens the loss was computed on; or if ``--records``
-        gives no list and there is no limit. Else 0.
+        ``--at-most``; if a model lacks weights or is its own base; if the rows refute ``--drawn``;
+        if nothing says which tokens the loss was computed on; or if ``--records`` gives no list and
+        there is no limit. Else 0.
 
     Raises:
         SourceError: A model or text cannot be used.
         AnatomyError: A model's parts could not be found.
     """
     console = console or Console(highlight=False)
+    return run_measurement(_measure_model, options, console)
+
+
+def read_sides(
+    reader: RowReader, console: Console, members: str, others: str
+) -> tuple[dict[int, Text], dict[int, Text]]:
+    """Return the texts of both sides by row number, and print how many rows have no text.
+
+    Raises:
+        SourceError: A source cannot be read, or both are the same rows.
+    """
+    sides = reader.read(members), reader.read(others)
+    contents = [[text.content for text in side.values()] for side in sides]
+    if contents[0] == contents[1]:
+        raise SourceError(f"'{members}' and '{others}' are the same rows: give others")
+    for source, count in reader.empty.items():
+        if count:
+            console.print(f"{count} rows of '{source}' have no text.", markup=False)
+    return sides
+
+
+def _measure_model(options: Namespace, console: Console) -> int:
+    """Compare, print and write, and return the exit status; see :func:`run`.
+
+    Raises:
+        SourceError: A model or text cannot be used.
+        UnknownLabels: Nothing says which tokens the loss was computed on.
+        WrongModel: A model lacks weights, or the trained one is its base.
+    """
     limits = _limits(options)
     recipe = Recipe.of(options)
+    if options.run is not None:
+        check_run(options.run, Path(options.model))
     reader = _reader(options)
-    try:
-        members, others = reader.read(options.members), reader.read(options.others)
-    except UnknownLabels as error:
-        console.print(f"UNKNOWN: {error}.")
-        summarize(options.summary, FAILED, [f"UNKNOWN: {error}."], [])
-        return BREACH
+    members, others = read_sides(reader, console, options.members, options.others)
     pools, not_compared = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in not_compared.values():
         console.print(sentence)
@@ -107,10 +140,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
         gains = _train_references(console, pools, answers, options, recipe, seconds)
     n_scores = 1 + bool(gains) + bool(references)
     alpha = 0.05 / n_scores  # Bonferroni: the worst score counts
-    results = _compare(console, pools, answers, references, gains, alpha, options, len(members))
+    results, shifts = _compare(
+        console, pools, answers, references, gains, alpha, options, len(members)
+    )
     pool = pools[0]
-    shifts = _shifts(pools, results, options)
-    if USED_UP in shifts.values():
+    is_refuted = options.drawn and any(s for part, s in shifts.items() if part != "prompts")
+    if used_up_mark(options.members).exists():
+        shifts = dict.fromkeys(shifts, USED_UP)
         console.print(USED_UP)
     is_known = all(shift is None for part, shift in shifts.items() if part != "prompts")
     is_member = torch.tensor([row_is_member for _, row_is_member in rows])
@@ -124,24 +160,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
     for sentence in unknown_kinds:
         console.print(sentence)
     counts: Mapping[str, float] = {}
-    uncounted = 0
+    uncounted, ranking = 0, None
     if options.records is not None and is_known:
-        counts = _list_rows(console, pool, answers[0], gains.get(0), alpha, options)
+        ranking, counts = _list_rows(console, pool, answers[0], gains.get(0), alpha, options)
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
                 f"The list holds only rows with {_TEXTS[pool.is_short]}. {uncounted} members with "
                 f"{_TEXTS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
             )
-    if options.out is not None:
-        content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
-        optional: dict[str, object] = {"records": counts, "not_compared": not_compared}
-        optional |= {"entities": by_kind, "reference": reference}
-        content |= {name: entries for name, entries in optional.items() if entries}
-        for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
-            part = part_pool.part
-            name = {"short": "short_answers"}.get(part, part)
-            content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
-        write_json(console, options.out, content)
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
@@ -156,13 +182,29 @@ def run(options: Namespace, console: Console | None = None) -> int:
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
-    status = BREACH if breaches or is_unlisted else 0
+    status = BREACH if breaches or is_unlisted or is_refuted else 0
     sentences = [*breaches, *not_compared.values(), *unknown_kinds, *[UNKNOWN] * (not is_known)]
     sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + reference_sentences
     success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = FAILED if status else success
-    summarize(options.summary, outcome, sentences, tables)
-    return status
+    content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
+    optional: dict[str, object] = {"records": counts, "not_compared": not_compared}
+    optional |= {"entities": by_kind, "reference": reference}
+    content |= {name: entries for name, entries in optional.items() if entries}
+    for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
+        part = part_pool.part
+        name = {"short": "short_answers"}.get(part, part)
+        content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
+
+    def write() -> None:
+        if ranking is not None:
+            ranking.save(options.records)
+            console.print(f"{options.records} holds the numbers of the rows.")
+        if options.out is not None:
+            write_json(console, options.out, content)
+        summarize(options.summary, outcome, sentences, tables)
+
+    return write_last(console, status, write)
 
 
 def _compare(
@@ -174,20 +216,22 @@ def _compare(
     alpha: float,
     options: Namespace,
     n_members: int,
-) -> list[Comparison]:
+) -> tuple[list[Comparison], dict[Part, str | None]]:
     """Compare members with non-members in each pool, and print the results.
+
+    Also return why members and non-members of each pool may not be exchangeable, or None.
 
     ``references`` holds the answers of ``--reference`` for each pool, if there is one; ``gains``
     the gains beyond the trained ``--references``, by the pool's index.
     """
-    results = []
+    results, shifts = [], dict[Part, str | None]()
     for i, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         message = f"--model '{options.model}' cannot be read"
         with refuse_errors(message, UnusableObservation):
             reference = references[i] if references else None
             result = pool.compare(*answer, reference=reference, alpha=alpha)
-        is_exchangeable = options.drawn or result.distribution_shift is None
-        if reference is not None and pool.part == "long" and is_exchangeable:
+        shift = shifts[pool.part] = pool.why_unknown(answer[0], result, drawn=options.drawn)
+        if reference is not None and pool.part == "long" and shift is None:
             unique = pool.alone
             sides = pool.compressed[unique], pool.members[unique]
             with refuse_errors("--reference", ValueError):
@@ -199,25 +243,23 @@ def _compare(
             name = CombinedReference.default_name
             values = beside(strength, result.values[name])
             result = replace(result, values={**result.values, name: values})
-            if strength.weak:
-                console.print(f"The reference is weak: {strength.weak}.")
+            if strength.note:
+                console.print(f"Of the reference: {strength.note}.")
         if (scores := gains.get(i)) is not None:
-            unique, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
+            unique, name = pool.alone, f"{BEYOND}{'_short' * pool.is_short}"
             sides = scores[unique], pool.members[unique]
             beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
             result = replace(result, values={**result.values, name: beyond_references})
         results.append(result)
-        print_pool(console, pool, result, is_drawn=options.drawn)
-    return results
-
-
-def _shifts(
-    pools: Sequence[ReleasedPool], results: Sequence[Comparison], options: Namespace
-) -> dict[Part, str | None]:
-    """Return why members and non-members of each pool may not be exchangeable, or None."""
-    differences = [None if options.drawn else result.distribution_shift for result in results]
-    shifts = dict(zip([pool.part for pool in pools], differences, strict=True))
-    return dict.fromkeys(shifts, USED_UP) if used_up_mark(options.members).exists() else shifts
+        print_pool(console, pool, result, shift, is_drawn=options.drawn)
+        base, now = (snapshot.rows(pool.alone) for snapshot in answer)
+        gained, members = (now.log_probs > base.log_probs) & base.labels, pool.members[pool.alone]
+        shares = [float(gained[s].sum() / base.labels[s].sum()) for s in (members, ~members)]
+        console.print(
+            "The model is better than its base on {:.0%} of the tokens of members, and on {:.0%} "
+            "of those of others.".format(*shares)
+        )
+    return results, shifts
 
 
 def _compare_entities(
@@ -246,42 +288,24 @@ def _list_rows(
     gains: Tensor | None,
     alpha: float,
     options: Namespace,
-) -> Mapping[str, float]:
-    """Save the list of rows of a pool, print its counts, and return them.
+) -> tuple[RecordList, Mapping[str, float]]:
+    """Return the list of rows of a pool and its counts, which are printed.
 
     ``gains`` beyond trained references order the list; None: the default score does. With gains,
     the counts are those of the score with the higher lower bound on the number of leaked rows.
     """
     ranking = pool.list_records(*answer, alpha, scores=gains, references=options.references)
-    ranking.save(options.records)
     text = (
         "Of {members} rows at least {at_least} leak from the trained model (95%), and {listed} are "
         "listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
         "{repeated} rows have copies, {short} are short, and {unknown} share passages."
     ).format(**ranking.head)
     text = text.replace("None", "an unknown number")
-    console.print(f"{text} {options.records} holds their numbers.")
+    console.print(text)
     if gains is None:
-        return ranking.counts
+        return ranking, ranking.counts
     default_counts = pool.list_records(*answer, alpha).counts
-    return max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
-
-
-def summarize(
-    path: Path | None, outcome: str, sentences: Sequence[str], tables: Sequence[Table]
-) -> None:
-    """Append the results to a Markdown file, without texts or row numbers; None writes no file."""
-    if path is None:
-        return
-    lines = [f"### What the trained weights give away: {outcome}", ""]
-    for table in tables:
-        headers = [str(column.header) for column in table.columns]
-        cells = zip(*(column.cells for column in table.columns), strict=True)
-        rows = [headers, ["---"] * len(headers), *cells]
-        lines += [f"| {' | '.join(map(str, row))} |" for row in rows] + [""]
-    lines += [f"- {' '.join(sentence.split())}" for sentence in sentences]
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
+    return ranking, max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
 
 
 def _query(
@@ -311,7 +335,7 @@ def _query(
     reference = models.load_trained(options.reference, options.base, "--reference")
     facts = describe_reference(options.reference, options.reference_rows, reference)
     mask = models.mask_of(options.base, models.released_config(options.reference, options.base)[1])
-    outputs = token_log_probs(reference, [*texts.values()], mask)
+    outputs = models.query_texts(reference, [*texts.values()], mask, "--reference")
     return pairs, [select(outputs, group) for group in groups], facts
 
 
@@ -390,8 +414,10 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
     return sum(n >= MIN_LABELS for n in n_labels), n_short, n_prompts
 
 
-def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
-    """Print the results of a pool, and the reasons for unknown ones."""
+def print_pool(
+    console: Console, pool: ReleasedPool, result: Comparison, shift: str | None, *, is_drawn: bool
+) -> None:
+    """Print the results of a pool, and why they are unknown if there is a shift."""
     print_table(console, table_of(result.values))
     copies = int((~pool.alone).sum())
     copies_remark = f"; {copies} members that have copies were tested for extraction only"
@@ -402,25 +428,23 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
         f"texts were excluded{copies_remark * (copies > 0)}",
     }[pool.part]
     console.print(
+        f"{HEADLINES[_PARTS.index(pool.part)]} counts. "
         f"{result.n_members} members and {result.n_others} others were compared; {remark}. "
         f"A TPR below {result.visible:.3f} may not be detected with so many texts. Results are "
         f"comparable only on the same texts: pool {pool.digest}."
     )
-    if (reason := result.distribution_shift) is not None:
-        advice = (
-            "--drawn says that the others were chosen at random, so that this is chance."
-            if is_drawn
-            else "Membership is UNKNOWN: give others that were drawn from the same rows "
-            "(leave_out) and --drawn, or more texts of the same kind."
+    if shift is not None:
+        advice = "" if is_drawn else ", or some 1,000 texts of the same kind on each side"
+        console.print(
+            f"Members and others are {shift}. Membership is UNKNOWN: give others that were drawn "
+            f"from the same rows (leave_out) and --drawn{advice}."
         )
-        console.print(f"Members and others are {reason}. {advice}")
-    for fpr, needed in result.needed.items():
-        if result.n_others < needed:
-            shown = " (and 'shown')" * (fpr == FPR)
-            console.print(
-                f"The TPR at {fpr:.2g} FPR{shown} is unknown: {result.n_others} others were "
-                f"scored, {needed} are needed."
-            )
+    needed = {f"{fpr:.1%}": n for fpr, n in result.needed.items() if n > result.n_others}
+    if needed:
+        console.print(
+            f"TPRs at {' and '.join(needed)} FPR are unknown: "
+            f"{' and '.join(map(str, needed.values()))} are needed of others."
+        )
 
 
 def _limits(options: Namespace) -> list[tuple[str, float]]:
@@ -472,62 +496,6 @@ def _reader(options: Namespace) -> RowReader:
         options.label_column,
         getattr(config, "label2id", None) or {},
     )
-
-
-def breaches_of(
-    values: Mapping[str, Mapping[str, float]], metric: str, at_most: float
-) -> list[str]:
-    """Return a sentence for each result that is or may be above a limit, or is unknown.
-
-    Args:
-        values: The values of each attack, and of ``records``; empty if they are unknown.
-        metric: A metric, as ``--metric`` takes it.
-        at_most: The limit.
-    """
-    attacks = [name for name in HEADLINES[:2] if name in values] or [HEADLINES[0]]
-    attacks += [n for n in values if n.startswith(_BEYOND) or n == CombinedReference.default_name]
-    if metric.startswith("entity/"):
-        attacks, metric = [metric], "auc"
-    elif metric == "prompts":
-        attacks, metric = [HEADLINES[2]], "auc"
-    elif metric == "at_least":
-        attacks = ["records"]
-    elif metric in ("extracted", "greedy"):
-        attacks = ["extraction"]
-    return breaches_among(attacks, values, metric, at_most)
-
-
-def breaches_among(
-    attacks: Sequence[str],
-    values: Mapping[str, Mapping[str, float]],
-    metric: str,
-    at_most: float | None,
-) -> list[str]:
-    """Return a sentence for each of these attacks whose metric may be above a limit, or unknown."""
-    if at_most is None:
-        return []
-    reasons = {name: breach_of(values.get(name, {}), metric, at_most) for name in attacks}
-    return [f"{name}/{metric} {reason}" for name, reason in reasons.items() if reason is not None]
-
-
-def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
-    """Return why a result is or may be above a limit, or is unknown; None if it is not above."""
-    if values.get("at_least_provable", math.inf) <= at_most:
-        return f"is unknown: too few others to show more than --at-most {at_most:g}. Hold out more."
-    low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
-    high = low if metric == "at_least" else values.get(f"{metric}_high", math.nan)
-    if math.isnan(low):
-        return "is unknown."
-    if values.get(records.WEAK) and low <= at_most:
-        return f"is unknown: {records.WEAK_REFERENCE}."
-    if low > at_most:
-        return f"is shown to be at least {low:.3f}, above --at-most {at_most:g}."
-    if high > at_most:
-        return (
-            f"is unknown: it is between {low:.3f} and {high:.3f}, which does not decide "
-            f"--at-most {at_most:g}. Give more texts."
-        )
-    return None
 
 
 def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:

@@ -263,9 +263,9 @@ def memorization(add: Add) -> None:
             and compare how much --model improved on a row with the reference models that were not
             trained on it. Each costs a training. Needs --drawn. Prompts are scored without them.
             Their outputs are saved in private files next to --records.
-        run: folder with the run.jsonl of the training, which gives the references' learning rate,
-            epochs and optimizer. References are refused if it was trained with differential
-            privacy.
+        run: folder with the run.jsonl of the training, whose hashes must be those of --model. It
+            gives the references' learning rate, epochs and optimizer. References are refused if it
+            was trained with differential privacy.
         epochs: epochs of a reference, if run.jsonl does not hold them.
         batch_size: rows of an optimizer step in the training.
         lr: learning rate of a reference, which is constant.

@@ -15,8 +15,11 @@ for held-out rows: passages that held-out rows share with the texts are no discl
 
 from __future__ import annotations
 
+import re
+import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,7 +28,7 @@ from rich.console import Console
 from scipy.stats import fisher_exact
 from torch import Tensor
 
-from lightning_fedleak.cli.commands import memorization
+from lightning_fedleak.cli.commands import memorization, verdicts
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import write_json
 from lightning_fedleak.cli.studies.memorization import (
@@ -34,13 +37,15 @@ from lightning_fedleak.cli.studies.memorization import (
     all_attacks,
     used_up_mark,
 )
-from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.cli.studies.models import check_read_by, find_model, query_texts, with_lora
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
-from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.evaluation.canaries.repeats import RUN
 from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import TokenSnapshot
-from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.model.taps import Text
+from lightning_fedleak.progress import bars
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -51,20 +56,21 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console: The console to print to; stdout by default.
 
     Returns:
-        3 if a score or its interval exceeds ``--at-most``, if such a score is unknown, or if it is
-        unknown which tokens of the rows to compare; else 0.
+        3 if a score or its interval exceeds ``--at-most``, or is unknown; if more rows than others
+        are copied, with ``--at-most``; if the rows refute ``--drawn``; or if it is unknown which
+        tokens of the rows to compare. Else 0.
 
     Raises:
         SourceError: The base or a text cannot be used, or the auxiliary model diverged.
         AnatomyError: The parts of the base could not be found.
     """
     console = console or Console(highlight=False)
-    try:
-        pools, not_compared, generated = _read(options)
-    except UnknownLabels as error:
-        console.print(f"UNKNOWN: {error}.")
-        memorization.summarize(options.summary, memorization.FAILED, [f"UNKNOWN: {error}."], [])
-        return memorization.BREACH
+    return verdicts.run_measurement(_measure_texts, options, console)
+
+
+def _measure_texts(options: Namespace, console: Console) -> int:
+    """Fit, compare, print and write, and return the exit status; see :func:`run`."""
+    pools, not_compared, generated, whole, decode = _read_texts(options, console)
     for sentence in not_compared.values():
         console.print(sentence)
     steps = -(-len(generated) // options.batch_size) * options.epochs
@@ -74,48 +80,61 @@ def run(options: Namespace, console: Console | None = None) -> int:
     )
     queried = [text for pool in pools for text in pool.texts]
     before, after = ask_auxiliary(queried, generated, options)
-    is_known = not used_up_mark(options.rows).exists()
+    is_known, is_refuted = not used_up_mark(options.rows).exists(), False
     sentences = [] if is_known else [memorization.USED_UP.replace("--members", "--rows")]
     values: dict[str, Mapping[str, float]] = {}
     content: dict[str, object] = {}
-    tables = []
+    tables, found = [], list[str]()
     score_names = [name for pool in pools for name in gated_scores(pool)]
-    alpha = 0.05 / len(score_names)  # the worst score counts
+    alpha = 0.05 / (len(score_names) + 2 * len(pools))  # the worst score or count decides
     indices = torch.split(torch.arange(len(queried)), [len(pool.texts) for pool in pools])
     for pool, rows in zip(pools, indices, strict=True):
         outputs = before.rows(rows), after.rows(rows)
         result, copied = compare_generated(pool, outputs, generated, alpha)
-        memorization.print_pool(console, pool, result, is_drawn=options.drawn)
-        is_known &= options.drawn or result.distribution_shift is None
+        shift = pool.why_unknown(outputs[0], result, drawn=options.drawn)
+        memorization.print_pool(console, pool, result, shift, is_drawn=options.drawn)
+        is_known &= shift is None
+        is_refuted |= options.drawn and shift is not None
         values |= result.values
         tables.append(memorization.table_of(result.values))
         record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
+        near = find_near_copies(pool, whole, decode)
+        counts = {"passages": copied, "whole rows": count_copies(near, pool.members[pool.alone])}
+        record["near_copies"] = counts["whole rows"]
         content |= {"short_answers": record} if content else record
-        sentences.append(
-            f"{copied['members']:.0f} of {result.n_members} rows that were trained on have 13 "
-            f"tokens in a row in the generated texts, and {copied['others']:.0f} of "
-            f"{result.n_others} non-members (p {copied['p_value']:.1g})."
-        )
+        words, copies = judge_copies(counts, result, alpha)
+        sentences += words
+        found += copies if shift is None else []
+        if numbers := [str(row) for row in row_numbers(pool, near)]:
+            console.print(f"Row numbers of whole copies: {', '.join(numbers)}.")
     for sentence in sentences:
         console.print(sentence)
     content |= {"drawn": options.drawn, "known": is_known, "generated": len(generated)}
     content |= {"not_compared": not_compared}
-    if options.out is not None:
-        write_json(console, options.out, content)
     names = (*not_compared, *score_names)
     evidence = values if is_known else {}
-    breaches = memorization.breaches_among(names, evidence, options.metric, options.at_most)
+    breaches = verdicts.breaches_among(names, evidence, options.metric, options.at_most)
+    breaches += found if options.at_most is not None else []
     for breach in breaches:
         console.print(f"BREACH: {breach}")
-    outcome = memorization.FAILED if breaches else "no breach" if is_known else "UNKNOWN"
+    fails = bool(breaches) or is_refuted
+    outcome = verdicts.FAILED if fails else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
-    memorization.summarize(options.summary, outcome, sentences, tables)
-    return memorization.BREACH if breaches else 0
+
+    def write() -> None:
+        if options.out is not None:
+            write_json(console, options.out, content)
+        verdicts.summarize(options.summary, outcome, sentences, tables)
+
+    return verdicts.write_last(console, verdicts.BREACH if fails else 0, write)
 
 
-def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[Text]]:
+def _read_texts(
+    options: Namespace, console: Console
+) -> tuple[list[ReleasedPool], dict[str, str], list[Text], list[Text], Callable[[list[int]], str]]:
     """Return the pools of rows, the reasons why others are not compared, and the generated texts.
 
+    Also return generated texts that are not cut, and the function from token ids to their text.
     Pools of prompts are left out. The reasons are given by the name of the score.
     """
     tokenizer = load_tokenizer(options.base)
@@ -123,17 +142,24 @@ def _read(options: Namespace) -> tuple[list[ReleasedPool], dict[str, str], list[
     reader = RowReader(tokenizer, options.length, *columns)
     column = options.generated_column
     text_reader = RowReader(tokenizer, options.length, column) if column else reader
-    rows, others = reader.read(options.rows), reader.read(options.others)
+    rows, others = memorization.read_sides(reader, console, options.rows, options.others)
     texts = text_reader.read(options.generated)
     generated = [text for text in texts.values() if text.n_labels]
+    # A copy may take more tokens than the row, such as one in capitals.
+    whole = [*replace(text_reader, length=8 * options.length).read(options.generated).values()]
     if not generated:
         raise SourceError(
             f"--generated '{options.generated}' holds no text of two tokens or more: give the "
             "texts that the model wrote"
         )
-    pools, reasons = memorization.pools_of(rows, others, lambda ids: str(tokenizer.decode(ids)))
-    reasons = {name: text for name, text in reasons.items() if name in memorization.HEADLINES[:2]}
-    return [pool for pool in pools if pool.part != "prompts"], reasons, generated
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    pools, reasons = memorization.pools_of(rows, others, decode)
+    reasons = {name: text for name, text in reasons.items() if name in verdicts.HEADLINES[:2]}
+    pools = [pool for pool in pools if pool.part != "prompts"]
+    return pools, reasons, generated, whole, decode
 
 
 def ask_auxiliary(
@@ -160,14 +186,15 @@ def ask_auxiliary(
             f"--base '{options.base}' is a {anatomy.kind} model, which writes no texts: give a "
             "causal language model, such as the base of the model that wrote --generated"
         )
-    check_context(anatomy, max(len(text.ids) for text in (*texts, *generated)), "--length")
-    before = token_log_probs(anatomy, texts)
+    check_read_by(anatomy, generated, "--base")
+    before = query_texts(anatomy, texts, None, "--base")
     torch.manual_seed(options.seed)
     auxiliary = with_lora(anatomy, options.lora_r, options.targets, options.seed)
     recipe = Recipe(options.epochs, options.batch_size, options.lr)
     tokenizer = load_tokenizer(options.base)
-    fitted = fit_texts(auxiliary.model, generated, recipe, "causal", tokenizer)
-    after = token_log_probs(fitted, texts)
+    with bars(sys.stderr.isatty()):
+        fitted = fit_texts(auxiliary.model, generated, recipe, "causal", tokenizer)
+    after = query_texts(fitted, texts, None, "--base")
     if not bool(after.log_probs.isfinite().all()):
         raise SourceError("the auxiliary model diverged: give a lower --lr, or fewer --epochs")
     return before, after
@@ -213,6 +240,9 @@ def compare_generated(
 # Tokens of an n-gram. Of 2 to 6, 2 had the highest AUC on a sample of WikiText-2 that was used for
 # nothing else (benchmarks.attacks.synthetic): .92, against .79 with 4.
 NGRAM = 2
+# Largest p-value of copied rows if no other is copied: three rows, and none of as many others.
+MAX_PLAIN_P_VALUE = 0.15
+WORDS = 4  # words of a sequence in which near copies are found; fewer: common phrases count
 COPY_SCORES = "longest_copy", "shared_ngrams"  # names of the fields of _Copies, in its order
 
 
@@ -295,13 +325,85 @@ def copy_values(copies: _Copies, members: Tensor, alpha: float) -> dict[str, dic
         ``others``, the rows of each side with a run of 13 or more tokens in the texts, and the
         ``p_value`` of Fisher's exact test that such runs are not more common among members.
     """
-    has_copy = copies.longest >= RUN
-    sides = members, ~members
-    counts = [[int((rows & side).sum()) for side in sides] for rows in (has_copy, ~has_copy)]
-    p_value = float(fisher_exact(counts, alternative="greater").pvalue)
     values = {
         name: membership_values(scores.double(), members, alpha=alpha, exact=True)
         for name, scores in zip(COPY_SCORES, copies, strict=True)
     }
-    numbers = dict(zip(("members", "others"), map(float, counts[0]), strict=True))
-    return values | {"copied": numbers | {"p_value": p_value}}
+    return values | {"copied": count_copies(copies.longest >= RUN, members)}
+
+
+def judge_copies(
+    counts: Mapping[str, Mapping[str, float]], result: Comparison, alpha: float
+) -> tuple[list[str], list[str]]:
+    """Return a sentence for each kind of copy, and one for each with more rows than others show.
+
+    Args:
+        counts: Of passages and of whole rows, the numbers of :func:`count_copies`.
+        result: The comparison of the pool.
+        alpha: The largest p-value with which copies are more than chance.
+    """
+    sentences, found = [], []
+    phrases = f"{RUN} tokens in a row in the generated texts", "a copy or a near copy there"
+    for phrase, (what, count) in zip(phrases, counts.items(), strict=True):
+        sentences.append(
+            f"{count['members']:.0f} of {result.n_members} rows that were trained on have "
+            f"{phrase}, and {count['others']:.0f} of {result.n_others} non-members "
+            f"(p {count['p_value']:.1g})."
+        )
+        is_plain = what == "whole rows" and not count["others"]
+        if count["p_value"] <= (MAX_PLAIN_P_VALUE if is_plain else alpha):
+            found.append(f"{what} of the training are in the texts, beyond what others show")
+    return sentences, found
+
+
+def count_copies(copied: Tensor, members: Tensor) -> dict[str, float]:
+    """Return how many of N rows are copied on each side, and the p-value of Fisher's exact test.
+
+    Args:
+        copied: (N,) bool, the rows that are copied.
+        members: (N,) bool, the rows that were trained on.
+    """
+    sides = members, ~members
+    counts = [[int((rows & side).sum()) for side in sides] for rows in (copied, ~copied)]
+    p_value = float(fisher_exact(counts, alternative="greater").pvalue)
+    return {"members": float(counts[0][0]), "others": float(counts[0][1]), "p_value": p_value}
+
+
+def find_near_copies(
+    pool: ReleasedPool, generated: Sequence[Text], decode: Callable[[list[int]], str]
+) -> Tensor:
+    """Return (N,) which unique rows of a pool a generated text repeats, in other words at most.
+
+    Case, spaces and punctuation do not count. A text repeats a row if it has half of the row's
+    sequences of :data:`WORDS` words: one changed word in eleven leaves half.
+
+    Args:
+        pool: The rows; of short ones none is found, since any text may have their words.
+        generated: The generated texts.
+        decode: The function from token ids to their text.
+    """
+
+    def sequences(text: Text) -> set[tuple[str, ...]]:
+        ids = text.ids[text.labels != IGNORE_INDEX]
+        words = re.findall(r"\w+", decode(ids.tolist()).casefold())
+        return {(*words[n : n + WORDS],) for n in range(len(words) - WORDS + 1)}
+
+    rows = [text for text, once in zip(pool.texts, pool.alone.tolist(), strict=True) if once]
+    holders: dict[tuple[str, ...], list[int]] = {}
+    sizes = []
+    for row, text in enumerate(() if pool.is_short else rows):
+        sizes.append(len(found := sequences(text)))
+        for words in found:
+            holders.setdefault(words, []).append(row)
+    copied = torch.zeros(len(rows), dtype=torch.bool)
+    for text in generated if holders else ():
+        counts = Counter(row for words in sequences(text) for row in holders.get(words, ()))
+        copied[[row for row, count in counts.items() if 2 * count >= sizes[row]]] = True
+    return copied
+
+
+def row_numbers(pool: ReleasedPool, copied: Tensor) -> list[int]:
+    """Return the numbers of the copied unique rows that were trained on."""
+    unique = pool.alone.nonzero()[:, 0]
+    rows = unique[copied & pool.members[unique]].tolist()
+    return sorted(number for row in rows for number in pool.rows.copies[row])

@@ -13,10 +13,11 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.validate import check_integer, explain_errors
 
 SECONDS = 5.0  # wait for the hub; slower networks count as unreachable
@@ -180,7 +181,8 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     raise SourceError(problem)
 
 
-def loading(source: str, content: str) -> AbstractContextManager[None]:
+@contextmanager
+def loading(source: str, content: str) -> Iterator[None]:
     """Turn errors of the block into one that says what to give instead.
 
     Args:
@@ -189,10 +191,17 @@ def loading(source: str, content: str) -> AbstractContextManager[None]:
 
     Raises:
         SourceError: The object could not be loaded.
+        WrongModel: The files lack weights.
     """
     hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
-    message = f"no {content} could be loaded from '{source}'"
-    return refuse_errors(message, OSError, ValueError, hint=hint)
+    message, wrong = f"no {content} could be loaded from '{source}'", None
+    with refuse_errors(message, Exception, hint=hint):  # of damaged files, whatever reads them
+        try:
+            yield
+        except WrongModel as error:
+            wrong = error
+    if wrong is not None:
+        raise wrong
 
 
 def nearest(path: Path) -> str:

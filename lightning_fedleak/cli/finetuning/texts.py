@@ -6,6 +6,7 @@ of turns. Errors name files and columns, and quote no text, which may be private
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -127,9 +128,14 @@ def _decoded(data: bytes, path: Path) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
+    if data[:2] == b"\x1f\x8b":
+        raise assets.SourceError(f"'{path}' is packed by gzip: let its name end with .gz.")
     if "\0" in text:
+        is_wide = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        code = "UTF-16" if is_wide else "WINDOWS-1252"
+        what = "in UTF-16" if is_wide else "not UTF-8"
         raise assets.SourceError(
-            f"'{path}' is not UTF-8: convert it, by iconv -f WINDOWS-1252 -t UTF-8 say."
+            f"'{path}' is {what}: convert it, by iconv -f {code} -t UTF-8 say."
         )
     return text
 

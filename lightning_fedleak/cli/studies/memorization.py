@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_fedleak.attacks import memorization
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.metrics import Rate, released
+from lightning_fedleak.evaluation.metrics.draws import refute_draw
 from lightning_fedleak.evaluation.metrics.record_list import RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
@@ -202,6 +203,21 @@ class ReleasedPool:
             released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
             {fpr: released.min_non_members(look, alpha, fpr) for fpr in released.FPRS},
         )
+
+    def why_unknown(self, base: TokenSnapshot, result: Comparison, *, drawn: bool) -> str | None:
+        """Return why members and non-members may not be exchangeable, or None.
+
+        Args:
+            base: The outputs of the base on the texts.
+            result: The comparison of the pool.
+            drawn: Whether the user says that they were drawn at random, which is believed unless
+                :func:`~lightning_fedleak.evaluation.metrics.draws.refute_draw` refutes it.
+        """
+        if not drawn:
+            return result.distribution_shift
+        rows = self.alone
+        texts = [text for text, once in zip(self.texts, rows.tolist(), strict=True) if once]
+        return refute_draw(base.rows(rows), self.compressed[rows], texts, self.members[rows])
 
     def list_records(
         self,

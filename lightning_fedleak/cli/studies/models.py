@@ -6,6 +6,7 @@ An *anatomy* is a model with the places of its parts, such as its embedding, blo
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,17 @@ from lightning_fedleak.cli.finetuning import load_tokenizer, refuse_errors
 from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, loading, model_source
 from lightning_fedleak.extras import require_package
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.loading import (
+    WrongModel,
+    are_equal,
+    load_adapters,
+    load_whole,
+    weight_sums,
+)
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.progress import bars
 
 
 def find_model(name: str | None) -> Anatomy:
@@ -36,11 +45,13 @@ def find_model(name: str | None) -> Anatomy:
     source, settings = model_source(name)
     with loading(source, "language model"):
         config = transformers.AutoConfig.from_pretrained(source, **settings)
-        settings["dtype"] = torch.float32
         auto = _find_auto_class(config)
-        model = auto.from_pretrained(source, **settings)
+        is_encoder = auto is transformers.AutoModel
+        model, _ = load_whole(
+            auto, source, may_lack_head=is_encoder, dtype=torch.float32, **settings
+        )
     # An encoder without a head has the parts of a classifier.
-    return find_anatomy(model.eval(), kind="classifier" if auto is transformers.AutoModel else None)
+    return find_anatomy(model.eval(), kind="classifier" if is_encoder else None)
 
 
 def _find_auto_class(config: Any) -> Any:
@@ -178,7 +189,10 @@ def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
         SourceError: There is no configuration, or a classifier's adapters are for a base that has
             no classification head.
     """
-    adapters = Path(model) / "adapter_config.json"
+    adapters, of_base = (Path(folder) / "adapter_config.json" for folder in (model, base))
+    if of_base.is_file() and not of_base.with_name("config.json").exists():
+        name = json.loads(of_base.read_text()).get("base_model_name_or_path")
+        raise SourceError(f"--base '{base}' holds adapters, and no model: their base is '{name}'")
     source, settings = model_source(str(base if adapters.is_file() else model))
     with loading(source, "language model"):
         config = transformers.AutoConfig.from_pretrained(source, **settings)
@@ -221,12 +235,9 @@ def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
     labels = {} if head == "masked" else {"num_labels": config.num_labels}
     settings |= labels | {"dtype": torch.float32, "ignore_mismatched_sizes": option != "--model"}
     with loading(source, "model of that architecture"):
-        model, loaded = auto.from_pretrained(source, output_loading_info=True, **settings)
-    mismatched = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
-    if (missing := {*loaded["missing_keys"], *mismatched}) and option == "--model":
-        raise SourceError(f"{option} '{name}' lacks {len(missing)} tensors of its own architecture")
+        model, lacking = load_whole(auto, source, may_lack_head=option != "--model", **settings)
     for key, parameter in model.named_parameters():
-        if key in missing and option == "--base":
+        if key in lacking and option == "--base":
             parameter.data.zero_()
     return find_anatomy(model.eval())
 
@@ -243,13 +254,59 @@ def log_probs_before_and_after(
 
     Raises:
         SourceError: a model cannot be loaded, or its kind is not supported.
+        WrongModel: the trained model lacks weights, or has those of the base.
     """
     config, head = released_config(model, base)
     mask = mask_of(base, head)
     anatomy = load_released(str(base), config, head, "--base")
-    before = token_log_probs(anatomy, texts, mask)
+    before, sums = query_texts(anatomy, texts, mask, "--base"), weight_sums(anatomy.model)
     del anatomy
-    return before, token_log_probs(load_trained(model, base, "--model"), texts, mask)
+    trained = load_trained(model, base, "--model")
+    after = query_texts(trained, texts, mask, "--model")
+    if are_equal(sums, weight_sums(trained.model)) or torch.equal(
+        after.log_probs, before.log_probs
+    ):
+        raise WrongModel(
+            f"the weights of --model '{model}' are those of --base '{base}': nothing was trained, "
+            "or one of the two is the wrong folder"
+        )
+    return before, after
+
+
+def check_read_by(anatomy: Anatomy, texts: Sequence[Text], option: str) -> None:
+    """Raise an error if a model cannot read some texts.
+
+    Raises:
+        SourceError: They have tokens that the model does not know, or are too long for it.
+    """
+    weight: Any = anatomy.embedding.weight
+    token = max(int(text.ids.max()) for text in texts)
+    if token >= len(weight):
+        raise SourceError(
+            f"the tokenizer of --base gives token {token}, and {option} knows {len(weight)} tokens:"
+            " give the base that the training began from, with its own tokenizer"
+        )
+    check_context(anatomy, max(len(text.ids) for text in texts), "--length")
+
+
+def query_texts(
+    anatomy: Anatomy, texts: Sequence[Text], mask: int | None, option: str
+) -> TokenSnapshot:
+    """Return the token log-probabilities of a model, on a GPU if there is one, with a bar.
+
+    Args:
+        anatomy: The anatomy of the model.
+        texts: The texts.
+        mask: The id of the mask token; None if the model is not a masked one.
+        option: The option that names the model.
+
+    Raises:
+        SourceError: See :func:`check_read_by`.
+    """
+    check_read_by(anatomy, texts, option)
+    anatomy.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    with bars(sys.stderr.isatty()):
+        return token_log_probs(anatomy, texts, mask)
 
 
 def load_trained(model: str | Path, base: str | Path, option: str) -> Anatomy:
@@ -265,7 +322,7 @@ def load_trained(model: str | Path, base: str | Path, option: str) -> Anatomy:
     """
     config, head = released_config(model, base)
     if (Path(model) / "adapter_config.json").is_file():
-        return _with_adapters(load_released(str(base), config, head, "--base"), model, option)
+        return _with_adapters(load_released(str(base), config, head, "--base"), model)
     return load_released(str(model), config, head, "--model")
 
 
@@ -279,11 +336,8 @@ def mask_of(base: str | Path, head: Head) -> int | None:
     return mask
 
 
-def _with_adapters(anatomy: Anatomy, folder: str | Path, option: str) -> Anatomy:
+def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
     """Return the base with the adapters of a folder."""
-    with require_package("peft", f"{option} holds adapters of PEFT", SourceError):
-        from peft import PeftModel
-    unfit = f"the adapters in '{folder}' do not fit --base"
-    with refuse_errors(unfit, OSError, ValueError, RuntimeError):
-        adapted = PeftModel.from_pretrained(anatomy.model, str(folder))
+    with loading(str(folder), "adapters that fit --base"):
+        adapted = load_adapters(anatomy.model, str(folder))
     return find_anatomy(adapted.eval())

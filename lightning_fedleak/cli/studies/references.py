@@ -73,7 +73,7 @@ class Recipe:
                 that it had none; members were not drawn at random; or options have no effect.
         """
         if not options.references:
-            names = ("run", "epochs", "batch_size", "lr")
+            names = ("epochs", "batch_size", "lr")
             if useless := [name for name in names if getattr(options, name) is not None]:
                 raise SourceError(f"--{useless[0].replace('_', '-')} needs --references")
             return None
@@ -309,7 +309,7 @@ def fit_texts(
     masks = DataCollatorForLanguageModeling(tokenizer) if head == "masked" else None
     for _ in range(recipe.epochs):
         order = torch.randperm(len(texts)).tolist()
-        for start in range(0, len(order), recipe.batch_size):
+        for start in track(range(0, len(order), recipe.batch_size), "training"):
             indices = order[start : start + recipe.batch_size]
             batch = _batch([texts[i] for i in indices], head, masks)
             with torch.autocast(device, torch.bfloat16) if recipe.bf16 else nullcontext():

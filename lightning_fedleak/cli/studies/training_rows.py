@@ -68,6 +68,7 @@ class RowReader:
         label_column: The column that holds the class, or the list of classes; None:
             ``labels`` or ``label``.
         classes: The numbers of the model's classes by name.
+        empty: The number of rows without text, which are left out, of each source that was read.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -79,6 +80,7 @@ class RowReader:
     head: Head = "causal"
     label_column: str | None = None
     classes: Mapping[str, int] = field(default_factory=dict)
+    empty: dict[str, int] = field(default_factory=dict)
 
     def read(self, source: str | Path) -> dict[int, Text]:
         """Return the texts of a source by the number of their row, counted from 0.
@@ -114,6 +116,12 @@ class RowReader:
                 # One more label than ids: the model predicts at the tokens themselves.
                 shift = [] if self.head == "causal" else [IGNORE_INDEX]
                 texts[number] = Text(torch.tensor(ids[cut]), torch.tensor(shift + labels[cut]))
+        if not texts:
+            raise SourceError(
+                f"'{source}' has {len(rows)} rows, and the tokenizer gives no token for any: give "
+                "rows with text, and a --base with its tokenizer"
+            )
+        self.empty[str(source)] = len(rows) - len(texts)
         return texts
 
     def _encoder(

@@ -391,6 +391,30 @@ class _Search:
         return units, unit_of
 
 
+def group_texts(texts: Sequence[Text], members: Bools) -> Ints:
+    """Return (N,) the group of each text, counted from 0: texts of one side that share a passage.
+
+    A passage is a piece in 20 texts or fewer. Groups with texts of both sides were not drawn as
+    one, so that each of their texts is a group.
+
+    Args:
+        texts: N texts.
+        members: (N,) the side of each text.
+    """
+    hashes, owners = _runs(texts, PIECE)
+    pieces, places = np.unique(hashes, return_inverse=True)
+    n = len(texts)
+    once = np.unique(places * n + owners)  # each piece of a text
+    counts = np.bincount(once // n, minlength=len(pieces))
+    shared = once[((counts > 1) & (counts <= TEMPLATE_ROWS))[once // n]]
+    edges = (np.ones(len(shared)), (shared % n, n + shared // n))
+    groups = connected_components(coo_array(edges, (n + len(pieces),) * 2), directed=False)[1][:n]
+    sizes, inside = np.bincount(groups), np.bincount(groups, members)
+    is_mixed = (inside > 0) & (inside < sizes)
+    apart = np.where(is_mixed[groups], groups.max() + 1 + np.arange(n), groups)
+    return np.unique(apart, return_inverse=True)[1]
+
+
 def _digest(text: Text) -> bytes:
     """Return a digest of 16 bytes of a text's label tokens."""
     labels = text.words

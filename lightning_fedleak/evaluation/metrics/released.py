@@ -25,7 +25,7 @@ from lightning_fedleak.attacks.memorization.extraction import Extraction, Extrac
 from lightning_fedleak.attacks.memorization.scores import (
     MAX_BLIND_AUC,
     MIN_BLIND_AUC,
-    CombinedReference,
+    Combined,
 )
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
 from lightning_fedleak.evaluation.metrics.clustered import spent_at as spent_at
@@ -471,8 +471,7 @@ def check_unseen(
     Raises:
         ValueError: The scores of both sides differ by more than chance.
     """
-    untrained = ReleasedModel(base, base, compressed, reference=reference)
-    scores = CombinedReference().score(untrained)
+    scores = Combined().score(ReleasedModel(base, reference, compressed))
     p_value = float(mannwhitneyu(scores[trains].numpy(), scores[~trains].numpy()).pvalue)
     if p_value < MIN_P_VALUE:
         raise ValueError(

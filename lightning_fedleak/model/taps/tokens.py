@@ -32,6 +32,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.pairs import PairBatch, RatedBatch
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.private_files import name_content
+from lightning_fedleak.progress import track
 
 TOKENS_AT_ONCE = 1 << 10  # tokens of one forward; more are not faster on two CPU cores
 LOGITS_OF_FORWARD = 1 << 25  # logits of one forward: 128 MiB, no more than an evaluation takes
@@ -316,13 +317,16 @@ def token_log_probs(
     )
     at_once = min(TOKENS_AT_ONCE, LOGITS_OF_FORWARD // anatomy.vocab_size)
     order = sorted(range(len(texts)), key=lambda row: len(texts[row].ids), reverse=True)
+    batches: list[list[int]] = []
+    while order:
+        length = len(texts[order[0]].ids)
+        rows = max(1, at_once // length)
+        if anatomy.kind == "classifier":  # may find a text's end by padding tokens
+            rows = min(rows, sum(len(texts[row].ids) == length for row in order[:rows]))
+        batches.append(order[:rows])
+        order = order[rows:]
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
-        while order:
-            length = len(texts[order[0]].ids)
-            rows = max(1, at_once // length)
-            if anatomy.kind == "classifier":  # may find a text's end by padding tokens
-                rows = min(rows, sum(len(texts[row].ids) == length for row in order[:rows]))
-            part, order = order[:rows], order[rows:]
+        for part in track(batches, "querying"):
             answers = _query(anatomy, model, [texts[row] for row in part])
             width = answers.labels.shape[1]
             for whole, value in zip(snapshot, answers, strict=True):

@@ -16,6 +16,7 @@ from scipy.stats import rankdata
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.memorization import (
     Combined,
+    CombinedReference,
     ErrorZone,
     Loss,
     LossRatio,
@@ -25,7 +26,13 @@ from lightning_fedleak.attacks.memorization import (
     Windows,
     Zlib,
 )
-from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, WINDOWS, normal_scores
+from lightning_fedleak.attacks.memorization.scores import (
+    MAX_GAIN,
+    MIN_WEIGHT,
+    WINDOWS,
+    fit_base,
+    normal_scores,
+)
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 
 
@@ -186,3 +193,24 @@ def test_answers_of_their_own_have_the_loss_ratio() -> None:
     torch.testing.assert_close(ShortAnswers().score(released), LossRatio().score(released))
     with pytest.raises(UnusableObservation, match="share an answer"):
         ShortAnswers().score(random_release(4))
+
+
+@pytest.mark.parametrize("likeness", [0.0, 1.0])
+def test_a_reference_is_fitted_beside_the_base_if_it_explains_enough(likeness: float) -> None:
+    release = random_release(3, 40)
+    now, labels = release.now.log_probs, release.now.labels
+    other = random_release(4, 40).now.log_probs
+    release = replace(release, base=release.base._replace(labels=labels))
+    mixed = (likeness * now + (1 - likeness) * other + 0.3 * other) * labels
+    reference = release.base._replace(log_probs=mixed)
+    beside = replace(release, reference=reference)
+    base, weight = fit_base(beside)
+    parts = [part.log_probs[labels].double().numpy() for part in (release.base, reference)]
+    features = np.stack([np.ones_like(parts[0]), *parts], 1)
+    fit = np.linalg.lstsq(features, now[labels].double().numpy(), rcond=None)[0]
+    assert weight == pytest.approx(fit[2])
+    assert base.log_probs[labels].numpy() == pytest.approx(np.minimum(features @ fit, 0), abs=1e-5)
+    assert not base.log_probs[~labels].any()
+    assert (weight >= MIN_WEIGHT) is bool(likeness)
+    expected = Combined().score(replace(release, base=base) if likeness else release)
+    assert torch.equal(CombinedReference().score(beside), expected)

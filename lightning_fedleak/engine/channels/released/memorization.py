@@ -476,7 +476,8 @@ class MemorizationChannel(WeightChannel):
         if type(attack) is CombinedReference and game.reference is not None:
             facts, stated = self._facts, self.settings.memorization.reference_rows
             rows = (stated if facts is None else facts.rows), self.pool.length
-            values = beside(measure_strength(game, members, *rows), values)
+            strength = measure_strength(game, members, *rows)
+            values = beside(strength, values, self.run.watcher if look == 1 else None)
         if self._account is not None:
             error = spent_at(look, alpha / ranked)
             values["refuted"] = self._account.refuted(

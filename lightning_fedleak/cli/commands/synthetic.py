@@ -19,7 +19,7 @@ import re
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -71,8 +71,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
 def _measure_texts(options: Namespace, console: Console) -> int:
     """Fit, compare, print and write, and return the exit status; see :func:`run`."""
     pools, not_compared, generated, whole, decode = _read_texts(options, console)
-    for sentence in not_compared.values():
-        console.print(sentence)
+    _print_lines(console, not_compared.values())
     steps = -(-len(generated) // options.batch_size) * options.epochs
     console.print(
         f"An auxiliary model is fitted on {len(generated)} generated texts: {steps} steps at a "
@@ -99,24 +98,20 @@ def _measure_texts(options: Namespace, console: Console) -> int:
         tables.append(memorization.table_of(result.values))
         record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
         near = find_near_copies(pool, whole, decode)
-        counts = {"passages": copied, "whole rows": count_copies(near, pool.members[pool.alone])}
-        record["near_copies"] = counts["whole rows"]
+        record["near_copies"] = count_copies(near, pool.members[pool.alone])
+        counts = {"passages": copied, "whole rows": record["near_copies"]}
         content |= {"short_answers": record} if content else record
         words, copies = judge_copies(counts, result, alpha)
-        sentences += words
+        sentences += [*words, *_name_rows(pool, near)]
         found += copies if shift is None else []
-        if numbers := [str(row) for row in row_numbers(pool, near)]:
-            console.print(f"Row numbers of whole copies: {', '.join(numbers)}.")
-    for sentence in sentences:
-        console.print(sentence)
+    _print_lines(console, sentences)
     content |= {"drawn": options.drawn, "known": is_known, "generated": len(generated)}
     content |= {"not_compared": not_compared}
     names = (*not_compared, *score_names)
     evidence = values if is_known else {}
     breaches = verdicts.breaches_among(names, evidence, options.metric, options.at_most)
     breaches += found if options.at_most is not None else []
-    for breach in breaches:
-        console.print(f"BREACH: {breach}")
+    _print_lines(console, [f"BREACH: {breach}" for breach in breaches])
     fails = bool(breaches) or is_refuted
     outcome = verdicts.FAILED if fails else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
@@ -127,6 +122,18 @@ def _measure_texts(options: Namespace, console: Console) -> int:
         verdicts.summarize(options.summary, outcome, sentences, tables)
 
     return verdicts.write_last(console, verdicts.BREACH if fails else 0, write)
+
+
+def _name_rows(pool: ReleasedPool, near: Tensor) -> list[str]:
+    """Return the sentence with the numbers of the rows that are copied whole, if there are any."""
+    numbers = ", ".join(str(row) for row in row_numbers(pool, near))
+    return [f"Row numbers of whole copies: {numbers}."] if numbers else []
+
+
+def _print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print each line."""
+    for line in lines:
+        console.print(line)
 
 
 def _read_texts(

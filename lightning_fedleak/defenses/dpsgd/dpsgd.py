@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -542,8 +540,9 @@ class DPSGD(base.Defense):
             delta=privacy.delta,
             epsilon=lambda: self.privacy.epsilon,
         )
+        save = functools.partial(self._fit_step.save, self, self._budget)
         self._audit = OwnTrainingCheck(
-            *(context.root, context.host, sampling.loader.batch_sampler, claim, self._save),
+            *(context.root, context.host, sampling.loader.batch_sampler, claim, save),
             self._check_every,
         )
         self._is_single_process = context.clients == context.processes == 1
@@ -559,7 +558,7 @@ class DPSGD(base.Defense):
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None],
     ) -> None:
-        """Run a batch and its release uncounted; the caller restores the rest (:meth:`_save`)."""
+        """Run a batch and its release uncounted; the caller restores the rest (:meth:`~.save`)."""
         sigma, _ = self._budget.next_release or self._budget.settle_next()
         self._budget.next_release = sigma, lambda: None
         output = self.on_logical_batch(step, batch, context)
@@ -570,21 +569,6 @@ class DPSGD(base.Defense):
             with torch.no_grad():
                 self.on_gradients([p for p in parameters if p.requires_grad], context)
             after(optimizer)
-
-    def _save(self) -> Callable[[], None]:
-        """Return a function that restores what :meth:`_run_uncounted` changes in this object."""
-        step = self._fit_step
-        owners = [self, self._budget, step, step.check, step.trained_weights]
-        owners.append(step.sampling.loader.batch_sampler)
-        states = [(vars(o), {k: _copy_container(v) for k, v in vars(o).items()}) for o in owners]
-
-        def restore() -> None:
-            step.end_scaling()  # needed if backward raised an error
-            for current, earlier in states:
-                current.clear()
-                current.update(earlier)
-
-        return restore
 
     def _remove_hooks(self) -> None:
         if self._step is not None:
@@ -601,7 +585,3 @@ class DPSGD(base.Defense):
     def _noise_base(self, context: base.DefenseContext) -> bytes:
         """Return the bytes from which keys of the noise follow: of the seed, or secret ones."""
         return noise.base_of(context.entropy, self.seed if self._budget.seeded else None)
-
-
-def _copy_container(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, dict | set | list | deque) else value

@@ -303,15 +303,21 @@ def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> I
             yield COARSE
             return
         stack.enter_context(register_module_forward_pre_hook(use_float32))
-        copies: dict[Any, Any] = {t: _widened(t.detach()) for t in halves} if is_copied else {}
-        for module in root.modules():
-            for name, weight in module._parameters.items():
-                if weight is not None and weight in copies:
-                    copies[weight] = nn.Parameter(copies[weight], weight.requires_grad)
-                    module._parameters[name] = copies[weight]
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = copies.get(buffer, buffer)
+        if is_copied:
+            _widen(root, halves)
         yield TOLERANCE if is_copied and is_plain else COARSE
+
+
+def _widen(root: nn.Module, halves: set[Any]) -> None:
+    """Put float32 copies in the place of a model's 16-bit weights and buffers."""
+    copies: dict[Any, Any] = {t: _widened(t.detach()) for t in halves}
+    for module in root.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight in copies:
+                copies[weight] = nn.Parameter(copies[weight], weight.requires_grad)
+                module._parameters[name] = copies[weight]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = copies.get(buffer, buffer)
 
 
 def _widened(value: Any) -> Any:
@@ -382,6 +388,14 @@ def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") 
         if isinstance(value, list | tuple):
             return rebuilt(value, [_made(v, number, tokens, is_padded, key) for v in value])
         return value
+    made = _made_numbers(numbers, number, tokens, is_padded, key).to(numbers)
+    if isinstance(value, Tensor):
+        return made
+    return made.numpy() if isinstance(value, np.ndarray) else type(value)(made.tolist())
+
+
+def _made_numbers(numbers: Tensor, number: int, tokens: int, is_padded: bool, key: str) -> Tensor:
+    """Return other numbers of the form of an example's; for the arguments see :func:`_made`."""
     size = numbers.shape[-1] if numbers.dim() else 1
     index = torch.arange(size if is_padded else tokens)
     top = max(0, int(numbers.max())) if numbers.numel() else 0
@@ -389,23 +403,18 @@ def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") 
         top = 1
     if numbers.is_floating_point():
         waves = torch.arange(numbers.numel()) * (number + 1.7) + number
-        made = waves.sin().view(numbers.shape) * (tokens > 0)
-    elif not numbers.dim():
-        made = torch.tensor(0)
-    elif top <= 1:  # a mask, or one kind of token
+        return waves.sin().view(numbers.shape) * (tokens > 0)
+    if not numbers.dim():
+        return torch.tensor(0)
+    if top <= 1:  # a mask, or one kind of token
         made = torch.where((index < tokens) | ("mask" not in key), top, 0)
     elif torch.equal(numbers.flatten().cpu(), torch.arange(size)):  # positions
         made = index
     else:
         made = 1 + (index * (2 * number + 3) + number + sum(key.encode())) % top
-    if numbers.dim() and not numbers.is_floating_point():
-        if is_padded and bool((numbers < 0).any()):
-            made = torch.where(index < tokens, made, IGNORE_INDEX)
-        made = made.expand(*numbers.shape[:-1], -1)
-    made = made.to(numbers)
-    if isinstance(value, Tensor):
-        return made
-    return made.numpy() if isinstance(value, np.ndarray) else type(value)(made.tolist())
+    if is_padded and bool((numbers < 0).any()):
+        made = torch.where(index < tokens, made, IGNORE_INDEX)
+    return made.expand(*numbers.shape[:-1], -1)
 
 
 def _differ(batch: Any) -> bool:

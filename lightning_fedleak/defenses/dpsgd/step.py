@@ -12,6 +12,7 @@ would be shared without noise, and is refused (:mod:`~lightning_fedleak.defenses
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Integral
@@ -328,6 +329,22 @@ class WatchedStep:
         while self._scaling_hooks:
             self._scaling_hooks.pop().remove()
 
+    def save(self, *owners: object) -> Callable[[], None]:
+        """Return a function that restores the attributes of some objects and of this step."""
+        parts = self, self.check, self.trained_weights, self.sampling.loader.batch_sampler
+        states = [
+            (vars(owner), {name: _copied(value) for name, value in vars(owner).items()})
+            for owner in (*owners, *parts)
+        ]
+
+        def restore() -> None:
+            self.end_scaling()  # needed if backward raised an error
+            for current, earlier in states:
+                current.clear()
+                current.update(earlier)
+
+        return restore
+
     def clipped(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
         """Return the clipped per-sample gradients of this step in this process; computed once.
 
@@ -426,3 +443,8 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
         f"DPSGD: training_step returned no loss with a gradient for a batch of {samples} samples. "
         "Return one for every batch (mean_of_sample_means counts a sample without labels as zero)."
     )
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a container, and any other value itself."""
+    return copy.copy(value) if isinstance(value, dict | set | list | deque) else value

@@ -5,13 +5,13 @@ from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFi
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.activations import ActivationCompression as ActivationCompression
 from lightning_fedleak.defenses.activations import ActivationNoise as ActivationNoise
+from lightning_fedleak.defenses.adam import DPAdamBC as DPAdamBC
 from lightning_fedleak.defenses.base import CanaryGradient as CanaryGradient
 from lightning_fedleak.defenses.base import Defense as Defense
 from lightning_fedleak.defenses.base import DefenseContext as DefenseContext
 from lightning_fedleak.defenses.base import DefenseError as DefenseError
 from lightning_fedleak.defenses.base import Privacy as Privacy
 from lightning_fedleak.defenses.base import refuse as refuse
-from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC as DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import QuantileClip as QuantileClip
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD as DPSGD
 from lightning_fedleak.defenses.dpsgd.loss_graph import mean_of_sample_means as mean_of_sample_means

@@ -98,8 +98,8 @@ def _measure_texts(options: Namespace, console: Console) -> int:
         tables.append(memorization.table_of(result.values))
         record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
         near = find_near_copies(pool, whole, decode)
-        record["near_copies"] = count_copies(near, pool.members[pool.alone])
-        counts = {"passages": copied, "whole rows": record["near_copies"]}
+        counts = {"passages": copied, "whole rows": count_copies(near, pool.members[pool.alone])}
+        record["near_copies"] = counts["whole rows"]
         content |= {"short_answers": record} if content else record
         words, copies = judge_copies(counts, result, alpha)
         sentences += [*words, *_name_rows(pool, near)]

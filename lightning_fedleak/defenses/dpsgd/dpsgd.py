@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_fedleak.defenses import accounting, base, noise
 from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd import isolation, settings, setup_checks
-from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.recorder import count_samples

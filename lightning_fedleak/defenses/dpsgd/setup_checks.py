@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
+from lightning_fedleak.defenses.adam import DPAdamBC
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
-from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.recorder import trains, values_in
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
 from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, check_experts, rule_of

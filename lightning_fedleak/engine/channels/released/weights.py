@@ -272,10 +272,6 @@ class WeightChannel(Channel):
         ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
         return (*ends, *self.extras)
 
-    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Not used: :meth:`packed` packs the values of a look."""
-        raise NotImplementedError
-
     # ---- over processes ---------------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:

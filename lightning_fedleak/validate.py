@@ -207,3 +207,7 @@ def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> 
     """Return the message for a value that is not allowed."""
     end = f": {hint}" if hint else ""
     return f"{name} must be {allowed}{', or None' if optional else ''}, got {value!r}{end}"
+
+
+class WrongModel(ValueError):
+    """A folder does not hold the weights of the model that is to be measured."""

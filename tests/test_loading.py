@@ -19,13 +19,8 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from lightning_fedleak.model.loading import (
-    WrongModel,
-    are_equal,
-    load_adapters,
-    load_whole,
-    weight_sums,
-)
+from lightning_fedleak.model.loading import are_equal, load_adapters, load_whole, weight_sums
+from lightning_fedleak.validate import WrongModel
 
 SIZES = {"vocab_size": 40, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 1}
 Rename = Callable[[str], str]

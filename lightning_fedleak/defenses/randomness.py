@@ -27,6 +27,7 @@ from torch.utils import data
 from lightning_fedleak.defenses.base import refuse
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of, values_in
 from lightning_fedleak.model.model_state import is_compiled, preserve_model, preserve_process
+from lightning_fedleak.model.taps.hooks import taps_paused
 
 WORDS = 624  # 32-bit words of the state of torch's CPU generator, a Mersenne twister
 # The number of examples that are loaded to compare two runs. With few tokens, two draws of a masked
@@ -131,7 +132,7 @@ def check_step(step: Callable[[Any], Any], batch: Any, root: nn.Module) -> None:
         return values
 
     eager = torch.compiler.set_stance("force_eager") if is_compiled(root) else nullcontext()
-    with preserve_model(root), eager:
+    with preserve_model(root), taps_paused(), eager:
         check_draws(
             run, "training_step", lambda a, b: (a - b)[0].abs() > SAME_RUN * a[1].maximum(b[1])
         )

@@ -19,11 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lightning_fedleak.evidence import chain
-from lightning_fedleak.model.loading import WrongModel, saved_tensors
+from lightning_fedleak.model.loading import saved_tensors
 from lightning_fedleak.private_files import digest_weights, hash_weights, read_regular
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, page, read, records
 from lightning_fedleak.report.pages import LEAKAGE, leakage_file
-from lightning_fedleak.validate import explain_errors
+from lightning_fedleak.validate import WrongModel, explain_errors
 
 REPORT, PAGE = "report.json", "report.html"
 Maker = Callable[[Findings], records.JsonObject]  # returns the content of a report

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.extras import require_package
 from lightning_fedleak.messages import rank_zero_warn, without_messages
+from lightning_fedleak.validate import WrongModel
 
 Sums = Mapping[str, Sequence[tuple[bool, float, float]]]
 """Of each parameter in each dtype of :data:`STORED`: whether it is exact, its sum and its norm."""
@@ -23,10 +24,6 @@ Sums = Mapping[str, Sequence[tuple[bool, float, float]]]
 STORED = torch.float32, torch.bfloat16, torch.float16  # dtypes in which weights are saved
 _NAMED = 3  # names of tensors in a message; more: a longer line
 _PEFT = "base_model.model."  # what PEFT writes before each name
-
-
-class WrongModel(ValueError):
-    """A folder does not hold the weights of the model that is to be measured."""
 
 
 def load_whole(

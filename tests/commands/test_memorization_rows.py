@@ -20,9 +20,9 @@ from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.cli.studies.models import log_probs_before_and_after
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.trainers import Watch
+from lightning_fedleak.validate import WrongModel
 from tests.engine.channels.test_heads import data, encoder, lines, loader_of, settings, words
 from tests.engine.channels.test_memorization import fit, monitor
 from tests.helpers.commands import run_command

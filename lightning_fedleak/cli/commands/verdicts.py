@@ -13,8 +13,8 @@ from rich.table import Table
 from lightning_fedleak.attacks.memorization.scores import CombinedReference
 from lightning_fedleak.cli.studies.training_rows import UnknownLabels
 from lightning_fedleak.evidence import verify_run
-from lightning_fedleak.model.loading import WrongModel
 from lightning_fedleak.report import ReportError, records
+from lightning_fedleak.validate import WrongModel
 
 HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""

@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from lightning_fedleak.model.loading import WrongModel
-from lightning_fedleak.validate import check_integer, explain_errors
+from lightning_fedleak.validate import WrongModel, check_integer, explain_errors
 
 SECONDS = 5.0  # wait for the hub; slower networks count as unreachable
 _ANSWER_SECONDS = 60.0  # time for which a result is used again; more may miss a restored network

@@ -18,17 +18,12 @@ from lightning_fedleak.cli.finetuning import load_tokenizer, refuse_errors
 from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, loading, model_source
 from lightning_fedleak.extras import require_package
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.model.loading import (
-    WrongModel,
-    are_equal,
-    load_adapters,
-    load_whole,
-    weight_sums,
-)
+from lightning_fedleak.model.loading import are_equal, load_adapters, load_whole, weight_sums
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
 from lightning_fedleak.progress import bars
+from lightning_fedleak.validate import WrongModel
 
 
 def find_model(name: str | None) -> Anatomy:

@@ -14,7 +14,7 @@ import hashlib
 import operator
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -48,8 +48,7 @@ def set_states(key: bytes) -> None:
     Args:
         key: Secret bytes, of which no other purpose has the same.
     """
-    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = torch.cuda.default_generators if cuda else ()
+    devices = _device_generators()
     stream = hashlib.shake_256(b"lightning-fedleak random state 1\0" + key)
     secret = np.frombuffer(stream.digest(4 * (WORDS + 16) + 8 * (1 + len(devices))), dtype="<u4")
     words, others, seeds = secret[:WORDS], secret[WORDS : WORDS + 16], secret[WORDS + 16 :]
@@ -62,6 +61,12 @@ def set_states(key: bytes) -> None:
         generator.manual_seed(seed)
     np.random.seed(others[:8])
     random.seed(others[8:].tobytes())
+
+
+def _device_generators() -> Sequence[torch.Generator]:
+    """Return the generators of the CUDA devices; none if CUDA is not in use."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators if is_used else ()
 
 
 @contextmanager
@@ -92,7 +97,8 @@ def check_draws(
         with secret_states(state):
             runs.append(run())
             words: Any = np.random.get_state()
-            ends.append([torch.get_rng_state().tolist(), words[1].tolist(), random.getstate()])
+            end = [torch.get_rng_state().tolist(), words[1].tolist(), random.getstate()]
+            ends.append(end + [g.get_state().tolist() for g in _device_generators()])
     pairs = zip(*runs[:2], strict=False)
     drawer = next((name for (name, value), (_, again) in pairs if differ(value, again)), "")
     known, seeds = "so masks may follow from a known seed", any(map(operator.eq, *ends[1:]))
@@ -204,5 +210,6 @@ def begin_worker(begin: Callable[[int], Any] | None, collate: Any, key: bytes, w
     info: Any = data.get_worker_info()
     if begin is not None:
         begin(worker)
-        check_loading(info.dataset, collate)
+        if worker == 0:  # all begin alike, and this loads examples
+            check_loading(info.dataset, collate)
     set_states(b"worker" + key + info.seed.to_bytes(16, "big", signed=True))

@@ -200,7 +200,8 @@ class Fit:
         """
         if is_of_signal(error) and self.look is not None:
             self.end_look(self.look)
-        self.failure = reason(error) if self.failure is None else self.failure
+        why = reason(error)  # which raises the error of a signal's handler
+        self.failure = self.failure or why
 
     def each(self, *functions: Callable[[], object]) -> None:
         """Call all of the functions, also if one of them raises an error."""

@@ -8,6 +8,7 @@ the record is closed.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -100,7 +101,7 @@ class Engine(StepEngine):
         self._calibrations: dict[str, object] = {}  # of a checkpoint or another run, by attack
         self._ended_summary: dict[str, object] = {}  # see _summary
         self._logged_last = False
-        self._set_up_seconds, self._since_begin = 0.0, Stopwatch()
+        self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
         self._logged_names: list[str] = []
         self._forget_listeners()
@@ -325,7 +326,7 @@ class Engine(StepEngine):
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
                 channel.load_state_dict({})
-        self._logged_last, self._since_begin = False, Stopwatch()
+        self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps, self._set_up_seconds)
         if run.unit == "step" and self._fit.series:
@@ -494,7 +495,7 @@ class Engine(StepEngine):
         self.record.write_end(self._fit.run, how)
         if self.report is not None:
             reference = 0.0 if self.weights is None else self.weights.reference_seconds
-            run_seconds = self._since_begin.seconds - reference
+            run_seconds = time.perf_counter() - self._begin_time - reference
             newest = {f: self.results.latest.get(f"{WORST}/{f}") for f in self.results.families}
             worst = {family: value for family, value in newest.items() if value is not None}
             self.report.ends(self.first_step, self._set_up_seconds, run_seconds, reference, worst)

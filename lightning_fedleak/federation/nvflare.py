@@ -254,8 +254,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         """Return the result of a task that trains nothing, or an error instead."""
         result = _dxo_of(shareable)
         is_metrics = result is not None and result.data_kind == DataKind.METRICS
-        has_failed = shareable.get_return_code() != ReturnCode.OK
-        if has_failed or (is_metrics and not self._adds_noise):
+        if (code := shareable.get_return_code()) != ReturnCode.OK:
+            return make_reply(code)  # without what else it holds, which may be a model
+        if is_metrics and not self._adds_noise:
             return shareable
         return self._refuse(
             fl_ctx,
@@ -293,7 +294,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
         leaving = outgoing.answer(round_, sent, train, start)
         if code != ReturnCode.OK and outgoing.dp is None:
-            return shareable
+            return make_reply(code)  # without what else it holds, which may be a model
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
         if leaving.withheld or outgoing.dp or outgoing.compression:

@@ -71,7 +71,7 @@ def load_adapters(model: nn.Module, folder: str) -> Any:
     """Return a model with the adapters of a folder, all of which are in its file.
 
     Raises:
-        WrongModel: The file lacks adapters, or has them after several prefixes.
+        WrongModel: The file lacks adapters, has them after several prefixes, or holds further ones.
     """
     with require_package("peft", f"'{folder}' holds adapters of PEFT"):
         from peft import PeftModel
@@ -83,6 +83,11 @@ def load_adapters(model: nn.Module, folder: str) -> Any:
     stored = {name.replace(".default.", "."): tensor for name, tensor in stored.items()}
     if missing := state.keys() - stored.keys():
         _copy(state, {name: {name.removeprefix(_PEFT)} for name in missing}, stored, folder)
+    elif further := {name for name in stored.keys() - state.keys() if "lora_" in name}:
+        raise WrongModel(
+            f"'{folder}' also holds {_listed(further)}, for which its base has no layer: is this "
+            "the base that it was trained on?"
+        )
     return adapted
 
 

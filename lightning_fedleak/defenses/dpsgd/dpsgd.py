@@ -355,8 +355,14 @@ class DPSGD(base.Defense):
             DefenseError: The batch was released before, is not the one that was sampled, or weights
                 were changed.
         """
-        with self._team.together():
-            self.guarantee += self._isolation.measure(step, self._sampling, context, self._team)
+        if self._isolation.measure(step, self._sampling, context, self._team):
+            self.guarantee = self.guarantee.removesuffix(isolation.NOT_MEASURED)
+            self.guarantee += isolation.NOT_MEASURED
+        if self._quantile is not None and self._isolation.rounding:
+            raise base.DefenseError(
+                "DPSGD: in half precision other rows move an example's norm, which QuantileClip's "
+                "count does not cover: use precision='32-true', or a fixed max_grad_norm"
+            )
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
@@ -462,8 +468,9 @@ class DPSGD(base.Defense):
 
     def _sigma(self, noise_multiplier: float, context: base.DefenseContext) -> float:
         """Return the deviation of this client's noise over C, raised by what rounding moves."""
+        expected = self._fit_step.sampling.expected
         divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        moved = self._isolation.rounding * math.sqrt(self._fit_step.sampling.expected)
+        moved = self._isolation.rounding * math.sqrt(expected)
         return noise_multiplier / divisor * self._noise_share * (1 + moved)
 
     def noise_std(self, context: base.DefenseContext) -> float:

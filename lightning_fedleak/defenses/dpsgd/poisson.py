@@ -17,11 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
-from lightning_fedleak.defenses.randomness import SecretLoader, begin_worker, check_loading
+from lightning_fedleak.defenses.randomness import (
+    SecretLoader,
+    begin_worker,
+    check_loading,
+    secret_states,
+)
 
 # Prefix of the hash that gives the sampling key. Another prefix would draw other examples.
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"
@@ -208,6 +213,7 @@ class EmptyCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
         self.collate = collate
+        self.key: Callable[[], bytes] | None = None  # of the random states, by `secret_loader`
         self.rows = int(getattr(collate, "rows_per_example", 1))
         self.dataset = dataset
         self.index = index
@@ -217,7 +223,18 @@ class EmptyCollate:
         return self([self.dataset[self.index]])
 
     def __call__(self, examples: list[Any]) -> Any:
-        """Return the batch of these examples."""
+        """Return the batch of these examples.
+
+        Outside of workers it draws from a secret state, also if a trainer makes the loader anew to
+        skip batches, as transformers does in a resumed epoch.
+        """
+        if self.key is None or get_worker_info() is not None:
+            return self._batch(examples)
+        with secret_states(b"collate" + self.key()):
+            return self._batch(examples)
+
+    def _batch(self, examples: list[Any]) -> Any:
+        """Return the batch, from the present random states."""
         if not examples:
             once = self.collate([self.dataset[self.index]])
             twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
@@ -251,6 +268,7 @@ def secret_loader(
     """
     check_loading(loader.dataset, loader.collate_fn)
     collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
+    collate.key = sampler.loading_key
     begin = loader.worker_init_fn, loader.collate_fn, sampler.loading_key()
     settings |= {"worker_init_fn": functools.partial(begin_worker, *begin), "generator": None}
     return SecretLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **settings)

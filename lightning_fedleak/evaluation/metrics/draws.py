@@ -22,7 +22,9 @@ from lightning_fedleak.model.taps import Text
 MAX_P_VALUE = 1e-4  # below it a draw is refuted; higher: more honest draws are. Four tests share it
 PERMUTATIONS = 20_000  # the fewest with a p-value below MAX_P_VALUE, and one chunk for the scale
 _CHUNK = 500  # permutations at once; more take memory. The first chunk gives each score's scale
-_UNITS = 2000  # groups that are compared at most, at random: similarities grow with their square
+# Groups that are compared at most, half of either side, and rows of each, all at random:
+# similarities grow with the square of their number.
+_UNITS, _ROWS_OF_A_GROUP = 2000, 2
 
 Floats = NDArray[np.float64]
 
@@ -46,8 +48,15 @@ def refute_draw(
     """
     generator, labels = np.random.default_rng(seed), members.numpy()
     groups = group_texts(texts, labels)
-    kept = generator.permutation(groups.max() + 1)[:_UNITS]
-    rows = np.flatnonzero(np.isin(groups, kept))
+    order = generator.permutation(len(groups))
+    by_group = np.argsort(groups[order], kind="stable")
+    sizes = np.bincount(groups)
+    places = np.empty_like(by_group)  # of each row in its group
+    places[by_group] = np.arange(len(order)) - np.repeat(sizes.cumsum() - sizes, sizes)
+    firsts = order[places == 0]
+    sides = (firsts[labels[firsts] == side][: _UNITS // 2] for side in (True, False))
+    kept = np.isin(groups[order], groups[np.concatenate([*sides])])
+    rows = np.sort(order[kept & (places < _ROWS_OF_A_GROUP)])
     firsts, units = np.unique(groups[rows], return_index=True, return_inverse=True)[1:]
     labels = labels[rows]
     released = ReleasedModel(base, base, compressed).rows(torch.from_numpy(rows))

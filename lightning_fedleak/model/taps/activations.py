@@ -21,7 +21,7 @@ from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import reset_compiled
 from lightning_fedleak.model.snapshots import UnusableObservation
-from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+from lightning_fedleak.model.taps.hooks import are_taps_paused, raise_kept, raised_when_read
 
 
 class ChangedInPlace(RuntimeError):
@@ -122,6 +122,8 @@ class ActivationTap:
     def _pass(self, layer: int, states: Any) -> Tensor | None:
         """Record one call of a layer; return new hidden states, or None if they stay."""
         if not self.armed or not torch.is_grad_enabled() or not isinstance(states, Tensor):
+            return None
+        if are_taps_paused():
             return None
         new_states = None
         if self._reach and not states.requires_grad:

@@ -60,6 +60,11 @@ def taps_paused() -> Iterator[None]:
         _pauses.remove(key)
 
 
+def are_taps_paused() -> bool:
+    """Return whether a :func:`taps_paused` block is open."""
+    return bool(_pauses)
+
+
 def raise_kept(tap: Any) -> None:
     """Raise the error that a hook of a tap has stored, and clear it."""
     error, tap.error = tap.error, None

@@ -132,7 +132,7 @@ def test_rows_are_made_and_hold_nothing_of_the_data() -> None:
         return own_loss(model, batch)
 
     first_step(model, loss, rows, collate)
-    alone, company, first = seen[:3]  # later ones are of the rehearsal of the step
+    alone, company, _, first = seen[:4]  # later ones are of the rehearsal of the step
     assert alone.shape == (1, isolation.TOKENS)
     assert torch.equal(company[1, : isolation.TOKENS], alone[0])
     assert [int((row != 0).sum()) for row in company] == [isolation.LONG, isolation.TOKENS, 1, 0]
@@ -243,7 +243,7 @@ def test_what_cannot_be_measured_is_said() -> None:
         logits = logits + torch.randn(len(batch), 1, 1)  # noise of its own
         return mean_of_sample_means(logits * torch.rand(len(batch), 1, 1), batch, causal=True)
 
-    with pytest.warns(UserWarning, match=f"{WARNING}: the step draws random numbers"):
+    with pytest.warns(UserWarning, match=f"{WARNING}: the step or the collate function draws random numbers"):
         defense = first_step(model, loss, [*torch.randint(40, (8, 6))])
     assert "Not measured: that an example's gradient depends" in defense.guarantee
     rows = [{"name": f"{index}", "number": index} for index in range(8)]

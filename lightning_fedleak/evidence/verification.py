@@ -263,6 +263,17 @@ def _progress_of(report: records.JsonObject) -> list[tuple[object, ...]]:
     return [(*map(run.get, keys), *more) for run, *more in zip(runs, looks, ledgers, strict=True)]
 
 
+def match_weights(run: Path, weights: Path) -> chain.Verdict:
+    """Return the verdict on saved weights alone: whether they are those of the runs in a folder.
+
+    Raises:
+        ReportError: The logs or the weights cannot be read.
+    """
+    verdict = chain.Verdict()
+    _check_weights(read([run / records.RECORD]).fits, weights, verdict)
+    return verdict
+
+
 def _check_weights(fits: Sequence[FitLog], source: Path, verdict: chain.Verdict) -> None:
     """Check that saved weights are those of a logged checkpoint, or the last run's final ones.
 

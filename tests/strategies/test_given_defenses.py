@@ -68,7 +68,9 @@ def test_dpsgd_gets_the_rows_that_were_drawn(change: str) -> None:
         run.fit(Augmented(), loader())
         assert defense.releases == 24
     else:
-        with pytest.raises(DefenseError, match=r"let no hook or callback add|other rows of a batch"):
+        with pytest.raises(
+            DefenseError, match=r"let no hook or callback add|other rows of a batch"
+        ):
             run.fit(Augmented(), loader())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,8 @@ from rich.table import Table
 
 from lightning_fedleak.attacks.memorization.scores import CombinedReference
 from lightning_fedleak.cli.studies.training_rows import UnknownLabels
-from lightning_fedleak.evidence import verify_run
+from lightning_fedleak.evidence import HOLDS
+from lightning_fedleak.evidence.verification import match_weights
 from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import WrongModel
 
@@ -136,16 +138,12 @@ def check_run(run: Path, model: Path) -> None:
     Logs that do not have its hashes, as of sharded weights, decide nothing.
 
     Raises:
-        WrongModel: The logs of all runs contradict it.
+        WrongModel: The logs of a run contradict it, and those of no other run hold it.
     """
-    why = ""
+    verdicts = []
     for path in sorted(run.rglob(records.RECORD)):
-        try:
-            contradictions = verify_run(path.parent, model).contradictions
-        except ReportError:  # without results there are no hashes
-            return
-        if not contradictions:
-            return
-        why = contradictions[0]
-    if why:
-        raise WrongModel(f"--run '{run}' is not of --model: {why}")
+        with suppress(ReportError):  # a run that was cut off has no hashes
+            verdicts.append(match_weights(path.parent, model))
+    refuting = [verdict.contradictions[0] for verdict in verdicts if verdict.contradictions]
+    if refuting and not any(verdict.status == HOLDS for verdict in verdicts):
+        raise WrongModel(f"--run '{run}' is not of --model: {refuting[0]}")

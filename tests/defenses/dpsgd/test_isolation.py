@@ -243,7 +243,9 @@ def test_what_cannot_be_measured_is_said() -> None:
         logits = logits + torch.randn(len(batch), 1, 1)  # noise of its own
         return mean_of_sample_means(logits * torch.rand(len(batch), 1, 1), batch, causal=True)
 
-    with pytest.warns(UserWarning, match=f"{WARNING}: the step or the collate function draws random numbers"):
+    with pytest.warns(
+        UserWarning, match=f"{WARNING}: the step or the collate function draws random numbers"
+    ):
         defense = first_step(model, loss, [*torch.randint(40, (8, 6))])
     assert "Not measured: that an example's gradient depends" in defense.guarantee
     rows = [{"name": f"{index}", "number": index} for index in range(8)]

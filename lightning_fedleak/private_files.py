@@ -77,7 +77,7 @@ def file_name(name: object) -> str:
 
     Different names give different parts. No part leads to another folder or is too long.
     """
-    quoted = quote(str(name), safe=" ")
+    quoted = quote(str(name), safe=" ", errors="surrogatepass")
     digest = hashlib.sha256(quoted.encode()).hexdigest()
     return quoted if len(quoted) <= 100 else f"{quoted[:64]}~{digest}"
 

@@ -206,6 +206,8 @@ def _check_report(
         state, label = _progress_of(report), str(report["runs"][0]["name"])
         people = report.get("people", {"release": report.get("release", {})})
         people, date = {name: dict(facts) for name, facts in people.items()}, str(report["made"])
+        if Path(label).name != label or not label.isprintable():
+            raise ValueError("a run is not named by a folder")
     except FileNotFoundError:
         note = verdict.leave_open if (run / PAGE).exists() else verdict.not_checked.append
         note(f"a report: there is no {REPORT}")

@@ -14,6 +14,7 @@ import glob
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -475,10 +476,12 @@ def _read_ledgers(
     """
     hashes: dict[str, str] = {}
     counts: dict[str, int] = {}
-    for name in dict.fromkeys(Path(path).name for path in paths if path):
-        files = [folder / name for folder in folders if (folder / name).is_file()]
-        parts = (folder.glob(f"{glob.escape(name)}.*-of-*") for folder in folders)
-        files = files or sorted(part for folder_parts in parts for part in folder_parts)
+    for name in dict.fromkeys(Path(path).name for path in paths if path and isinstance(path, str)):
+        files = list[Path]()
+        with suppress(OSError, ValueError):  # no file can have such a name
+            files = [folder / name for folder in folders if (folder / name).is_file()]
+            parts = (folder.glob(f"{glob.escape(name)}.*-of-*") for folder in folders)
+            files = files or sorted(part for folder_parts in parts for part in folder_parts)
         hashes |= {} if files else {name: NOT_BESIDE}
         for file in files:
             try:

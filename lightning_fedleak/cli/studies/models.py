@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,7 +186,7 @@ def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
     """
     adapters, of_base = (Path(folder) / "adapter_config.json" for folder in (model, base))
     if of_base.is_file() and not of_base.with_name("config.json").exists():
-        name = json.loads(of_base.read_text()).get("base_model_name_or_path")
+        name = _read_config(of_base).get("base_model_name_or_path")
         raise SourceError(f"--base '{base}' holds adapters, and no model: their base is '{name}'")
     source, settings = model_source(str(base if adapters.is_file() else model))
     with loading(source, "language model"):
@@ -194,13 +194,24 @@ def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
     names = getattr(config, "architectures", None) or ()
     heads = [head for end, (head, _) in _HEADS.items() if any(n.endswith(end) for n in names)]
     head = heads[0] if heads else "causal"
-    task = json.loads(adapters.read_text()).get("task_type") if adapters.is_file() else None
+    task = _read_config(adapters).get("task_type") if adapters.is_file() else None
     if task in (tasks := {"SEQ_CLS": "row", "TOKEN_CLS": "token"}) and tasks[task] != head:
         raise SourceError(
             "--model holds adapters of a classifier, and --base has no such head: save the base "
             "with its head before training, and give that folder"
         )
     return config, head
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    """Return the fields of a configuration of adapters; raise a SourceError if it has none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        raise SourceError(f"'{path}' cannot be read as the configuration of adapters")
+    return content
 
 
 def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:

@@ -229,11 +229,11 @@ class EmptyCollate:
         skip batches, as transformers does in a resumed epoch.
         """
         if self.key is None or get_worker_info() is not None:
-            return self._batch(examples)
+            return self.batch_of(examples)
         with secret_states(b"collate" + self.key()):
-            return self._batch(examples)
+            return self.batch_of(examples)
 
-    def _batch(self, examples: list[Any]) -> Any:
+    def batch_of(self, examples: list[Any]) -> Any:
         """Return the batch, from the present random states."""
         if not examples:
             once = self.collate([self.dataset[self.index]])

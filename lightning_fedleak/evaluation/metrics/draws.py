@@ -54,8 +54,8 @@ def refute_draw(
     places = np.empty_like(by_group)  # of each row in its group
     places[by_group] = np.arange(len(order)) - np.repeat(sizes.cumsum() - sizes, sizes)
     firsts = order[places == 0]
-    sides = (firsts[labels[firsts] == side][: _UNITS // 2] for side in (True, False))
-    kept = np.isin(groups[order], groups[np.concatenate([*sides])])
+    chosen = [firsts[labels[firsts] == side][: _UNITS // 2] for side in (True, False)]
+    kept = np.isin(groups[order], groups[np.concatenate(chosen)])
     rows = np.sort(order[kept & (places < _ROWS_OF_A_GROUP)])
     firsts, units = np.unique(groups[rows], return_index=True, return_inverse=True)[1:]
     labels = labels[rows]

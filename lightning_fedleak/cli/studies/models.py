@@ -203,7 +203,7 @@ def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
     return config, head
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+def _read_config(path: Path) -> Mapping[str, str]:
     """Return the fields of a configuration of adapters; raise a SourceError if it has none."""
     try:
         content = json.loads(path.read_bytes())

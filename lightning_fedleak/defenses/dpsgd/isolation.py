@@ -123,12 +123,15 @@ class Isolation:
         return unmeasured
 
     def _uses_half(self, context: DefenseContext) -> bool:
-        """Return whether the row alone has gradients in half precision, as it is trained."""
+        """Return whether the row alone has gradients in half precision, as it is trained.
+
+        It is taken to have them if it fails now, since it ran in float32.
+        """
         if self._alone is None:
             return False
-        self._in_float32 = self._saw_half = False
+        self._in_float32, self._saw_half = False, True
         with suppress(Exception), _dry_run(self._root, context, in_float32=False):
-            self._alone()  # its rows may need a cast before the step
+            self._alone()  # which sets it
         return self._saw_half
 
     def run(self, training_step: Callable[[], Any], batch: Any) -> Any:

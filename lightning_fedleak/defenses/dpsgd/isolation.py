@@ -61,6 +61,7 @@ class Isolation:
 
     Args:
         root: The module that is trained.
+        precision: Lightning's name of the precision.
         trusted: Whether the user has proved that the loss is a mean of per-sample means.
 
     Attributes:
@@ -70,10 +71,12 @@ class Isolation:
         rounding: :data:`ROUNDING` if anything is computed in half precision, else 0.
     """
 
-    def __init__(self, root: nn.Module, *, trusted: bool) -> None:
+    def __init__(self, root: nn.Module, precision: str, *, trusted: bool) -> None:
         self._root, self._trusted = root, trusted
+        weights = itertools.chain(root.parameters(), root.buffers())
+        self.rounding = ROUNDING * (precision.startswith("bf16") or any(map(_is_half, weights)))
         self.is_running = self._is_done = self._names_layer = False
-        self.reason, self.moved, self.rounding = "", math.nan, 0.0
+        self.reason, self.moved = "", math.nan
         self._in_float32, self._saw_half = True, False
         self._alone: Callable[[], Any] | None = None  # runs the row alone
         self._recorder: Any = None
@@ -101,14 +104,12 @@ class Isolation:
             return False
         self._is_done = self.is_running = True
         self._recorder = Recorder(self._root)
-        weights = itertools.chain(self._root.parameters(), self._root.buffers())
-        is_half = context.precision.startswith("bf16") or any(map(_is_half, weights))
         try:
             with team.together():
                 with _dry_run(self._root, context, in_float32=True) as tolerance:
                     collate = sampling.loader.collate_fn
                     self.reason = self._compare(step, collate, context, tolerance)
-                is_half |= self._uses_half(context)
+                is_half = self._uses_half(context) or self.rounding > 0
         finally:
             self._recorder.remove()
             self.is_running, self._rows, self._alone = False, None, None

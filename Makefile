@@ -139,7 +139,7 @@ papers: $(READY)  # goes on where it was stopped; a table that fails stops none
 	$$run membership --model $(ENCODER) $(STORIES) --jobs 2 $(ARGS) || failed=1; \
 	$$run inversion --model $(STORIES) $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
 	$$run flatchat --model $(STORIES) --jobs 2 $(ARGS) || failed=1; \
-	$$run --docs docs/papers.md $(ARGS) || failed=1; exit $$failed
+	$$run --docs benchmarks/papers/README.md $(ARGS) || failed=1; exit $$failed
 
 gpu: $(READY)
 	@$(BIN)/python -m benchmarks.cost.gpu $(ARGS)

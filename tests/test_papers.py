@@ -154,9 +154,9 @@ def test_the_page_is_what_the_log_in_the_repository_gives(tmp_path: Path) -> Non
     log = ROOT / "benchmarks" / "papers" / "measured.jsonl"
     assert door.main(["--docs", str(tmp_path / "page.md"), "--log", str(log)]) == 0
     written = (tmp_path / "page.md").read_text("utf-8")
-    assert written == (ROOT / "docs" / "papers.md").read_text("utf-8"), (
+    assert written == (ROOT / "benchmarks" / "papers" / "README.md").read_text("utf-8"), (
         "write it anew: python -m benchmarks.papers --log benchmarks/papers/measured.jsonl "
-        "--docs docs/papers.md"
+        "--docs benchmarks/papers/README.md"
     )
 
 

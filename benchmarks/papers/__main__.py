@@ -5,7 +5,7 @@
     python -m benchmarks.papers flatchat table3 --model DIR
     python -m benchmarks.papers inversion fig1 --model DIR
     python -m benchmarks.papers flatchat --model DIR --jobs 2      # all of one paper
-    python -m benchmarks.papers --docs docs/papers.md              # writes the page, runs nothing
+    python -m benchmarks.papers --docs benchmarks/papers/README.md   # writes the page, runs nothing
     make papers ENCODER=DIR STORIES=DIR                            # all papers, and the page
 
 A table is made of cells, and each measured cell is a line of ``--log``: stop at any time, and the
@@ -14,7 +14,7 @@ next time, and the exit status is 1. ``--size`` and ``--set NAME=VALUE,VALUE`` s
 ``--size paper`` is nearer to the papers, and takes days. ``--list`` prints the settings and the CPU
 seconds of each table, measured if the log has them.
 
-``measured.jsonl`` beside this file is the log of docs/papers.md. ``make papers`` goes on with it,
+``measured.jsonl`` beside this file is the log of benchmarks/papers/README.md. ``make papers`` goes on with it,
 and measures all anew with ``PAPERS_LOG=FILE``.
 
 Models are folders. ``FEDLEAK_ASSETS`` names the folder of the data sets. ``--docs`` without a table
@@ -161,7 +161,7 @@ def models_of(paper: Paper, table: Table, size: Any, log: Log) -> list[str]:
 
 
 def page(sizes: dict[str, Any], log: Log) -> str:
-    """docs/papers.md."""
+    """benchmarks/papers/README.md."""
     every_table = [(paper, table) for paper in PAPERS for table in paper.tables]
     names = {(p.name, t.name): models_of(p, t, sizes[p.name], log) for p, t in every_table}
     cells = (t.cells(sizes[p.name], names[p.name, t.name]) for p, t in every_table)

@@ -94,7 +94,7 @@ class Table:
         title: what it shows.
         cells: those that it shows, for a size and the names of models.
         show: what is printed, of the measured rows.
-        on_page: whether docs/papers.md has it; else it is printed alone.
+        on_page: whether benchmarks/papers/README.md has it; else it is printed alone.
     """
 
     name: str

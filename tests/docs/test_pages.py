@@ -79,7 +79,10 @@ def test_files_named_in_pages_exist(path):
             assert (ROOT / first).exists(), code
 
 
-MORE = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+MORE = [
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "benchmarks" / name for name in ("README.md", "papers/README.md")),
+]
 
 
 def links_of(path: Path) -> list[str]:

@@ -229,7 +229,9 @@ def _named_attack(
     """Return a row of the table; the last four arguments are a row of ``_ATTACKS``."""
     measured = [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]
     of_updates = [
-        a for a in attacks if a.stage != RELEASED and a.looks and a.family.name in families
+        a
+        for a in attacks
+        if a.stage not in (RELEASED, "local") and a.looks and a.family.name in families
     ]
     targets = ["the trained model"] * bool(measured) + ["what clients shared"] * bool(of_updates)
     silent = [a.name for a in attacks if _is_on_texts(a) and not a.looks]

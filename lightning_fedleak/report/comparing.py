@@ -127,7 +127,8 @@ def _updates_that_left(fit: FitSummary) -> int:
 def _cells(fit: FitSummary, overview: Overview, utility_at_step: float | None) -> list[str]:
     """Return a run's cells: defences, utility, one for each kind of leak, and gate."""
     return [
-        ", ".join(defense.name for defense in fit.defenses or ()) or "none",
+        "; ".join([*(d.name for d in fit.defenses or ()), *(a.claim_in_short for a in fit.privacy)])
+        or "none",
         _last_utility(fit) if utility_at_step is None else f"{utility_at_step:.3f}",
         *(_cell(overview, family.name) for family in STANDARD_FAMILIES),
         next(fact.value for fact in overview.facts if fact.name == "Gate"),

@@ -25,8 +25,9 @@ from lightning_fedleak.report.records.lines import title_of
 from lightning_fedleak.report.series import are_apart, before_and_after, is_leak, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 
-# The min AUC at which the report says that members are recognized almost every time. Not tuned.
-ALMOST_ALWAYS = 0.95
+# Words for how often an attack is right, by the least share of the way from guessing to certainty
+# that the lower end of its interval has. Not tuned.
+SCALE = ((0.9, "almost every time"), (0.5, "often"), (0.0, "better than by guessing"))
 ACTIONS = {  # what a gate did, by its name in run.jsonl, as a verb in the past tense
     "warn": "warned",
     "stopped": "stopped the run",
@@ -72,6 +73,7 @@ class Reading:
         control: The value of the attack's positive control; None without a control.
         comparisons: The values before the defence and of the sum over clients, in words.
         note: The reasons for the verdict, and the looks and numbers behind the value.
+        mend: What to do, if the verdict is ``read``; else empty.
         attack: The name of the attack.
         silent: The attacks of the family without a result, whose leakage is unknown.
     """
@@ -87,7 +89,8 @@ class Reading:
     gate: float | None = None
     control: float | None = None
     comparisons: Sequence[str] = ()
-    note: str = "Nobody looked. That is not safe."
+    note: str = "Not measured. This says nothing about safety."
+    mend: str = ""
     attack: str = ""
     silent: Sequence[str] = ()
 
@@ -266,6 +269,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
         control=attack.quoted.control,
         comparisons=[*_comparisons(fit, attack)],
         note=" ".join(filter(None, _notes(fit, attack, attacks, verdict))),
+        mend=family.mend if verdict == "read" else "",
         attack=attack.name,
         silent=[a.name for a in attacks if not a.quoted and a.unknown],
     )
@@ -276,7 +280,7 @@ def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
     names = [a.name for a in fit.attacks if a.family.name == family.name and not a.exposed]
     if not names:
         return {}
-    note = f"What {', '.join(names)} reads is not shared. Nobody looked at what is."
+    note = f"What {', '.join(names)} reads is not shared. What is was not measured."
     return {"answer": "Not shared", "note": note}
 
 
@@ -431,7 +435,7 @@ def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
     if any(attack.stage == "aggregate" for attack in attacks):
         update = "The sum over clients"
     is_dishonest = all(attack.dishonest for attack in attacks)
-    server = "a server that adds layers of its own" if is_dishonest else "the server"
+    server = "a server that may add layers to the model" if is_dishonest else "the server"
     return f"{update} lets {server} "
 
 
@@ -460,8 +464,8 @@ def _capability(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
     """
     assert attack.quoted is not None
     values = attack.quoted.rates
-    is_sure = (attack.quoted.rate.value or 0.0) >= ALMOST_ALWAYS
-    words = {"surely": "almost every time" if is_sure else "better than by guessing"}
+    low = ((attack.quoted.rate.low or 0.0) - attack.chance) / (1 - attack.chance)
+    words = {"surely": next(words for least, words in SCALE if low >= least)}
     *specific, text = attack.family.all_sentences
     for sentence in reversed(specific if attack.headline not in attack.family.excesses else ()):
         names = [name for name, _ in _METRIC.findall(sentence)]
@@ -485,9 +489,9 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
     tested = {reading.family for reading in readings if reading.verdict != "untested"}
     shared = fit.shared
     clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
-    gaps = {"attacks not run": fit.not_played, "parameters unread": shared.unread}
+    gaps = {"attacks not run": fit.not_played, "parameters that none reads": shared.unread}
     is_dishonest = any(a.dishonest for a in fit.attacks)
-    ability = "adds layers of its own" if is_dishonest else "only listens; knows the weights"
+    ability = "may add layers to the model" if is_dishonest else "only listens; knows the weights"
     exposure = [
         _Fact("What left", shared.update, f"{shared.size}{clients}"),
         _Fact("Who could read it", shared.seen_by, ability),
@@ -517,7 +521,7 @@ def _defense(fit: FitSummary) -> _Fact:
     if fit.defenses is None:
         return _Fact("Defence", "Not recorded", "; ".join(claims))
     if not fit.defenses:
-        return _Fact("Defence", "None", "updates left as they were")
+        return _Fact("Defence", "None")
     detail = "; ".join(claims) or "no differential privacy was accounted"
     refuted = any(a.refuted for a in fit.attacks)
     value = "; ".join(fit.shared.effects)
@@ -544,8 +548,7 @@ def _gate_fact(fit: FitSummary) -> _Fact:
     if not fit.decisions:
         if fit.gates:
             return _Fact("Gate", "Never acted", "; ".join(gates))
-        none = ("None was set", "nothing would have stopped this run")
-        return _Fact("Gate", *(("Not recorded",) if fit.gates is None else none))
+        return _Fact("Gate", "Not recorded" if fit.gates is None else "No limit was set")
     first, n_further = fit.decisions[0], len(fit.decisions) - 1
     only_warned = all(decision.did == "warn" for decision in fit.decisions)
     further = f" and {n_further} time{'s' * (n_further > 1)} more" if n_further else ""

@@ -50,6 +50,7 @@ from lightning_fedleak.report.logs import Logs, ReportError, read
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
 from lightning_fedleak.report.records import ENTITIES, HIGH, JsonObject, MetricValue, as_json, named
 from lightning_fedleak.report.wording import (
+    MEASURES,
     brief,
     brief_interval,
     in_words,
@@ -239,6 +240,8 @@ def _template() -> jinja2.Template:
     environment.globals |= {
         "names": names_of,
         "max_runs": MAX_RUNS,
+        "measures": MEASURES,
+        "shown_measures": lambda overviews: {r.measure for o in overviews for r in o.readings},
         "together": TOGETHER,
         "ends": _gauge_ends,
         "style": Markup(_source("page.css")),
@@ -310,14 +313,14 @@ def model_card(findings: Findings) -> str:
         "## Tests of what the training leaks",
         "",
         f"Made by `fedleak report` ({findings.package}) on {findings.date[:10]}. It lists what was "
-        "tried. It does not say that the model is anonymous, nor that anybody complies. A rate "
-        "below the smallest one that could have been seen may be there.",
+        "tried. It does not say that the model is anonymous, nor that anybody complies. A leak "
+        "smaller than the smallest one that could have been seen would not have been noticed.",
     ]
     for fit in findings.runs:
         lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]
         lines += _fit_lines(fit)
     release = (f"- {name}: {_plain(value)}" for name, value in release_rows(findings))
-    lines += ["", "Release:", "", *release]
+    lines += ["", f"Release, from `{REPORT_TOML}`:", "", *release]
     return "\n".join(lines) + "\n"
 
 

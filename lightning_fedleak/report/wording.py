@@ -114,6 +114,14 @@ def brief_interval(rate: MetricValue) -> str:
     return f"{low}–{high}"
 
 
+MEASURES = {
+    "F1": "1 is every distinct token of a batch named, and none besides.",
+    "AUC": "how often a text that was used ranks above one that was not; 0.5 is guessing.",
+    "token accuracy": "the share of tokens that were written down in the right place.",
+}
+"""What the common measures are, in a line, by their names."""
+
+
 def measure(metric: str) -> str:
     """Return the common name of a metric, such as "AUC"."""
     return {"f1": "F1", "auc": "AUC"}.get(metric, metric.replace("_", " "))

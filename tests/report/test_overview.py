@@ -64,7 +64,7 @@ def test_there_are_four_readings_and_what_nobody_tested_is_one(tmp_path):
     assert (words.verdict, words.answer, words.measure) == ("read", "0.80", "F1")
     assert {one.answer for one in others} == {"Not tested"}
     assert len(others) == 3
-    assert page(found).count("Nobody looked. That is not safe.") == 3
+    assert page(found).count("Not measured. This says nothing about safety.") == 3
     assert facts_of(found)["Not tested"].value == "Membership, whole texts, trained model"
 
 
@@ -115,11 +115,43 @@ def test_a_share_is_never_rounded_up(tmp_path, recall, share):
     assert f"name {share} of a batch's distinct tokens" in found.verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("value", "low", "words"),
+    [
+        (1.0, 0.96, "almost every time"),
+        (1.0, 0.8, "often"),
+        (1.0, 0.55, "better than by guessing"),  # as few games
+        (0.61, 0.501, "better than by guessing"),
+    ],
+)
+def test_the_words_follow_the_lower_end_of_the_interval(tmp_path, value, low, words):
+    attacks = [about("games", "membership", "only listens")]
+    found = found_in(
+        tmp_path, [result(0, "games", auc=(value, low, 1.0))], [begin(attacks=attacks)]
+    )
+    assert found.verdict.sentence.endswith(f"text was in a batch {words}.")
+    assert "DP-SGD" in reading_of(found, "membership").mend
+
+
+def test_each_kind_has_a_chart_with_its_own_floor(tmp_path):
+    lines = [result(s, **READ) for s in range(2)]
+    lines += [result(s, "fc", auc=(0.9, 0.8, 1.0)) for s in range(2)]
+    found = found_in(tmp_path, lines, [begin(attacks=PAIR)])
+    [chart, *_] = re.findall(r"<figure class=.over_steps.>.*?</figure>", page(found), re.DOTALL)
+    words, games, *_ = re.findall("<svg.*?</svg>", chart, re.DOTALL)
+    assert "Words, F1" in words
+    assert "guessing" not in words
+    assert "Membership, AUC" in games
+    assert games.count(">guessing<") == 1
+
+
 def test_a_dishonest_server_is_named(tmp_path):
     attacks = [about("fc", "membership", "chooses the weights")]
     found = found_in(tmp_path, [result(0, "fc", auc=(0.99, 0.9, 1.0))], [begin(attacks=attacks)])
-    assert found.verdict.sentence.startswith("One update lets a server that adds layers of its own")
-    assert facts_of(found)["Who could read it"].detail == "adds layers of its own"
+    assert found.verdict.sentence.startswith(
+        "One update lets a server that may add layers to the model"
+    )
+    assert facts_of(found)["Who could read it"].detail == "may add layers to the model"
 
 
 def test_little_is_not_called_safe_and_nothing_is_unknown(tmp_path):
@@ -210,7 +242,7 @@ def test_the_knee_is_said_in_words(tmp_path):
     lines = [result(s, "combined", "released", auc=(v, v - 0.09, 1.0)) for s, v in enumerate(aucs)]
     record = [begin(attacks=[about("combined", "memorization")]), *looks, end(3)]
     found = found_in(tmp_path, lines, record)
-    assert found.verdict.sentence == "The trained model tells who was in its training data."
+    assert found.verdict.sentence == ("The trained model tells who was in its training data often.")
     knee = (
         "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of "
         "0.90: later steps did not improve val_loss."
@@ -235,7 +267,7 @@ def test_a_gate_held_or_acted(tmp_path, did, times, value):
     assert facts_of(found)["Gate"][:3] == ("Gate", value, "worst/words at most 0.30")
     assert reading_of(found, "words").gate == 0.3
     none = found_in(tmp_path / "none", [result(0, **READ)], [begin()])
-    assert facts_of(none)["Gate"].detail == "nothing would have stopped this run"
+    assert facts_of(none)["Gate"].value == "No limit was set"
 
 
 # ---- several runs -------------------------------------------------------------------------------
@@ -395,7 +427,7 @@ def test_what_an_attack_reads_and_nobody_shared_is_not_called_untested(tmp_path)
     found = found_in(tmp_path, [line], [begin()])
     reading = reading_of(found, "words")
     assert (reading.answer, reading.verdict) == ("Not shared", "untested")
-    assert reading.note == "What flatchat reads is not shared. Nobody looked at what is."
+    assert reading.note == "What flatchat reads is not shared. What is was not measured."
 
 
 def test_a_run_that_a_gate_stopped_is_compared_by_what_left(tmp_path):

@@ -19,6 +19,7 @@ from lightning_fedleak.report.comparing import Comparison, names_of
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.overview import Overview, best_of_family, limits_of, of_what_left
 from lightning_fedleak.report.records import MetricValue
+from lightning_fedleak.report.records.setup import standard_family
 from lightning_fedleak.report.series import (
     Bins,
     Cell,
@@ -32,7 +33,7 @@ from lightning_fedleak.report.series import (
     knee,
     utility,
 )
-from lightning_fedleak.report.wording import brief, brief_interval, digits, measure
+from lightning_fedleak.report.wording import brief, brief_interval, capitalized, digits, measure
 
 DESK, HALF, PHONE = 1064, 510, 354
 """Widths of a chart in pixels: the page's column, half of it, and the column on a phone."""
@@ -245,10 +246,10 @@ def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
     return [chart for chart in charts if chart is not None]
 
 
-def _curves(fit: FitSummary, overview: Overview) -> list[Curve]:
-    """Return a curve for each family: that of the attack whose value the overview quotes."""
+def _curves(fit: FitSummary, overview: Overview) -> dict[Curve, AttackSummary]:
+    """Return a curve for each family, with the attack whose value the overview quotes."""
     quoted = {r.title.lower(): best_of_family(fit, r.family) for r in overview.readings if r.rate}
-    return [curve_of(attack, title) for title, attack in quoted.items() if attack]
+    return {curve_of(attack, title): attack for title, attack in quoted.items() if attack}
 
 
 def _measured_attacks(fit: FitSummary) -> list[AttackSummary]:
@@ -283,8 +284,11 @@ def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure |
     x = bins.span(fit.length)
 
     def draw(width: float) -> str:
-        leakage = _plot_leakage(fit, width, x, points_of) if curves else ""
-        return leakage + (_plot_utility(fit, width, x, lines) if lines else "")
+        leakage = (
+            _plot_leakage(fit, width, x, attack, curve, points_of[curve])
+            for curve, attack in curves.items()
+        )
+        return "".join(leakage) + (_plot_utility(fit, width, x, lines) if lines else "")
 
     def cells(number: int) -> list[Cell]:
         rates = [curve.cell(points.get(number)) for curve, points in points_of.items()]
@@ -298,26 +302,33 @@ def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure |
 
 
 def _plot_leakage(
-    fit: FitSummary, width: float, x: Span, points_of: Mapping[Curve, Mapping[int, Point]]
+    fit: FitSummary,
+    width: float,
+    x: Span,
+    attack: AttackSummary,
+    curve: Curve,
+    points: Mapping[int, Point],
 ) -> str:
-    """Return the chart of leakage by step, as SVG."""
+    """Return the chart of one kind of leakage by step, as SVG, with its own line for guessing."""
     is_narrow = width < HALF
-    size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
-    plot = _Plot(size, x, (_lower_end(points_of), 1), margins)
-    plot.axes(QUARTERS, _step_ticks(x, is_narrow))
-    plot.levels((curve.chance for curve in points_of), limits_of(fit), are_named=True)
-    for curve, points in points_of.items():
-        plot.curve(curve, list(points.values()))
-        label = f"{_shorten(curve.name, 13)} {brief(curve.last.value)}"
-        plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
-    if fit.decisions:
-        decision = fit.decisions[0]
+    margins = (40, 116 if is_narrow else 150, 24, 20)
+    plot = _Plot((width, 136), x, (_lower_end({curve: points}), 1), margins)
+    plot.axes((0, 0.5, 1), _step_ticks(x, is_narrow))
+    plot.text(plot.left, 12, f"{capitalized(curve.name)}, {measure(attack.headline)}", "ink b")
+    roots = (f"/worst/{curve.family}", f"/{attack.name}/")
+    plot.levels([curve.chance], limits_of(fit, *roots), are_named=True)
+    plot.curve(curve, list(points.values()))
+    plot.label(curve.last.value or 0.0, brief(curve.last.value), f"b {curve.tone(curve.last)}")
+    if decision := next(
+        (d for d in fit.decisions if any(r in (d.metric or "") for r in roots)), None
+    ):
         labels = {"warn": "over the gate: warned", "stopped": "stopped by the gate"}
-        at, anchor = plot.x(decision.step), "end" if decision.step > 0.6 * x[1] else "start"
+        at = plot.x(decision.step)
         plot.rule("gate", [at], (plot.top, plot.bottom))
-        plot.text(at, 12, labels.get(decision.did, f"gate: {decision.did}"), "ink", anchor)
-    rates = [f"{c.name} {brief(c.last.value)} ({brief_interval(c.last.rate)})" for c in points_of]
-    return plot.svg(f"Leakage by {fit.unit}: {'; '.join(rates)}")
+        text = labels.get(decision.did, f"gate: {decision.did}")
+        plot.text(max(at, plot.left + 200), 12, text, "ink")
+    rate = f"{brief(curve.last.value)} ({brief_interval(curve.last.rate)})"
+    return plot.svg(f"Leakage by {fit.unit}: {curve.name} {rate}")
 
 
 def _lower_end(points_of: Mapping[Curve, Mapping[int, Point]]) -> float:
@@ -493,7 +504,7 @@ def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[_
         if (attack := best_of_family(fit, compared.family))
     ]
     tradeoff = None if compared.lengths else _draw_tradeoff(compared)
-    overlay = _draw_overlay(curves, fits[0].unit)
+    overlay = _draw_overlay(curves, compared.family, fits[0].unit, max(f.length or 0 for f in fits))
     return [chart for chart in (tradeoff, overlay) if chart is not None]
 
 
@@ -530,13 +541,13 @@ def _draw_tradeoff(compared: Comparison) -> _Figure | None:
     return _Figure("Utility against leakage", caption, views(draw, HALF), columns, rows)
 
 
-def _draw_overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
-    """Draw the leakage of each run by step."""
+def _draw_overlay(curves: Sequence[Curve], family: str, unit: str, length: int) -> _Figure | None:
+    """Draw the leakage of each run in one kind of leak by step, up to the longest run's length."""
     if not curves:
         return None
     bins = Bins([p.step for curve in curves for p in curve.points], MAX_DOTS)
     points_of = {curve: bins.highest(curve.points) for curve in curves}
-    x = bins.span(None)
+    x, title = bins.span(length), standard_family(family).short_title
 
     def draw(width: float) -> str:
         plot = _Plot((width, 300), x, (_lower_end(points_of), 1), (40, 110, 14, 40))
@@ -545,14 +556,17 @@ def _draw_overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
         for curve, points in points_of.items():
             plot.curve(curve, list(points.values()), max_dots=0)
             plot.dots(curve.tone(curve.last), [(curve.last.step, curve.last.value)])
-            label = _shorten(curve.name, 14)
-            plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
-        return plot.svg(f"Leakage by {unit}, each run")
+            label, kind = _shorten(curve.name, 14), f"b {curve.tone(curve.last)}"
+            if curve.last.step < 0.7 * x[1]:  # it ended early: the label stands there
+                plot.text(plot.x(curve.last.step) + 8, plot.y(curve.last.value) + 16, label, kind)
+            else:
+                plot.label(curve.last.value or 0.0, label, kind)
+        return plot.svg(f"{title} by {unit}, each run")
 
     rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in points_of.items()])
-    caption = f"The worst attack of this kind, each run.{bins.caption}"
+    caption = f"The attack that recovered most, each run.{bins.caption}"
     columns = [unit, *(curve.name for curve in curves)]
-    return _Figure(f"By {unit}", caption, views(draw, HALF), columns, rows)
+    return _Figure(f"{capitalized(title)} by {unit}", caption, views(draw, HALF), columns, rows)
 
 
 def _shorten(name: str, max_length: int) -> str:

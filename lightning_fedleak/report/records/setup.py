@@ -45,6 +45,7 @@ class Family(Record):
         asks: the question in direct speech.
         untested: what to do if no attack of the family was run; ``{watcher}`` is the class that
             would run it.
+        mend: what to do if an attack of the family reads, in a sentence.
         terms: the meaning of its words and metrics, for the report's glossary.
         excesses: metrics of which a baseline is subtracted, so that guessing has 0. They are the
             main metrics of attacks that do not have the headline.
@@ -59,6 +60,7 @@ class Family(Record):
     sentences: tuple[str, ...] = ()
     asks: str = ""
     untested: str = ""
+    mend: str = ""
     terms: Mapping[str, str] = field(default_factory=dict)
     excesses: tuple[str, ...] = ()
 
@@ -99,6 +101,11 @@ class Family(Record):
         return self.sentences or (default,)
 
 
+MEND_UPDATES = (
+    "train under DP-SGD, train fewer weights, or share only sums over clients; then measure again."
+)
+"""What to do if an attack reads shared updates."""
+
 WORDS = Family(
     name="words",
     headline="f1",
@@ -110,6 +117,7 @@ WORDS = Family(
         "name {recall%} of a batch's distinct tokens",
         "name a batch's distinct tokens with an F1 of {f1}",
     ),
+    mend=MEND_UPDATES,
     terms={
         "Words": "Tokens, the pieces of text that a model reads: whole words or parts of words. "
         "Which distinct tokens are in a batch is tested. Neither their order nor a text is read.",
@@ -128,6 +136,7 @@ MEMBERSHIP = Family(
     asks="Is a given text in a batch?",
     title="membership",
     sentences=("tell whether a given text was in a batch {surely}",),
+    mend=MEND_UPDATES,
     untested="Test whether a given text is in a batch, which no attack asked: "
     "{watcher}(settings=WatchSettings(assume=DISHONEST_SERVER)).",
     terms={
@@ -146,6 +155,7 @@ TEXTS = Family(
     asks="Can a text be written down?",
     title="whole texts",
     sentences=("write down {token_accuracy%} of a text",),
+    mend=MEND_UPDATES.replace("only sums", "noised hidden states or only sums"),
     untested="Test whole texts, which no attack read: {watcher}(attacks=[SubspaceTexts()]).",
     terms={
         "Token accuracy": "The share of tokens that was written down in the right place. 1 is "
@@ -165,7 +175,12 @@ MEMORIZATION = Family(
     question="whether a given text was trained on, from the trained model alone",
     asks="Was a given text trained on?",
     title="trained model",
-    sentences=("tells {who was in its training data}", "writes {passages of its training texts}"),
+    sentences=(
+        "tells who was in its training data {surely}",
+        "writes {passages of its training texts}",
+    ),
+    mend="do not release it as it is: remove repeated texts, train for fewer epochs or under "
+    "DP-SGD, and measure again.",
     untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
     terms={
         "TPR at 1% and 0.1% FPR": "The share of the training texts that is found while 1 in 100, "

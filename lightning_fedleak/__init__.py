@@ -5,6 +5,7 @@ The module of each public name is imported when the name is first used.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning_fedleak.extras import homes_of, lazy
@@ -89,7 +90,8 @@ if TYPE_CHECKING:
     from lightning_fedleak.trainers import Watch as Watch
     from lightning_fedleak.trainers import defended as defended
 
-_ACCELERATE = {"LeakageCallback", "defended"}  # not in __all__, because they need an extra
+# Without accelerate, an extra, ``import *`` has to work too.
+_ACCELERATE = {*()} if find_spec("accelerate") else {"LeakageCallback", "defended"}
 __all__ = ["__version__", *sorted({*homes_of(__name__)} - _ACCELERATE)]
 
 __getattr__ = lazy(__name__)

@@ -8,6 +8,7 @@ from functools import partial
 
 import lightning
 import pytest
+import transformers
 
 import lightning_fedleak as fedleak
 
@@ -34,6 +35,8 @@ def test_the_example_runs(name, tmp_path, monkeypatch):
     # What Lightning prints beside: examples show results alone.
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     monkeypatch.setattr(lightning, "Trainer", partial(lightning.Trainer, **quiet))
+    for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
+        monkeypatch.setattr(callback, "on_log", lambda *_, **__: None)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
     for test in tests:

@@ -27,7 +27,6 @@ from lightning_fedleak import (
     read_texts,
 )
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands import options as parser
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.test_commands import lines_of
 from tests.docs.test_python import reader as reader
@@ -88,21 +87,23 @@ def test_each_block_does_what_the_readme_shows(reader, monkeypatch, printed) -> 
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", STEPS)
     blocks = list(blocks_of(README))
     assert [block.language for block in blocks] == [
-        "bash", "bash", "python", "text", "python", "text", "python", "bash"
+        "bash", "python", "python", "text", "python", "python", "bash"
     ]  # fmt: skip
-    make, demo, watch, watched, gate, stopped, defence, release = blocks
-    names = readers_names()
-
+    make, watch, transformers, watched, gate, defence, release = blocks
     _make(make)
-    _demo_takes_a_model_and_a_text(demo)
 
+    names: dict[str, Any] = {}  # pasted, the first snippets run as they are
     exec(compile(watch.text, watch.place, "exec"), names)
     assert_printed(watched.text, printed())
+
+    monkeypatch.chdir(reader)
+    short = transformers.text.replace(f"max_steps={STEPS}", "max_steps=4")
+    exec(compile(short, transformers.place, "exec"), {})
+    assert_printed("LeakageCallback: highest leakage ...: words 1.00", printed())
 
     exec(compile(gate.text, gate.place, "exec"), names)
     fit(callbacks=[names["LeakageMonitor"](), names["gate"]])
     assert names["gate"].fired
-    assert_printed(stopped.text, printed())
 
     exec(compile(defence.text, defence.place, "exec"), names)
     fit(strategy=names["strategy"], callbacks=[names["monitor"]], max_steps=10)
@@ -122,15 +123,6 @@ def _make(block: Block) -> None:
             [*command, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
         )
         assert run[" ".join(command)] in dry.stdout, dry.stdout
-
-
-def _demo_takes_a_model_and_a_text(block: Block) -> None:
-    """tests/commands/test_demo.py runs it."""
-    [line] = lines_of(block.text)
-    assert line.startswith("fedleak demo ")
-    options = re.findall(r"--[\w-]+", line.partition("#")[0])
-    args = parser.parse(["demo", *(word for option in options for word in (option, "x"))])
-    assert (args.model, args.text) == ("x", "x")
 
 
 def _exit_status_of(block: Block, folder: Path) -> int:

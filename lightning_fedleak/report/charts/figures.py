@@ -18,8 +18,7 @@ from lightning_fedleak.report.attacks import AttackSummary, Point, Points
 from lightning_fedleak.report.comparing import Comparison, names_of
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.overview import Overview, best_of_family, limits_of, of_what_left
-from lightning_fedleak.report.records import MetricValue
-from lightning_fedleak.report.records.setup import standard_family
+from lightning_fedleak.report.records import MetricValue, standard_family
 from lightning_fedleak.report.series import (
     Bins,
     Cell,

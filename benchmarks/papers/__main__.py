@@ -14,7 +14,7 @@ next time, and the exit status is 1. ``--size`` and ``--set NAME=VALUE,VALUE`` s
 ``--size paper`` is nearer to the papers, and takes days. ``--list`` prints the settings and the CPU
 seconds of each table, measured if the log has them.
 
-``measured.jsonl`` beside this file is the log of benchmarks/papers/README.md. ``make papers`` goes on with it,
+``measured.jsonl`` beside this file is the log of README.md. ``make papers`` goes on with it,
 and measures all anew with ``PAPERS_LOG=FILE``.
 
 Models are folders. ``FEDLEAK_ASSETS`` names the folder of the data sets. ``--docs`` without a table

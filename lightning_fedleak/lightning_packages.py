@@ -205,7 +205,7 @@ if not TYPE_CHECKING:
                 "of lightning_fedleak.trainers for transformers' Trainer, its Watch for other loops"
             )
 
-        on_init_end = on_after_setup
+        on_init_end = on_train_begin = on_after_setup
 
     class EitherStrategy(*both("strategies.Strategy"), metaclass=_OnePackageFirst):
         """A strategy for the Trainers of both packages.

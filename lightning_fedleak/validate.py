@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-Init = TypeVar("Init", bound=Callable[..., None])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def check_integer(
@@ -159,8 +159,12 @@ def explain_errors(
         raise error(f"{message}: {words}{hint and f'. {hint}'}") from None
 
 
-def explain_arguments(example: str = "", *, settings: type | None = None) -> Callable[[Init], Init]:
-    """Return a decorator for ``__init__`` that adds the correct call to the error of a wrong one.
+def explain_arguments(
+    example: str = "", *, settings: type | None = None
+) -> Callable[[Decorated], Decorated]:
+    """Return a decorator that adds the correct call to the error of a wrong one.
+
+    It is for an ``__init__``, or for a data class.
 
     Args:
         example: A correct call; ``{}`` is replaced by the name of the class.
@@ -168,12 +172,15 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
             directly, the error says where it belongs.
 
     Returns:
-        The decorator. The decorated ``__init__`` raises ``TypeError``, as Python does, with the
-        name of the class and the nearest name or the example.
+        The decorator. A wrong call raises ``TypeError``, as Python does, with the name of the class
+        and the nearest name or the example.
     """
     setting_names = [] if settings is None else [field.name for field in fields(settings)]
 
-    def decorate(init: Init) -> Init:
+    def decorate(init: Decorated) -> Decorated:
+        if isinstance(init, type):
+            init.__init__ = decorate(init.__init__)  # type: ignore[misc]
+            return init
         signature = inspect.signature(init)
 
         def hint(named: Sequence[str]) -> str:
@@ -182,7 +189,7 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
             for name in unknown:
                 if settings is not None and name in setting_names:
                     return f". It belongs in settings={settings.__name__}({name}=...)"
-                if close := difflib.get_close_matches(name, signature.parameters, n=1):
+                if close := difflib.get_close_matches(name, signature.parameters, 1, 0.5):
                     return f". Did you mean {close[0]}=?"
             return f". For example: {example}" if example else ""
 

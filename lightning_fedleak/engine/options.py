@@ -47,7 +47,12 @@ from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
 from lightning_fedleak.evaluation.entities import finders_of
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    check_number,
+    explain_arguments,
+)
 
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
@@ -63,6 +68,7 @@ factor that is still zero adds nothing to the output, and its gradient can be of
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
+@explain_arguments()
 @dataclass(frozen=True)
 class Games:
     """The settings of membership games: ``LeakageMonitor(games=Games(...))``.
@@ -116,6 +122,7 @@ class Games:
         check_number("scale", self.scale, above=0)
 
 
+@explain_arguments()
 @dataclass(frozen=True)
 class Memorization:
     """The settings of attacks on the trained weights, which measure memorization.
@@ -190,6 +197,7 @@ class Memorization:
         return self.reference == "auto" or not isinstance(self.reference, given)
 
 
+@explain_arguments()
 @dataclass(frozen=True)
 class WatchSettings:
     """Settings that are rarely changed, for all integrations (Lightning, own loops, federations).

@@ -226,7 +226,7 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the model's parts, check and calibrate the attacks, and install the taps."""
         anatomy = find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
-        run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
+        run = trainer_facts.TrainerRun(trainer, anatomy, self.client, self.engine.assume)
         if reason := explain_shards(anatomy.root, run.processes):
             raise ValueError(f"{run.watcher} cannot take this model. {reason}")
         boards = trainer_facts.boards_of(trainer)

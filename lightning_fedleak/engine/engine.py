@@ -36,7 +36,6 @@ from lightning_fedleak.engine.run import Look, Refusal, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.model_state import saved_once
 from lightning_fedleak.model.snapshots import AVERAGED, ON_THE_WAY, Stage
-from lightning_fedleak.report.records.lines import is_validation
 
 
 class StepEngine:
@@ -58,7 +57,6 @@ class StepEngine:
     report: Report | None
     weights: WeightLooks | None
     _metrics: UserMetrics
-    _metric_names: Sequence[str] | None
     _has_news: bool
 
     @property
@@ -255,9 +253,7 @@ class StepEngine:
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         """Add the outcomes of a look to the results, and write them to all destinations."""
         fit, defenses = self._fit, self._fit.accounting
-        metrics = fit.run.metrics(self._metric_names)
-        metrics = {name: value for name, value in metrics.items() if not is_validation(name)}
-        utility = self._metrics.changed(metrics, fit.run.step)
+        utility = self._metrics.changed(fit.run, validation=False)
         spent = privacy_values(defenses) if defenses else {}
         shared = bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)

@@ -93,7 +93,7 @@ class Engine(StepEngine):
         self.fit = self.weights = self.report = None
         self.jsonl: log.JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
-        self._metrics, self._metric_names = log.UserMetrics(), options.utility
+        self._metrics = log.UserMetrics(options.utility)
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
@@ -171,7 +171,7 @@ class Engine(StepEngine):
     def reset(self) -> None:
         """Forget the looks of an earlier run, and put back the attacks that it excluded."""
         self.results.clear()
-        self._metrics = log.UserMetrics()
+        self._metrics = log.UserMetrics(self.options.utility)
         for channel in self.channels:
             channel.attacks = channel.listed_attacks
             channel.load_state_dict({})
@@ -372,8 +372,7 @@ class Engine(StepEngine):
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            metrics = run.metrics(self._metric_names)
-            utility = self._metrics.changed(metrics, run.step, sparse=not epoch_ended)
+            utility = self._metrics.changed(run, sparse=not epoch_ended)
             spending = self.fit.accounting if epoch_ended else ()
             self.results.latest |= self.report.write_between_looks(utility, spending)
         except Refusal as refusal:  # the user's own logger
@@ -468,7 +467,7 @@ class Engine(StepEngine):
             return
         self._logged_last = True
         run = self._fit.run
-        utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
+        utility = self._metrics.changed(run)
         self.results.latest |= self.report.write_between_looks(utility, self._fit.accounting)
         for name, (step, value) in self._metrics.best.items():
             best = {f"utility/{name}_best": value}

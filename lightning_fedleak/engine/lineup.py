@@ -190,7 +190,7 @@ class Lineup:
         self._attacks = selection.attacks
         self._channels = tuple(channels)
         self._options = options
-        self._first_step = run.optimizer_step
+        self._first_step = run.step * run.local_steps
         self._is_auto = selection.auto
         # Whether attacks are calibrated on text that the model generates.
         self._self_text = run.anatomy.kind == "causal" and not selection.text_passed

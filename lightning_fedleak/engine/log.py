@@ -33,7 +33,7 @@ from lightning_fedleak.engine.run import Look, Refusal, Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report import records
-from lightning_fedleak.report.records.lines import best_of, is_training
+from lightning_fedleak.report.records.lines import best_of, is_training, is_validation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,33 +220,39 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
 class UserMetrics:
     """Find which of the user's metrics are new, and keep their last and best values.
 
+    Args:
+        names: The metrics that the user asks for, see :func:`chosen_metrics`.
+
     Attributes:
         last: The last logged value of each metric.
         best: The step and the value of the best one, by the metric's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] | None) -> None:
+        self._names = names
         self.last: dict[str, float] = {}
         self.best: dict[str, tuple[int, float]] = {}
         self._steps: dict[str, int] = {}  # step of the last logged value
         self._newest: dict[str, tuple[object, int]] = {}  # newest value, and its first step
 
     def changed(
-        self, metrics: Mapping[str, Any], step: int, *, sparse: bool = False
+        self, run: Run, *, sparse: bool = False, validation: bool = True
     ) -> dict[str, float]:
-        """Return the metrics that were measured at this step; they count as logged from now on.
+        """Return a run's metrics that were measured at this step; they count as logged from now on.
 
         A value that is the same object as at an earlier step, or an equal number, was measured
         before. Objects are compared first, because reading a tensor waits for the GPU.
 
         Args:
-            metrics: The present values by name, numbers or tensors of one.
-            step: The number of optimizer steps so far.
+            run: The run.
             sparse: Whether to leave out a training metric for :data:`TRAINING_STEPS` steps after
                 its last value.
+            validation: Whether metrics of a validation are asked for too.
         """
-        new: dict[str, float] = {}
-        for name, value in metrics.items():
+        step, new = run.step, dict[str, float]()
+        for name, value in chosen_metrics(run.utility, self._names).items():
+            if is_validation(name) and not validation:
+                continue
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
             if self._newest.get(name, (None, 0))[0] is not value:
                 self._newest[name] = value, step

@@ -17,9 +17,9 @@ import importlib.util
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -62,34 +62,14 @@ class RoundSettings(core.WatchSettings):
     federation: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class _RoundRun(core.Run):
     """A federation as a run of the engine, in one process. The hash of a client's name is its rank.
 
-    Attributes:
-        optimizers: the optimizer that the server prescribed.
-        local_steps: the number of optimizer steps in a round.
-        rounds: a list whose only item is the number of the current round. The runs of all clients
-            share it, so that one assignment begins a round for all of them.
+    Its optimizer is the one that the server prescribed.
     """
 
-    watcher: ClassVar[str] = "RoundObserver"  # for messages
-    unit: ClassVar[Literal["step", "round"]] = "round"  # of `step`
-
-    client: str = "rank"  # each rank is a client
-    optimizers: Sequence[Optimizer] = ()
-    local_steps: int = 1
-    rounds: list[int] = field(default_factory=lambda: [0])
-
-    @property
-    def step(self) -> int:
-        """Return the number of the current round."""
-        return self.rounds[0]
-
-    @property
-    def optimizer_step(self) -> int:
-        """Return the number of local steps before this round."""
-        return self.rounds[0] * self.local_steps
+    watcher = "RoundObserver"
+    unit = "round"
 
 
 class RoundObserver:
@@ -199,16 +179,10 @@ class RoundObserver:
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        self.run = _RoundRun(
-            anatomy=anatomy,
-            assumed=self.engine.assume,
-            device=anatomy.device,
-            precision=settings.precision or "32-true",
-            tokenizers=[settings.tokenizer],
-            defenses=tuple(defenses),
-            optimizers=[optimizer(trained)],
-            local_steps=local_steps,
-        )
+        self.run = run = _RoundRun(anatomy, "rank", self.engine.assume)
+        run.precision, run.tokenizers = settings.precision or "32-true", [settings.tokenizer]
+        run.defenses, run.optimizers = tuple(defenses), [optimizer(trained)]
+        run.local_steps = local_steps
         self.engine.open(self.run)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
@@ -252,10 +226,15 @@ class RoundObserver:
         if self._sent is None and (nans := [n for n, t in sent.items() if bool(t.isnan().any())]):
             raise UpdateError(f"no attack can be calibrated on the sent model: NaN in '{nans[0]}'")
         self._sent_names = updates.load_sent(self.model, self._names, sent)
-        self.run.rounds[0] = round_
+        self._set_round(round_)
         if self._sent is None:
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
+
+    def _set_round(self, round_: int) -> None:
+        """Set the number of the current round, for the runs of all clients."""
+        for engine_run in (self.run, *(engine.run for engine in self._clients.values())):
+            engine_run.step = round_
 
     def _destination(self, round_: int) -> core.Destination:
         """Return the folder and the facts for the record of the federation."""
@@ -407,7 +386,7 @@ class RoundObserver:
         if self._is_stale:
             with look.clock(self.run.device):
                 lineup = engine.fit.lineup
-                self._failures = lineup.refresh(self.run.optimizer_step, lineup.playing)
+                self._failures = lineup.refresh(self.run.step * self.local_steps, lineup.playing)
             self._is_stale = False
         for series in engine.series:
             if series.attack in self._failures:
@@ -484,7 +463,7 @@ class RoundObserver:
         if (client, stage) not in self._clients:
             destination = core.Destination(self.folder, (), self._boards(client), client=client)
             # The rank seeds the games, so it must not depend on the process or the order of looks.
-            run = replace(self.run, rank=zlib.crc32(str(client).encode()))
+            run = self.run.altered(rank=zlib.crc32(str(client).encode()))
             self._clients[client, stage] = ClientEngine(self.engine, run, stage, destination)
         return self._clients[client, stage]
 
@@ -507,7 +486,7 @@ class RoundObserver:
         Args:
             how: the outcome for the record: ``"finished"``, or the class name of an exception.
         """
-        self.run.rounds[0] = self.round_ + 1
+        self._set_round(self.round_ + 1)
         for engine in self._clients.values():
             engine.rounds_end()
         self.engine.end(how)

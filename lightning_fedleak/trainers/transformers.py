@@ -9,9 +9,8 @@ logged metrics, may stop the run. ``engine.fit`` is the engine's state of the cu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from os import PathLike
@@ -215,26 +214,6 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.end()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TransformersRun(loop.LoopRun):
-    """One run of a Trainer, as the engine reads it."""
-
-    watcher: ClassVar[str] = "LeakageCallback"
-
-    def watch_release(
-        self, stage_reached: core.StageReached, before_defense: core.BeforeDefense
-    ) -> list[Callable[[], None]]:
-        """Call ``stage_reached`` when gradients are ready for the optimizer; see :class:`Run`.
-
-        The Trainer's event before a step is used for that. With defences or ZeRO it would be too
-        early, and a hook on the optimizer's step is used.
-        """
-        if self.defenses or self.loop.zero:
-            return super().watch_release(stage_reached, before_defense)
-        self.loop.stage_reached = stage_reached
-        return [partial(setattr, self.loop, "stage_reached", None)]
-
-
 class _TransformersWatch(Watch):
     """Watches a Trainer's run. :class:`LeakageCallback` calls its methods.
 
@@ -248,7 +227,7 @@ class _TransformersWatch(Watch):
         has_optimizer: Whether the Trainer had an optimizer before ``train`` was called.
     """
 
-    run: ClassVar[type[loop.LoopRun]] = _TransformersRun
+    watcher: ClassVar[str] = "LeakageCallback"
     # Parts of a gate's message when it stops the run: the call that resumes from the checkpoint at
     # {}, and what to change so that less leaks.
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
@@ -274,7 +253,7 @@ class _TransformersWatch(Watch):
         self._unlogged, self._is_ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
-        zero = ZeROStep.of_engine(model, self.run.watcher)
+        zero = ZeROStep.of_engine(model, self.watcher)
         # FSDP2 and ZeRO cast by their own policies, not by autocast.
         casts_itself = getattr(accelerator, "is_fsdp2", False) or zero is not None
         self.loop = loop.Loop(
@@ -288,6 +267,7 @@ class _TransformersWatch(Watch):
             trainer.state.max_steps if trainer.state.max_steps > 0 else None,
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
+            announces_gradients=True,
             zero=zero,
             temperature=float(getattr(args, "temperature", None) or 1.0),  # of GRPO and RLOO
             fit_copy=self._fit_copy,
@@ -315,7 +295,7 @@ class _TransformersWatch(Watch):
             raise ValueError(
                 f"metric_for_best_model='{best}' needs greater_is_better=False, and a metric that "
                 f"is logged ({core.CHOOSE}: with gates=[Threshold('leakage/combined/auc', ...)])."
-                f"{core.names_there_are(best, available, self.run.watcher)}"
+                f"{core.names_there_are(best, available, self.watcher)}"
             )
 
     def _fit_copy(self, model: nn.Module, rows: Any) -> None:
@@ -413,7 +393,7 @@ class _TransformersWatch(Watch):
     @property
     def _shares_in_step(self) -> bool:
         """Whether the shared gradient is made inside the step (DP optimizers, DeepSpeed ZeRO)."""
-        return bool(self._run.defenses or self.loop.zero) and self.loop.release is None
+        return bool(self.run.defenses or self.loop.zero) and self.loop.release is None
 
     @core.contained
     @torch.no_grad()

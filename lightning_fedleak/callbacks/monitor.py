@@ -182,9 +182,8 @@ class LeakageMonitor(EitherCallback, Reported):
         """Call ``listener(trainer)`` on every process after each look, until the fit ends."""
 
         def call() -> None:
-            assert self.engine.fit is not None
-            assert isinstance(self.engine.fit.run, trainer_facts.TrainerRun)
-            listener(self.engine.fit.run.trainer)
+            assert isinstance(self.engine.run, trainer_facts.TrainerRun)
+            listener(self.engine.run.trainer)
 
         self.engine.subscribe(call)
 

@@ -30,7 +30,7 @@ from lightning_fedleak.engine.loggers import Cards, Logger, upload_report
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
-from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report import records
 from lightning_fedleak.report.records.lines import best_of, is_training, is_validation
@@ -102,9 +102,7 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     if isinstance(chosen, OSError):
         raise chosen
     if chosen != folder:
-        rank_zero_info(
-            f"{run.watcher}: {folder} holds logs of another run; those of this one: {chosen}"
-        )
+        run.say(f"{folder} holds logs of another run; those of this one: {chosen}")
     return chosen
 
 
@@ -359,8 +357,8 @@ class Report:
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
         looks = f"looked at {len(self._looked_steps):,} of {steps:,} steps in {self._seconds:.1f} s"
         share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)
-        rank_zero_info(
-            f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}, of it "
+        self._run.say(
+            f"{looks}{f' ({shares})' * bool(shares)}, of it "
             f"{self._control_seconds:.1f} s for controls; with {set_up_seconds:.1f} s of set-up "
             f"{share:.0%} of the run"
             + f"; training references took {reference_seconds:.1f} s besides"
@@ -370,9 +368,7 @@ class Report:
             rates = [
                 f"{family} {value:.2f}".replace("nan", "unknown") for family, value in worst.items()
             ]
-            rank_zero_info(
-                f"{self._run.watcher}: highest leakage at the last look: {', '.join(rates)}"
-            )
+            self._run.say(f"highest leakage at the last look: {', '.join(rates)}")
 
     def write(
         self,
@@ -417,8 +413,7 @@ class Report:
                 )
             elif outcome.pending is not None and series not in self._announced_pending:
                 self._announced_pending.add(series)
-                text = f"'{series.name}' has no result {when} yet: {outcome.pending}"
-                rank_zero_info(f"{self._run.watcher}: {text}")
+                self._run.say(f"'{series.name}' has no result {when} yet: {outcome.pending}")
         self._write_lines(look, outcomes)
         self.log(values, look.step)
         try:

@@ -30,6 +30,7 @@ from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.model.model_state import WeightsWritten
@@ -199,6 +200,10 @@ class Run:
         partial_sums = sum((n + 1) / 2 - 1 / n for n in (max(1, accumulated), self.processes))
         # 12: the variance of a uniform error in plus or minus half an epsilon is eps^2 / 12.
         return math.hypot(first_eps, sum_eps * math.sqrt(partial_sums)) / math.sqrt(12)
+
+    def say(self, sentence: str) -> None:
+        """Log a sentence on the first process, after the name of the class that watches."""
+        rank_zero_info(f"{self.watcher}: {sentence}")
 
     @property
     def number(self) -> int:

@@ -382,10 +382,9 @@ class RoundObserver:
 
     def _refresh(self, look: core.Look, engine: core.Engine) -> None:
         """Adapt the attacks to the model that was sent, at the first look of a round."""
-        assert engine.fit is not None
         if self._is_stale:
             with look.clock(self.run.device):
-                lineup = engine.fit.lineup
+                lineup = engine.current.lineup
                 self._failures = lineup.refresh(self.run.step * self.local_steps, lineup.playing)
             self._is_stale = False
         for series in engine.series:
@@ -447,13 +446,11 @@ class RoundObserver:
             states = look.before["channels"]
             for channel, state in zip(_in_rounds(look.engine), states, strict=True):
                 channel.load_state_dict(state)
-            assert look.engine.fit is not None
-            look.engine.fit.controls.restore(look.before["controls"])
+            look.engine.current.controls.restore(look.before["controls"])
 
     def _keys(self) -> dict[str, str]:
         """Return the sent name of every role that an attack reads, such as ``head.weight``."""
-        assert self.engine.fit is not None
-        anatomy, lineup = self.run.anatomy, self.engine.fit.lineup
+        anatomy, lineup = self.run.anatomy, self.engine.current.lineup
         names = {id(p): n for n, p in self.model.named_parameters()}
         roles = dict.fromkeys(r for plan in lineup.exposed for r in plan.roles)
         return {role: self._sent_names[names[id(anatomy.parameter(role))]] for role in roles}
@@ -523,6 +520,5 @@ def _in_rounds(engine: core.Engine) -> list[core.Channel]:
 def _state_of(engine: core.Engine) -> dict[str, Any]:
     """Return a copy of the state that a look changes: results, pooled games and controls."""
     states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
-    assert engine.fit is not None
-    controls = engine.fit.controls.state()
+    controls = engine.current.controls.state()
     return {"results": engine.results.state_dict(), "channels": states, "controls": controls}

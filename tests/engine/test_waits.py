@@ -271,11 +271,12 @@ def test_no_attack_is_dropped_for_its_seconds_under_an_account(accounted: bool) 
         accounting=[object()] if accounted else [],
         lineup=SimpleNamespace(leave_out_slow=dropped.append),
         run=SimpleNamespace(longest={"words": 99.0}),
-        tap=SimpleNamespace(end=None),
+        tap=SimpleNamespace(end=lambda: None),
         channels=(),
-        each=lambda *functions: None,
+        each=lambda *functions: [function() for function in functions],
+        look=Look(0),
     )
-    Fit.end_look(fit, Look(0))
+    Fit.end_look(fit)
     assert dropped == ([] if accounted else [{"words": 99.0}])
 
 

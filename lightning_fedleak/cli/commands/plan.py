@@ -341,5 +341,4 @@ def _attack_plan(anatomy: Anatomy, logged: Callable[[logging.LogRecord], bool]) 
         rank_zero.log.addFilter(logged)
         stack.callback(rank_zero.log.removeFilter, logged)
         stack.enter_context(watch)
-        assert watch.engine.fit is not None
-        yield watch.engine.fit.lineup
+        yield watch.engine.current.lineup

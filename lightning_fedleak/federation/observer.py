@@ -12,7 +12,6 @@ attack. A *gate* is a threshold that may withhold an update.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import math
 import zlib
@@ -186,8 +185,6 @@ class RoundObserver:
         self.engine.open(self.run)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
-        # The state before the client's own noise, for the next look: it is not attacked.
-        self.undefended: State | None = None
         self._sent_names: dict[str, str] = {}  # the sent name of each parameter
         self._is_stale = False  # whether the attacks are not adapted to the sent model yet
         self._failures: dict[str, str] = {}  # why an attack could not be adapted, by its name
@@ -263,7 +260,22 @@ class RoundObserver:
         """Return whether two of these names belong to one parameter."""
         return len({self._names[n] for n in names}) < len(names)
 
-    def look(
+    def look(self, returned: State, client: str | int = 0, **facts: Any) -> RoundLook:
+        """Attack the state that a client returns in this round, and log the results.
+
+        Args:
+            returned: the state that the client returns.
+            client: the client.
+            facts: further arguments of :meth:`measure`, such as ``batches``.
+        """
+        look = self.measure(returned, client, **facts)
+        try:
+            look.log()
+        except Exception as error:  # a failed log must not end a round
+            core.announce(f"RoundObserver: not all of a look was written: {core.reason(error)}")
+        return look
+
+    def measure(
         self,
         returned: State,
         client: str | int = 0,
@@ -273,9 +285,11 @@ class RoundObserver:
         noise_std: float = 0.0,
         compression: str | None = None,
         utility: Mapping[str, float] | None = None,
-        logged: bool = True,
+        undefended: State | None = None,
     ) -> RoundLook:
-        """Attack the state that a client returns in this round.
+        """Attack the state that a client returns in this round, like :meth:`look`, without a log.
+
+        Before the client's next look, :meth:`RoundLook.log` or :meth:`RoundLook.forget` ends it.
 
         Args:
             returned: the state that the client returns.
@@ -291,8 +305,7 @@ class RoundObserver:
             compression: the method by which ``returned`` was compressed, empty for none; None for
                 the method of the ``defenses``.
             utility: further values of this round, logged as ``utility/<name>``.
-            logged: whether to log the look at once. If not, :meth:`log` logs it later, or
-                :meth:`forget` discards it.
+            undefended: the state before the client's own noise, for controls; it is not attacked.
 
         Returns:
             The results of the look. If the update cannot be read, they are *unknown*.
@@ -305,7 +318,6 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         engine = self._engine_of(client, stage)
         look, utility = core.Look(self.round_), utility or {}
-        undefended, self.undefended = self.undefended, None
         before: Mapping[str, Any] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
@@ -350,20 +362,14 @@ class RoundObserver:
             )
 
         try:
-            before = _state_of(engine)
+            before = engine.state_of_looks()
             self._refresh(look, engine)
             outcomes = engine.read_update(look, batches, take)
-            round_look = read_look(
+            return read_look(
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )
         except Exception as error:  # an error of this package must not end a round
-            round_look = failed_look(look, engine, client, before, core.reason(error), utility)
-        if logged:
-            try:
-                self.log(round_look)
-            except Exception as error:  # a failed log must not end a round
-                core.announce(f"RoundObserver: not all of a look was written: {core.reason(error)}")
-        return round_look
+            return failed_look(look, engine, client, before, core.reason(error), utility)
 
     def _declared_compression(self, client: str | int) -> str:
         """Return the method by which the defences compressed a client's update; empty for none."""
@@ -391,26 +397,6 @@ class RoundObserver:
             if series.attack in self._failures:
                 look.answers[series] = core.Unknown(self._failures[series.attack])
 
-    def log(
-        self,
-        look: RoundLook,
-        beside: Mapping[str, float] | None = None,
-        defenses: Sequence[Defense] = (),
-    ) -> None:
-        """Log a look.
-
-        Args:
-            look: a look that was made with ``logged=False``.
-            beside: further values to log, by log name.
-            defenses: the defences whose spent privacy is logged, besides those of the observer.
-        """
-        engine, values = look.engine, {**look.values, **(beside or {})}
-        spending = [*self.run.defenses, *(d for d in defenses if d not in self.run.defenses)]
-        engine.spent = look.client, spending
-        assert engine.report is not None
-        results = look.look, look.outcomes, values, look.utility, spending
-        engine.report.write(*results, engine.results.failures, look.client)
-
     def due(self, client: str | int) -> bool:
         """Return whether ``max_overhead`` allows a look at a client's update of this round."""
         return self.round_ >= self.next_look.get(client, self.round_)
@@ -435,18 +421,6 @@ class RoundObserver:
             free = max(round_seconds - beside_seconds / share, round_seconds / 100)
             rounds = math.ceil(seconds / (share * free)) if free > 0 else 1
             self.next_look[client] = self.round_ + max(1, rounds)
-
-    def forget(self, look: RoundLook) -> None:
-        """Discard a client's newest look, which was not logged, so that no rate counts it.
-
-        It is called for an update that did not leave in this form.
-        """
-        if look.before:  # empty if the look failed before it was counted
-            look.engine.results.load_state_dict(look.before["results"])
-            states = look.before["channels"]
-            for channel, state in zip(_in_rounds(look.engine), states, strict=True):
-                channel.load_state_dict(state)
-            look.engine.current.controls.restore(look.before["controls"])
 
     def _keys(self) -> dict[str, str]:
         """Return the sent name of every role that an attack reads, such as ``head.weight``."""
@@ -510,15 +484,3 @@ class RoundObserver:
     def never_judged(self, name: str) -> str | None:
         """Return the reason why a gate on this log name cannot judge any update; None if it can."""
         return core.why_never_judged(self.engine, name, fresh=self.settings.fresh)
-
-
-def _in_rounds(engine: core.Engine) -> list[core.Channel]:
-    """Return the channels that read updates of rounds."""
-    return [channel for channel in engine.channels if not channel.at_weights]
-
-
-def _state_of(engine: core.Engine) -> dict[str, Any]:
-    """Return a copy of the state that a look changes: results, pooled games and controls."""
-    states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
-    controls = engine.current.controls.state()
-    return {"results": engine.results.state_dict(), "channels": states, "controls": controls}

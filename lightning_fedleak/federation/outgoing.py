@@ -207,7 +207,6 @@ class OutgoingUpdates:
         def look_once() -> RoundLook:
             """Attack the update with new noise, and with a copy of the compression."""
             state, noise_std, method = returned, 0.0, ""
-            observer.undefended = returned
             if self.dp is not None:
                 state = moved(sent, self.dp.rehearsed(update, tensors))
                 noise_std = self.dp.own_noise_std
@@ -216,14 +215,14 @@ class OutgoingUpdates:
                 compression = copy.copy(self.compression)
                 compression.memory = dict(compression.memory)
                 state, method = moved(sent, compression.send(change)), compression.method
-            return observer.look(
+            return observer.measure(
                 state,
                 self.client,
                 batches=batches,
                 noise_std=noise_std,
                 compression=method,
                 utility=utility,
-                logged=False,
+                undefended=returned,
             )
 
         if not self.gates and not observer.due(self.client):
@@ -320,7 +319,7 @@ class OutgoingUpdates:
                 self.observer.engine.record_decision(
                     engine.decision_of(event, "hardened", (change,))
                 )
-            self.observer.forget(look)
+            look.forget()
 
     def _event(self, gate: RoundGate, look: RoundLook) -> engine.GateEvent | None:
         """Return the event of a gate that acts, and count its patience; None if it does not act."""
@@ -354,7 +353,7 @@ class OutgoingUpdates:
                 record(engine.decision_of(event, "not yet"))
         event_of = {event.gate: event for event in events}
         values = {f"gate/{gate.name}": float(gate.name in event_of) for gate in self.gates}
-        self.observer.log(look, values, () if self.dp is None else (self.dp,))
+        look.log(values, () if self.dp is None else (self.dp,))
         for event in events:
             record(engine.decision_of(event, "withheld" if action == "withhold" else action))
         strongest = (g for g in self.gates if g.name in event_of and g.action in (action, "harden"))

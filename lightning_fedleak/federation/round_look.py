@@ -16,6 +16,7 @@ claim of an attack that can be checked without the texts.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -198,6 +199,19 @@ class ClientEngine(Engine):
         certificates = {name: float(value) for name, value in claims.items() if value is not None}
         return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
 
+    def state_of_looks(self) -> dict[str, Any]:
+        """Return a copy of the state that a look changes: results, pooled games and controls."""
+        states = [copy.deepcopy(channel.state_dict()) for channel in self.current.channels]
+        controls = self.current.controls.state()
+        return {"results": self.results.state_dict(), "channels": states, "controls": controls}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_of_looks` returned."""
+        self.results.load_state_dict(state["results"])
+        for channel, saved in zip(self.current.channels, state["channels"], strict=True):
+            channel.load_state_dict(saved)
+        self.current.controls.restore(state["controls"])
+
     @contained
     def rounds_end(self) -> None:
         """Log the privacy that defences spent in all rounds of this client, also without a look."""
@@ -243,6 +257,31 @@ class RoundLook:
     outcomes: Mapping[Series, Outcome] = field(repr=False, compare=False)
     before: Mapping[str, Any] = field(repr=False, compare=False)
     utility: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
+
+    def log(
+        self, beside: Mapping[str, float] | None = None, defenses: Sequence[Defense] = ()
+    ) -> None:
+        """Log the look.
+
+        Args:
+            beside: further values to log, by log name.
+            defenses: the defences whose spent privacy is logged, besides those of the observer.
+        """
+        engine, values = self.engine, {**self.values, **(beside or {})}
+        observed = engine.run.defenses
+        spending = [*observed, *(d for d in defenses if d not in observed)]
+        engine.spent = self.client, spending
+        assert engine.report is not None
+        results = self.look, self.outcomes, values, self.utility, spending
+        engine.report.write(*results, engine.results.failures, self.client)
+
+    def forget(self) -> None:
+        """Discard this look, the client's newest one, which was not logged: no rate counts it.
+
+        It is called for an update that did not leave in this form.
+        """
+        if self.before:  # empty if the look failed before it was counted
+            self.engine.restore(self.before)
 
 
 def read_look(

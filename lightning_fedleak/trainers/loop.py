@@ -11,7 +11,7 @@ whether the optimizers have gradients for a step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,6 @@ from lightning_fedleak.model.model_runs import is_observed
 from lightning_fedleak.model.model_state import Hook
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
-from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.zero import ZeROStep
 
 # Parts of the names of optimizers that step during the backward pass, and keep no gradient.
@@ -51,44 +50,28 @@ class Loop:
         optimizers: The optimizers, unwrapped from Accelerate. A DP optimizer of another library
             stays wrapped, see ``inner_optimizers``.
         loader: The loader of the training data; None if it is unknown.
-        precision: The precision, as in :class:`WatchSettings`.
-        scaler: The GradScaler, if there is one.
-        tokenizer: The tokenizer of the run.
-        epochs: The planned number of epochs; None if it is unknown.
-        planned_steps: The planned number of optimizer steps; None if it is unknown.
+        facts: What else is known of the run: attributes of
+            :class:`~lightning_fedleak.engine.Run` by name.
         utility: The user's metrics by name.
         steps: The number of optimizer steps so far, skipped ones included.
         batches: The number of batches so far.
-        watched: The metrics by which something other than a gate stops training or selects
-            checkpoints.
         announces_gradients: Whether the integration calls ``stage_reached`` before each step, as
             that with transformers' Trainer does.
         stage_reached: The function that it calls when ``p.grad`` holds the gradient of the next
             step. The run sets it; None if hooks on the optimizers call the function.
         zero: The only optimizer, if DeepSpeed's engine trains the model; None otherwise.
-        temperature: The divisor of the logits in the loss.
-        fit_copy: A function that trains a copy of the model on other rows; None if there is none.
-        rollouts: Generates completions of the prompts, if TRL trains by reinforcement learning.
     """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     loader: Any = None
-    precision: str | None = None
-    scaler: Any = None
-    tokenizer: Any = None
-    epochs: int | None = None
-    planned_steps: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
     utility: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     batches: int = 0
-    watched: tuple[str, ...] = ()
     announces_gradients: bool = False
     stage_reached: core.StageReached | None = None
     zero: ZeROStep | None = None
-    temperature: float = 1.0
-    fit_copy: Callable[[nn.Module, Any], None] | None = None
-    rollouts: Rollouts | None = None
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:
@@ -160,11 +143,9 @@ class LoopRun(core.Run):
                 )
             self.release, self.defenses = release, release.defenses
         self.separates_stages = bool(self.defenses)
-        self.precision = loop.precision or precision_of(None, anatomy.model)
-        self.training_loader, self.tokenizers = loop.loader, [loop.tokenizer]
-        self.epochs, self.planned_steps = loop.epochs, loop.planned_steps
-        self.utility, self.watched, self.scaler = loop.utility, loop.watched, loop.scaler
-        self.temperature, self.rollouts = loop.temperature, loop.rollouts
+        self.precision = precision_of(None, anatomy.model)
+        self.training_loader, self.utility = loop.loader, loop.utility
+        vars(self).update(loop.facts)
         if (zero := loop.zero) is not None:
             self.gradient_of, self.casts = zero.gradient_of, zero.policies
 
@@ -217,10 +198,6 @@ class LoopRun(core.Run):
 
         handle = self.anatomy.embedding.register_forward_pre_hook(Hook(check))
         return handle.remove
-
-    def fit_copy(self, model: nn.Module, rows: Any) -> None:
-        """Train a copy of the model on other rows, by ``loop.fit_copy``; see :class:`Run`."""
-        (self.loop.fit_copy or super().fit_copy)(model, rows)
 
 
 def check_autocast(

@@ -256,22 +256,25 @@ class _TransformersWatch(Watch):
         zero = ZeROStep.of_engine(model, self.watcher)
         # FSDP2 and ZeRO cast by their own policies, not by autocast.
         casts_itself = getattr(accelerator, "is_fsdp2", False) or zero is not None
+        mixed = None if casts_itself else accelerator.mixed_precision
         self.loop = loop.Loop(
             model,
             [loop.unwrapped(trainer.optimizer) if zero is None else zero],
             loader,
-            loop.precision_of(None if casts_itself else accelerator.mixed_precision, model),
-            getattr(accelerator, "scaler", None),
-            self.settings.tokenizer or trainer.processing_class,
-            int(trainer.state.num_train_epochs),
-            trainer.state.max_steps if trainer.state.max_steps > 0 else None,
+            {
+                "precision": loop.precision_of(mixed, model),
+                "scaler": getattr(accelerator, "scaler", None),
+                "tokenizers": [self.settings.tokenizer or trainer.processing_class],
+                "epochs": int(trainer.state.num_train_epochs),
+                "planned_steps": trainer.state.max_steps if trainer.state.max_steps > 0 else None,
+                "watched": tuple(filter(None, [self._best_metric()])),
+                "temperature": float(getattr(args, "temperature", None) or 1.0),  # GRPO and RLOO
+                "rollouts": Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
+                "fit_copy": self._fit_copy,
+            },
             steps=steps,
-            watched=tuple(filter(None, [self._best_metric()])),
             announces_gradients=True,
             zero=zero,
-            temperature=float(getattr(args, "temperature", None) or 1.0),  # of GRPO and RLOO
-            fit_copy=self._fit_copy,
-            rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             # Count the batches that the resumed run has processed already.
@@ -399,7 +402,7 @@ class _TransformersWatch(Watch):
     @torch.no_grad()
     def _show_gradients(self) -> None:
         """Unscale the gradients, and tell the engine that they are ready, if a look is due."""
-        scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
+        scaler, (optimizer,) = self.run.scaler, self.loop.optimizers
         if self._look is None:
             return  # checked first, because reading found_inf waits for the device
         if scaler is not None and scaler.is_enabled():

@@ -147,8 +147,9 @@ class Watch(Reported):
         self.should_stop = False
         zero = ZeROStep.of_engine(model, self.watcher)
         optimizers = torch_optimizers(optimizer) if zero is None else [zero]
-        self.loop = Loop(model, optimizers, loader, settings.precision, zero=zero)
-        self.loop.scaler, self.loop.tokenizer = settings.scaler, settings.tokenizer
+        facts: dict[str, Any] = {"scaler": settings.scaler, "tokenizers": [settings.tokenizer]}
+        facts |= {"precision": settings.precision} if settings.precision else {}
+        self.loop = Loop(model, optimizers, loader, facts, zero=zero)
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 

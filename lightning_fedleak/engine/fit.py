@@ -481,6 +481,7 @@ class Fit:
         cadence = self.scheduler.cadence
         results = self._results(look) or {}
         self.end_look()
+        self.each(self._leave_out_slow)
         no_result = all(isinstance(result, Waiting) for result in results.values())
         try:
             cadence.next_step = self.scheduler.next_step(look, no_result=no_result)
@@ -517,15 +518,18 @@ class Fit:
         shared = {series: exposed[series.attack] for series in ordered}
         return self.exchange.outcomes(ordered, shared, next_step)
 
+    def _leave_out_slow(self) -> None:
+        """Leave out slow attacks, on all processes at once."""
+        if not self.accounting:  # under DP the choice of attacks must not depend on an example
+            self.lineup.leave_out_slow(self.run.longest)
+
     def end_look(self) -> None:
         """End the current look, also one that failed: taps rest, and channels free what it used."""
         look, self.look = self.look, None
         if look is None:
             return
-        closers = [self.tap.end, *(partial(channel.disarm, look) for channel in self.channels)]
-        if not self.accounting:  # under DP the choice of attacks must not depend on an example
-            closers.append(partial(self.lineup.leave_out_slow, self.run.longest))
-        self.each(*closers)
+        disarming = (partial(channel.disarm, look) for channel in self.channels)
+        self.each(self.tap.end, *disarming, self.tap.end)  # again, if the first call failed
 
 
 def _note_defense(

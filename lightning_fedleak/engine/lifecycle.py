@@ -477,7 +477,7 @@ class Engine:
         self.look_at_end()
         self._publish_missing()
         if self.fit is not None:
-            self.fit.end_look()  # it will not end by itself any more
+            self.fit.look = None  # a look that has not ended by now will not end
         self._conclude(None)
         for listener in self.listeners:
             listener.after_training()

@@ -182,9 +182,8 @@ class LeakageMonitor(EitherCallback, Reported):
         """Call ``listener(trainer)`` on every process after each look, until the fit ends."""
 
         def call() -> None:
-            assert self.engine.fit is not None
-            assert isinstance(self.engine.fit.run, trainer_facts.TrainerRun)
-            listener(self.engine.fit.run.trainer)
+            assert isinstance(self.engine.run, trainer_facts.TrainerRun)
+            listener(self.engine.run.trainer)
 
         self.engine.subscribe(call)
 
@@ -226,7 +225,7 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the model's parts, check and calibrate the attacks, and install the taps."""
         anatomy = find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
-        run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
+        run = trainer_facts.TrainerRun(trainer, anatomy, self.client, self.engine.assume)
         if reason := explain_shards(anatomy.root, run.processes):
             raise ValueError(f"{run.watcher} cannot take this model. {reason}")
         boards = trainer_facts.boards_of(trainer)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_fedleak import engine
@@ -34,76 +33,63 @@ if TYPE_CHECKING:
     import lightning.pytorch as L
     from lightning.pytorch.loggers import TensorBoardLogger
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True)
 class TrainerRun(engine.Run):
-    """One fit of a Trainer whose strategy is set up.
+    """One fit of a Trainer.
+
+    Args:
+        trainer: The Trainer, whose strategy is set up.
+        anatomy: The parts of the model.
+        client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
+        assumed: The capabilities of the assumed adversary.
 
     Attributes:
         trainer: The Trainer of this fit.
+
+    Raises:
+        ValueError: Both the strategy and an optimizer have defences.
     """
 
-    uncounted_step: ClassVar[str] = (
+    uncounted_step = (
         "an optimizer stepped that Lightning does not wrap, so that no step was counted and "
         "LeakageMonitor does not know when the next look is due. In training_step use "
         "self.optimizers() without use_pl_optimizer=False."
     )
+    rank = property(attrgetter("trainer.global_rank"))
+    processes = property(attrgetter("trainer.world_size"))
+    step = property(attrgetter("trainer.global_step"), doc="Optimizer steps, as it counts them.")
+    training_loader = property(attrgetter("trainer.train_dataloader"), doc="As it is prepared.")
+    utility = property(attrgetter("trainer.callback_metrics"))
+    optimizers = property(lambda run: [*map(real_optimizer, run.trainer.optimizers)])
 
-    trainer: L.Trainer
-
-    @classmethod
-    def of_trainer(
-        cls, trainer: L.Trainer, anatomy: Anatomy, client: str, assumed: frozenset[Capability]
-    ) -> TrainerRun:
-        """Return the run of a Trainer.
-
-        Args:
-            trainer: The Trainer, whose strategy is set up.
-            anatomy: The parts of the model.
-            client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
-            assumed: The capabilities of the assumed adversary.
-
-        Raises:
-            ValueError: Both the strategy and an optimizer have defences.
-        """
-        strategy = trainer.strategy
-        callbacks = callbacks_of(trainer)
+    def __init__(
+        self, trainer: L.Trainer, anatomy: Anatomy, client: str, assumed: frozenset[Capability]
+    ) -> None:
+        super().__init__(anatomy, client, assumed)
+        self.trainer, strategy, callbacks = trainer, trainer.strategy, callbacks_of(trainer)
+        self.under_ddp = isinstance(strategy, both("strategies.DDPStrategy"))
+        in_optimizers = engine.declared(trainer.optimizers, under_ddp=self.under_ddp)
+        if isinstance(strategy, DefendedStrategy):
+            self.release = strategy
+            if in_optimizers:
+                raise ValueError(
+                    f"{in_optimizers[0].name} computes its gradient from those of single examples, "
+                    "so that the DefendedStrategy's defences have no effect: use one of the two"
+                )
+        self.defenses = (*defenses_of(trainer), *in_optimizers)
+        self.separates_stages = bool(in_optimizers or getattr(strategy, "separates_stages", False))
+        # DDP averages clients' gradients before Lightning clips them.
+        if not self.under_ddp or client != "rank" or self.separates_stages:
+            self.clip_value = _clip_value(trainer)
+        self.precision = str(trainer.precision)
+        self.scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.epochs = None if (trainer.max_epochs or -1) < 0 else trainer.max_epochs
         holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
+        self.tokenizers = [getattr(holder, "tokenizer", None) for holder in holders]
         # The metrics that EarlyStopping and ModelCheckpoint act on.
         watched = (getattr(callback, "monitor", None) for callback in callbacks)
-        under_ddp = isinstance(strategy, both("strategies.DDPStrategy"))
-        in_optimizers = engine.declared(trainer.optimizers, under_ddp=under_ddp)
-        if in_optimizers and isinstance(strategy, DefendedStrategy):
-            raise ValueError(
-                f"{in_optimizers[0].name} computes its gradient from those of single examples, so "
-                "that the DefendedStrategy's defences have no effect: use one of the two"
-            )
-        separates_stages = bool(in_optimizers) or bool(getattr(strategy, "separates_stages", False))
-        # DDP averages clients' gradients before Lightning clips them.
-        clips_mean = under_ddp and client == "rank" and not separates_stages
-        return cls(
-            anatomy=anatomy,
-            client=client,
-            assumed=assumed,
-            trainer=trainer,
-            device=strategy.root_device,
-            precision=str(trainer.precision),
-            rank=trainer.global_rank,
-            processes=trainer.world_size,
-            tokenizers=[getattr(holder, "tokenizer", None) for holder in holders],
-            defenses=(*defenses_of(trainer), *in_optimizers),
-            watched=tuple(name for name in watched if isinstance(name, str)),
-            under_ddp=under_ddp,
-            separates_stages=separates_stages,
-            clip_value=None if clips_mean else _clip_value(trainer),
-            shows_progress=trainer.is_global_zero and trainer.progress_bar_callback is not None,
-        )
-
-    def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
-        """Return the Trainer's ``callback_metrics`` of these names, or all for None."""
-        return engine.chosen_metrics(self.trainer.callback_metrics, names)
+        self.watched = tuple(name for name in watched if isinstance(name, str))
+        self.shows_progress = trainer.is_global_zero and trainer.progress_bar_callback is not None
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Add values to the Trainer's ``callback_metrics``."""
@@ -111,27 +97,12 @@ class TrainerRun(engine.Run):
         tensor = torch.tensor(list(values.values()), device=self.device)
         self.trainer.callback_metrics.update(zip(values, tensor.unbind(), strict=True))
 
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Return the Trainer's optimizers."""
-        return [real_optimizer(optimizer) for optimizer in self.trainer.optimizers]
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of the Trainer's precision."""
         return self.trainer.precision_plugin.forward_context()
 
     @property
-    def step(self) -> int:
-        """Return the number of optimizer steps so far, as the Trainer counts them."""
-        return int(self.trainer.global_step)
-
-    @property
-    def training_loader(self) -> object:
-        """Return the Trainer's loader, as its strategy has prepared it."""
-        return self.trainer.train_dataloader
-
-    @property
-    def progress(self) -> tuple[int, float] | None:
+    def progress(self) -> tuple[int, float] | None:  # type: ignore[override]
         """Return the epoch and the processed share of its batches; None if not known."""
         batches = self.trainer.num_training_batches
         if math.isinf(batches):
@@ -140,13 +111,7 @@ class TrainerRun(engine.Run):
         return self.trainer.current_epoch, n_done / max(1, batches)
 
     @property
-    def epochs(self) -> int | None:
-        """Return the Trainer's ``max_epochs``; None without a limit."""
-        epochs = self.trainer.max_epochs
-        return None if epochs is None or epochs < 0 else epochs
-
-    @property
-    def planned_steps(self) -> int | None:
+    def planned_steps(self) -> int | None:  # type: ignore[override]
         """Return the number of steps of the fit; None if it is unlimited or cannot be predicted.
 
         The latter holds for manual optimization, several optimizers and an accumulation schedule.
@@ -160,26 +125,6 @@ class TrainerRun(engine.Run):
             return None
         steps = trainer.estimated_stepping_batches
         return int(steps) if 0 < steps < math.inf else None
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the scale of the precision plugin's GradScaler, 1 without one."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
-    def broadcast(self, value: T) -> T:
-        """Return the first process's value on every process."""
-        received: T = self.trainer.strategy.broadcast(value)
-        return received
-
-    def summed(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes."""
-        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
-        return total
-
-    def on_any_process(self, value: bool) -> bool:
-        """Return whether the value is true on at least one process."""
-        return self.trainer.strategy.reduce_boolean_decision(value, all=False)
 
     def fit_copy(self, model: nn.Module, rows: Any) -> None:
         """Train a copy of the module by a second Trainer; see :class:`Run`.
@@ -230,15 +175,6 @@ class TrainerRun(engine.Run):
                 default_root_dir=folder,
             )
             second.fit(model, row_loader)  # type: ignore[arg-type]
-
-    def watch_release(
-        self, stage_reached: engine.StageReached, before_defense: engine.BeforeDefense
-    ) -> list[Callable[[], None]]:
-        """Call the functions when the DefendedStrategy reaches its stages; see :class:`Run`."""
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, DefendedStrategy):
-            return super().watch_release(stage_reached, before_defense)
-        return [strategy.add_tap(stage_reached), strategy.add_canaries(before_defense)]
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:

@@ -225,8 +225,7 @@ def why_unread(engine: Engine, name: str) -> str | None:
         engine: The engine that logs the value.
         name: The log name of the value.
     """
-    assert engine.fit is not None
-    lineup, root = engine.fit.lineup, name.rpartition("/")[0]
+    lineup, root = engine.current.lineup, name.rpartition("/")[0]
     attack = next((s.attack for s in engine.series if s.log_name == root), None)
     channel = engine.results.channel_of(name)
     if channel is None:
@@ -252,9 +251,8 @@ def judge_worst(
         values: The known headlines, by log name.
         at_most: The threshold of the gate.
     """
-    assert engine.fit is not None
     judgements = {n: engine.results.judge(n, value, at_most) for n, value in values.items()}
-    roles = {plan.attack.name: set(plan.roles) for plan in engine.fit.lineup.plans}
+    roles = {plan.attack.name: set(plan.roles) for plan in engine.current.lineup.plans}
     attacks = {series.log_name: series.attack for series in engine.series}
     reads = {n: roles.get(attacks.get(n.rpartition("/")[0], ""), set()) for n in judgements}
     finite = {n for n, judgement in judgements.items() if not math.isnan(judgement.value)}

@@ -1,46 +1,48 @@
-"""The engine from set-up to the end of a run, and its state in checkpoints.
+"""The engine from set-up to the end of a run, its records, and its state in checkpoints.
 
-The base class :class:`~lightning_fedleak.engine.engine.StepEngine` handles the single steps. This
-file adds all that happens once in a run. The order is: gates (thresholds on logged values)
-subscribe, the channels open on the run, the attacks are calibrated, training begins, training ends,
-the record is closed.
+The order is: gates (thresholds on logged values) subscribe, the channels open on the run, the
+attacks are calibrated, training begins, the steps follow (:mod:`lightning_fedleak.engine.fit`),
+training ends, the record is closed.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
 from lightning_fedleak.engine.channels.released.records import RECORDS
 from lightning_fedleak.engine.channels.released.weights import WeightLooks
-from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
+from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.results import (
     MAX_STEPS_WAITED,
     MAX_WAITS,
     UNEXPLAINED,
     WORST,
+    Listener,
     Results,
     series_of,
 )
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
-from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.progress import Stopwatch
 from lightning_fedleak.report import records
 
 
-class Engine(StepEngine):
+class Engine:
     """Watch runs: decide when to look, let attacks guess, score the guesses, and log the results.
 
     A *look* is one measurement, at an optimizer step or of the trained weights. An integration owns
@@ -64,12 +66,18 @@ class Engine(StepEngine):
         options: The settings by which a run is watched.
 
     Attributes:
+        selection, options: The arguments.
+        fit: The steps of the current run; None between runs.
+        results: The results of all looks of the newest run.
+        report: The writer of the results; None outside of a run.
+        weights: The looks at the trained weights; None if no attack reads these.
         channels: The channels. A channel arms, runs and scores the attacks of one family of leak.
         series: The channel of each series (an attack at a stage), in the order of the logs.
         jsonl: The file of results of the newest run.
         earlier: The facts of the run that the next run resumes; empty if it resumes none.
         assume: The capabilities of the adversary besides what it sees.
         record: The writer of ``run.jsonl`` on the first process; None outside of a run.
+        listeners: What gates and reports do at moments of the run.
         first_step: The number of optimizer steps before the newest run began.
 
     Raises:
@@ -90,10 +98,12 @@ class Engine(StepEngine):
             )
         max_steps_waited = MAX_STEPS_WAITED if options.local_steps is None else MAX_WAITS
         self.results = Results(self.series, max_steps_waited=max_steps_waited)
-        self.fit = self.weights = self.report = None
+        self.fit: Fit | None = None
+        self.weights: WeightLooks | None = None
+        self.report: log.Report | None = None
         self.jsonl: log.JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
-        self._metrics, self._metric_names = log.UserMetrics(), options.utility
+        self._metrics = log.UserMetrics(options.utility)
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
@@ -104,26 +114,28 @@ class Engine(StepEngine):
         self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
         self._logged_names: list[str] = []
-        self._forget_listeners()
-
-    def _forget_listeners(self) -> None:
-        self._after_look: list[Callable[[], None]] = []
-        self._after_training: list[Callable[[], None]] = []
-        self._before_first: list[Callable[[], None]] = []
-        self._gates: list[records.GateFacts] = []
-        self._needs: dict[str, float] = {}
+        self.listeners: list[Listener] = []
         self._has_news = False
+
+    @property
+    def current(self) -> Fit:
+        """Return the steps of the current run; a RuntimeError is raised without one."""
+        if self.fit is None:
+            raise RuntimeError("no run has begun: Engine.begin(run, destination) comes first")
+        return self.fit
 
     @property
     def run(self) -> Run:
         """Return the current run."""
-        return self._fit.run
+        return self.current.run
+
+    def fail(self, error: Exception) -> None:
+        """Make the current look, or else the next one, unknown because of an internal error."""
+        if self.fit is not None:
+            self.fit.fail(error)
 
     def own_folder(self, run: Run, folder: Path, fit: str | None = None) -> Path:
-        """Return a folder that holds logs of no other run.
-
-        See :func:`~lightning_fedleak.engine.log.own_folder`.
-        """
+        """Return a folder that holds logs of no other run: :func:`engine.log.own_folder`."""
         newest = None if self.jsonl is None else self.jsonl.run
         return log.own_folder(run, folder, self.earlier.get("run"), newest, fit)
 
@@ -133,35 +145,15 @@ class Engine(StepEngine):
         """Return the names of the values that are logged at each look."""
         return ["monitor/failures", "monitor/seconds", UNEXPLAINED, *self.results.names()]
 
-    def subscribe(
-        self,
-        after_look: Callable[[], None] | None = None,
-        *,
-        facts: records.GateFacts | None = None,
-        before_first: Callable[[], None] | None = None,
-        after_training: Callable[[], None] | None = None,
-    ) -> None:
-        """Call functions of a gate at moments of the run, on every process, until the run ends.
+    def subscribe(self, *moments: Any, **more_moments: Any) -> None:
+        """Call functions at moments of the run until it ends: the fields of a ``Listener``."""
+        self.listeners.append(Listener(*moments, **more_moments))
 
-        Args:
-            after_look: Called after each look.
-            facts: The settings of the gate for ``run.jsonl``. Controls must exceed its threshold,
-                see :mod:`lightning_fedleak.engine.channels.control`.
-            before_first: Called before the first step, once the plans of the attacks are known. It
-                is called again once the attacks on the trained weights have their texts.
-            after_training: Called when training ends, after the last results.
-        """
-        if after_look is not None:
-            self._after_look.append(after_look)
-        if facts is not None and facts not in self._gates:
-            self._gates.append(facts)
-            if (channel := self.results.channel_of(facts.metric)) is not None:
-                family, at_most = channel.family, float(facts.at_most or 0)
-                self._needs[family] = max(at_most, self._needs.get(family, at_most))
-        if before_first is not None:
-            self._before_first.append(before_first)
-        if after_training is not None:
-            self._after_training.append(after_training)
+    @property
+    def gates(self) -> list[records.GateFacts]:
+        """Return the settings of the gates."""
+        facts = [listener.facts for listener in self.listeners]
+        return [f for n, f in enumerate(facts) if f is not None and f not in facts[:n]]
 
     def record_decision(self, decision: records.GateLine) -> None:
         """Write the decision of a gate to ``run.jsonl``, on the first process."""
@@ -171,7 +163,7 @@ class Engine(StepEngine):
     def reset(self) -> None:
         """Forget the looks of an earlier run, and put back the attacks that it excluded."""
         self.results.clear()
-        self._metrics = log.UserMetrics()
+        self._metrics = log.UserMetrics(self.options.utility)
         for channel in self.channels:
             channel.attacks = channel.listed_attacks
             channel.load_state_dict({})
@@ -204,8 +196,6 @@ class Engine(StepEngine):
     def begin(self, run: Run, destination: log.Destination) -> None:
         """Calibrate the attacks, install the taps and begin the record.
 
-        A tap is a hook that records the calls and gradients of a step.
-
         Args:
             run: The run. The channels are open on it.
             destination: The files and loggers of the results.
@@ -229,7 +219,7 @@ class Engine(StepEngine):
         self._prepared = lineup.prepared
         calibrations, self._calibrations = self._calibrations, {}
         earlier, self.earlier = self.earlier, {}
-        self._fit.calibrate(calibrations, self._stage_reached, self._before_defense)
+        self.current.calibrate(calibrations)
         self._set_up_seconds = watch.seconds
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         if self.weights is not None and not self.selection.auto:
@@ -238,37 +228,27 @@ class Engine(StepEngine):
         lineup.show()
         if self.selection.auto:
             report.write_not_played(lineup.rows, run.step)
-        for listener in self._before_first:
-            listener()
+        for listener in self.listeners:
+            listener.before_first()
         if run.rank:
             return
-        path, defenses = folder / "run.jsonl", run.defenses
         self.record = report.record = record.RunRecord(
-            path, self.jsonl.run, report.warn_once, defenses
+            folder / "run.jsonl", self.jsonl.run, report.warn_once, run
         )
-        self.record.note_rows(run)
+        watched = {"attacks": "auto" if self.selection.auto else "listed"}
         facts = record.facts_of(
             run,
             lineup,
             self.series,
             training=destination.training,
-            gates=self._gates,
+            gates=self.gates,
             options=options,
-            watch={
-                "attacks": "auto" if self.selection.auto else "listed",
-                **(destination.watch or {"reveal": options.reveal}),
-            },
+            watch={**watched, **(destination.watch or {"reveal": options.reveal})},
             resumed=earlier,
         )
-        looks_at_steps = run.unit == "step" and bool(self._fit.series)
-        self.record.write_begin(
-            replace(
-                facts,
-                fit=destination.fit or uuid.uuid4().hex,
-                next_look=run.step if looks_at_steps else None,
-                weights=self.record.weights_of(run),
-            )
-        )
+        next_look = run.step if run.unit == "step" and self.current.series else None
+        facts = replace(facts, fit=destination.fit or uuid.uuid4().hex, next_look=next_look)
+        self.record.write_begin(run, facts)
         self._log_run_settings(destination, lineup)
 
     def _log_run_settings(self, destination: log.Destination, lineup: Lineup) -> None:
@@ -277,8 +257,8 @@ class Engine(StepEngine):
         attacks = [*(plan.attack for plan in lineup.plans), *weights]
         settings = {
             "attacks": [attack.name for attack in attacks],
-            "defenses": [defense.name for defense in self._fit.run.defenses],
-            "gates": [f"{g.metric} at most {g.at_most}: {g.action}" for g in self._gates],
+            "defenses": [defense.name for defense in self.current.run.defenses],
+            "gates": [f"{g.metric} at most {g.at_most}: {g.action}" for g in self.gates],
             "stages": [str(stage) for stage in self.options.stages],
             **{attack.name: repr(attack.config()) for attack in attacks},
         }
@@ -312,7 +292,7 @@ class Engine(StepEngine):
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
         privacy = record.privacy_tags(record.accounting(run.defenses))
-        limits = {g.metric: g.at_most for g in self._gates if g.at_most is not None}
+        limits = {g.metric: g.at_most for g in self.gates if g.at_most is not None}
         report.cards = Cards(series, privacy, worst, self.options.utility or (), limits)
         report.cards.add_page(report.boards)
 
@@ -321,7 +301,7 @@ class Engine(StepEngine):
 
         Integrations call it right before the first step, when a checkpoint has been loaded.
         """
-        run = self._fit.run
+        run = self.current.run
         self.results.begin()
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
@@ -329,12 +309,12 @@ class Engine(StepEngine):
         self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps, self._set_up_seconds)
-        if run.unit == "step" and self._fit.series:
-            looks = cadence.describe(self._fit.lineup.look_seconds)
-            rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
+        if run.unit == "step" and self.current.series:
+            looks = cadence.describe(self.current.lineup.look_seconds)
+            run.say(f"{looks}; attacks that wait are tried in between")
         self._logged_names = self.results.names(self.results.playing)
-        self._fit.lineup.begin(run.step)
-        self._fit.controls.needs = self._needs
+        self.current.lineup.begin(run.step)
+        self.current.controls.needs = self.results.needs(self.gates)
         if self.weights is not None:
             self._begin_weights(self.weights)
         if self.report is not None:
@@ -343,14 +323,64 @@ class Engine(StepEngine):
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Choose the texts that the attacks on the weights compare, and query the base model."""
         for sentence in weights.begin(choosing=self.selection.auto):
-            rank_zero_info(f"{self._fit.run.watcher}: {sentence}")
+            self.run.say(sentence)
         self.results.playing |= weights.series
         if self.record is not None:
             weights.record_pools(self.record)
         if self.report is not None:
-            self.report.write_not_played(weights.refusals(), self._fit.run.step)
-        for begins in self._before_first:
-            begins()
+            self.report.write_not_played(weights.refusals(), self.current.run.step)
+        for listener in self.listeners:
+            listener.before_first()
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    @contained
+    def batch_begins(self, batch: Any) -> None:
+        """Start a look if one is due, and read the batch before any defence acts.
+
+        Raises:
+            BatchError: The first batch cannot be read; an adapter's own error is raised as it is.
+        """
+        if self.weights is not None:
+            self.weights.batch_begins(batch)
+        fit = self.current
+        if fit.batch_begins(batch) and self.record is not None:
+            step = fit.run.step
+            self.record.write_new_plan(step, max(step, fit.scheduler.cadence.next_step))
+
+    @contained
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer step ends with this batch, so gradients no longer accumulate."""
+        self.current.optimizer_steps(optimizer)
+
+    @contained
+    def _end_batch(self, *, trained: bool) -> None:
+        """Score and publish the look that ends with this batch, if any."""
+        fit = self.current
+        if (ended := fit.batch_ends(trained=trained)) is None:
+            return
+        look, outcomes = ended
+        if fit.run.step == look.step:
+            raise Refusal(RuntimeError(fit.run.uncounted_step))
+        final = self.results.final_outcomes(look, outcomes)
+        if final is not None:
+            self._publish(look, final)
+            fit.scheduler.waiting, fit.failure = self.results.waiting, None
+        elif look.scope is None:
+            fit.scheduler.cadence.next_step = fit.run.step
+
+    def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
+        """Add the outcomes of a look to the results, and write them to all destinations."""
+        fit = self.current
+        utility = self._metrics.changed(fit.run, validation=False)
+        spent = record.privacy_values(fit.accounting)
+        shared = bool(fit.lineup.trained)
+        outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
+        fit.run.publish(self.results.latest)
+        self._has_news = True
+        assert self.report is not None
+        values, failures = self.results.new_values(), self.results.failures
+        self.report.write(look, outcomes, values, utility, fit.accounting, failures)
 
     # ---- between looks, the end of a run, and checkpoints -----------------------------------
 
@@ -372,8 +402,7 @@ class Engine(StepEngine):
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            metrics = run.metrics(self._metric_names)
-            utility = self._metrics.changed(metrics, run.step, sparse=not epoch_ended)
+            utility = self._metrics.changed(run, sparse=not epoch_ended)
             spending = self.fit.accounting if epoch_ended else ()
             self.results.latest |= self.report.write_between_looks(utility, spending)
         except Refusal as refusal:  # the user's own logger
@@ -388,8 +417,7 @@ class Engine(StepEngine):
             trained: Whether a gradient was computed for the batch.
         """
         earlier = None if self.fit is None else self.fit.failure
-        if not self._end_batch(trained=trained) and self.fit is not None:
-            self.fit.drop_look()
+        self._end_batch(trained=trained)
         self._conclude(earlier)
         fit = self.fit
         if self.weights is not None and fit is not None:
@@ -413,8 +441,8 @@ class Engine(StepEngine):
                 why, fit.failure = fit.failure, None
                 self._publish_failure(why)
         has_news, self._has_news = self._has_news, False
-        for listener in self._after_look if has_news else ():
-            listener()
+        for listener in self.listeners if has_news else ():
+            listener.after_look()
 
     def _publish_failure(self, why: str) -> None:
         """Publish every result as unknown, after a look that could not be finished."""
@@ -451,12 +479,12 @@ class Engine(StepEngine):
         if self.fit is not None:
             self.fit.look = None  # a look that has not ended by now will not end
         self._conclude(None)
-        for listener in self._after_training:
-            listener()
+        for listener in self.listeners:
+            listener.after_training()
 
     @contained
     def _publish_missing(self) -> None:
-        step = self._fit.run.step
+        step = self.current.run.step
         missing = self.results.unknown_at_end(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
@@ -467,9 +495,9 @@ class Engine(StepEngine):
         if self._logged_last or self.report is None:
             return
         self._logged_last = True
-        run = self._fit.run
-        utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
-        self.results.latest |= self.report.write_between_looks(utility, self._fit.accounting)
+        run = self.current.run
+        utility = self._metrics.changed(run)
+        self.results.latest |= self.report.write_between_looks(utility, self.current.accounting)
         for name, (step, value) in self._metrics.best.items():
             best = {f"utility/{name}_best": value}
             self.report.log(best, step)
@@ -492,7 +520,7 @@ class Engine(StepEngine):
         if self.record is None or self.record.ended:
             return None
         self._ended_summary = self._summary()
-        self.record.write_end(self._fit.run, how)
+        self.record.write_end(self.current.run, how)
         if self.report is not None:
             reference = 0.0 if self.weights is None else self.weights.reference_seconds
             run_seconds = time.perf_counter() - self._begin_time - reference
@@ -514,14 +542,14 @@ class Engine(StepEngine):
         if failure := failure or (None if self.fit is None else self.fit.failure):
             with suppress(Exception):  # a filter may turn warnings into errors
                 rank_zero_warn(f"lightning-fedleak: the end of a run failed: {failure}")
-        self._forget_listeners()
+        self.listeners, self._has_news = [], False
         self.fit = self.report = self.record = self.weights = None
 
     def _summary(self) -> dict[str, object]:
         """Return the facts of the run for a checkpoint: its id, and its defences' releases."""
         if self.record is None:
             return self._ended_summary
-        return {"run": self.record.run, "privacy": record.releases_by(self._fit.accounting)}
+        return {"run": self.record.run, "privacy": record.releases_by(self.current.accounting)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, plain values and tensors; empty if that fails."""

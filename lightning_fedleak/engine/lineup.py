@@ -190,7 +190,7 @@ class Lineup:
         self._attacks = selection.attacks
         self._channels = tuple(channels)
         self._options = options
-        self._first_step = run.optimizer_step
+        self._first_step = run.step * run.local_steps
         self._is_auto = selection.auto
         # Whether attacks are calibrated on text that the model generates.
         self._self_text = run.anatomy.kind == "causal" and not selection.text_passed
@@ -436,8 +436,7 @@ class Lineup:
         self.set_up_seconds[attack.name] = seconds
         self.calibrating_seconds += watch.seconds
         if seconds > 1:
-            watcher = self._run.watcher
-            rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
+            self._run.say(f"'{attack.name}' calibrated in {seconds:.1f} s")
 
     def refresh(self, step: int, names: Collection[str]) -> dict[str, str]:
         """Adapt attacks to the present weights, and return the reasons of failures, by name.
@@ -477,7 +476,7 @@ class Lineup:
                 self._looks_out[name] = looks = LOOKS_OUT * 2 ** (slow_runs - 2)
                 why = f"a run took {seconds:.2g} s, and look_seconds={self._max_seconds:g}"
                 self._too_slow[name] = f"not run at {looks} looks: {why}"
-                rank_zero_info(f"{self._run.watcher}: '{name}' is not run at {looks} looks: {why}")
+                self._run.say(f"'{name}' is not run at {looks} looks: {why}")
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a context in which a sharded model is gathered, if an attack reads its weights."""

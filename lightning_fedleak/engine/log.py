@@ -30,10 +30,10 @@ from lightning_fedleak.engine.loggers import Cards, Logger, upload_report
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
-from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report import records
-from lightning_fedleak.report.records.lines import best_of, is_training
+from lightning_fedleak.report.records.lines import best_of, is_training, is_validation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,9 +102,7 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     if isinstance(chosen, OSError):
         raise chosen
     if chosen != folder:
-        rank_zero_info(
-            f"{run.watcher}: {folder} holds logs of another run; those of this one: {chosen}"
-        )
+        run.say(f"{folder} holds logs of another run; those of this one: {chosen}")
     return chosen
 
 
@@ -220,33 +218,39 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
 class UserMetrics:
     """Find which of the user's metrics are new, and keep their last and best values.
 
+    Args:
+        names: The metrics that the user asks for, see :func:`chosen_metrics`.
+
     Attributes:
         last: The last logged value of each metric.
         best: The step and the value of the best one, by the metric's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] | None) -> None:
+        self._names = names
         self.last: dict[str, float] = {}
         self.best: dict[str, tuple[int, float]] = {}
         self._steps: dict[str, int] = {}  # step of the last logged value
         self._newest: dict[str, tuple[object, int]] = {}  # newest value, and its first step
 
     def changed(
-        self, metrics: Mapping[str, Any], step: int, *, sparse: bool = False
+        self, run: Run, *, sparse: bool = False, validation: bool = True
     ) -> dict[str, float]:
-        """Return the metrics that were measured at this step; they count as logged from now on.
+        """Return a run's metrics that were measured at this step; they count as logged from now on.
 
         A value that is the same object as at an earlier step, or an equal number, was measured
         before. Objects are compared first, because reading a tensor waits for the GPU.
 
         Args:
-            metrics: The present values by name, numbers or tensors of one.
-            step: The number of optimizer steps so far.
+            run: The run.
             sparse: Whether to leave out a training metric for :data:`TRAINING_STEPS` steps after
                 its last value.
+            validation: Whether metrics of a validation are asked for too.
         """
-        new: dict[str, float] = {}
-        for name, value in metrics.items():
+        step, new = run.step, dict[str, float]()
+        for name, value in chosen_metrics(run.utility, self._names).items():
+            if is_validation(name) and not validation:
+                continue
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
             if self._newest.get(name, (None, 0))[0] is not value:
                 self._newest[name] = value, step
@@ -353,8 +357,8 @@ class Report:
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
         looks = f"looked at {len(self._looked_steps):,} of {steps:,} steps in {self._seconds:.1f} s"
         share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)
-        rank_zero_info(
-            f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}, of it "
+        self._run.say(
+            f"{looks}{f' ({shares})' * bool(shares)}, of it "
             f"{self._control_seconds:.1f} s for controls; with {set_up_seconds:.1f} s of set-up "
             f"{share:.0%} of the run"
             + f"; training references took {reference_seconds:.1f} s besides"
@@ -364,9 +368,7 @@ class Report:
             rates = [
                 f"{family} {value:.2f}".replace("nan", "unknown") for family, value in worst.items()
             ]
-            rank_zero_info(
-                f"{self._run.watcher}: highest leakage at the last look: {', '.join(rates)}"
-            )
+            self._run.say(f"highest leakage at the last look: {', '.join(rates)}")
 
     def write(
         self,
@@ -411,8 +413,7 @@ class Report:
                 )
             elif outcome.pending is not None and series not in self._announced_pending:
                 self._announced_pending.add(series)
-                text = f"'{series.name}' has no result {when} yet: {outcome.pending}"
-                rank_zero_info(f"{self._run.watcher}: {text}")
+                self._run.say(f"'{series.name}' has no result {when} yet: {outcome.pending}")
         self._write_lines(look, outcomes)
         self.log(values, look.step)
         try:

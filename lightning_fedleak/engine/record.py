@@ -145,33 +145,33 @@ class RunRecord:
         path: The file. Its folder is made when the first line is written.
         run: The id of the fit in the lines of ``leakage.jsonl``.
         warn: Called with the reason if a line cannot be written; the fit goes on.
-        defenses: The defences that the first line describes.
+        facts: The run, whose present defences the first line describes.
 
     Attributes:
-        path, run: The arguments.
+        path, run: The first arguments.
         ended: Whether the last line of the fit is written.
         planned: The step of the next look according to the lines so far; None if they state none.
     """
 
-    def __init__(
-        self, path: Path, run: str, warn: Callable[[str], None], defenses: Sequence[Defense]
-    ) -> None:
+    def __init__(self, path: Path, run: str, warn: Callable[[str], None], facts: Run) -> None:
         self.path = path
         self.run = run
         self._warn = warn
-        self._described_defenses = [*defenses]
+        self._described_defenses = [*facts.defenses]
         self.ended = False
         self.planned: int | None = None
         self._order: _RowOrder | None = None
+        self._note_rows(facts)
 
-    def write_begin(self, line: records.BeginLine) -> None:
+    def write_begin(self, run: Run, line: records.BeginLine) -> None:
         """Write the first line of a fit, with a hash of its settings (not of time or machine)."""
+        line = replace(line, weights=self.weights_of(run))
         content = records.as_json(line).items()
         settings = {name: value for name, value in content if name not in _PER_FIT_FIELDS}
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
-    def note_rows(self, run: Run) -> None:
+    def _note_rows(self, run: Run) -> None:
         """Commit to the order of rows, except under DP, where the sampling must stay secret."""
         if run.unit != "step" or accounting(run.defenses):
             return

@@ -79,7 +79,7 @@ def ask_reference(
         try:
             facts = describe_reference(reference, rows, anatomy)
             anatomy.model.to(run.anatomy.device)
-            return ask(replace(run, anatomy=anatomy)), facts
+            return ask(run.altered(anatomy=anatomy)), facts
         finally:
             anatomy.model.to(device)
 
@@ -199,7 +199,7 @@ def train_references(
             torch.manual_seed(seed)
             parts = _train(source, rows, run)
             parts.model.to(run.anatomy.device)
-            answers.append(ask(replace(run, anatomy=parts)))
+            answers.append(ask(run.altered(anatomy=parts)))
         facts.append(describe_reference(parts.model, len(rows), parts))  # type: ignore[arg-type]
         del parts
     pairs = zip(answers[0], answers[-1], strict=True)

@@ -11,8 +11,8 @@ the highest one is the family's *worst* value. A *gate* is a threshold on a logg
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,25 @@ UNEXPLAINED = f"{PREFIX[Stage.SHARED]}/step/unexplained"
 """Log name of the share (0 to 1) of a gradient that recomputing the step does not explain."""
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
 """Prefix of the log names of the highest headlines, ``leakage/worst/<family>``."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What a gate or a report does at moments of a run, on every process.
+
+    Attributes:
+        after_look: Called after each look.
+        facts: The settings of a gate for ``run.jsonl``. Controls must exceed its threshold, see
+            :mod:`lightning_fedleak.engine.channels.control`.
+        before_first: Called before the first step, once the plans of the attacks are known, and
+            again once the attacks on the trained weights have their texts.
+        after_training: Called when training ends, after the last results.
+    """
+
+    after_look: Callable[[], object] = lambda: None
+    facts: records.GateFacts | None = None
+    before_first: Callable[[], object] = lambda: None
+    after_training: Callable[[], object] = lambda: None
 
 
 class Results:
@@ -112,6 +131,15 @@ class Results:
             if root == series.log_name or (root == WORST and channel.family == family):
                 return channel
         return None
+
+    def needs(self, gates: Iterable[records.GateFacts]) -> dict[str, float]:
+        """Return what the controls of each family must exceed: its gates' highest threshold."""
+        needs: dict[str, float] = {}
+        for gate in gates:
+            if (channel := self.channel_of(gate.metric)) is not None:
+                family, at_most = channel.family, float(gate.at_most or 0)
+                needs[family] = max(at_most, needs.get(family, at_most))
+        return needs
 
     def repeats_texts(self, name: str) -> bool:
         """Return whether all looks of a value query the same texts, so are not independent."""

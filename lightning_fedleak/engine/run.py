@@ -12,23 +12,25 @@ import math
 import signal
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.model.model_state import WeightsWritten
@@ -47,65 +49,99 @@ BeforeDefense = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run(ABC):
-    """The facts of one run that channels and attacks use, for any training loop.
+class Run:
+    """The facts of one run that channels and attacks use, for any training loop: one table.
 
-    Each integration has a subclass. Fields hold the facts that do not change during the run;
-    properties and methods read the present state of the training loop.
+    The values below are those of a run in one process that knows no more than its model. Each
+    integration has a subclass: it sets the facts that do not change during the run, and reads the
+    others from its training loop.
 
-    Attributes:
+    Args:
         anatomy: The parts of the model.
         client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
         assumed: The capabilities of the adversary besides what it sees.
+
+    Attributes:
+        anatomy, client, assumed: The arguments.
         device: The device of the model.
+        watcher: The name of the class that watches the run, for messages.
+        unit: The unit of ``step``.
+        uncounted_step: The message if an optimizer stepped and ``step`` did not change.
         precision: The precision, in the spelling of Lightning's Trainer.
         rank: The number of this process.
         processes: The number of processes.
+        optimizers: The optimizers whose ``step`` changes the weights, see ``real_optimizer``.
+        step: The number of optimizer steps, or of rounds, that are over.
+        local_steps: The number of optimizer steps in a round.
+        training_loader: The loader of the training data, whose rows are read again; None: not
+            known.
+        progress: The epoch, counted from 0, and the share of its batches that is done, up to 1;
+            None where it is not known.
+        epochs: The number of epochs that the run is to have; None where it is not known.
+        planned_steps: The number of steps at whose end the run ends; None where it is not known.
         tokenizers: The tokenizers that the run uses; some may be None.
-        defenses: The defences, in the order in which they act.
-        watched: The names of values that something besides gates stops or chooses by.
-        under_ddp: Whether all trained parameters' gradients are shared, also those that no
-            optimizer has.
-        separates_stages: Whether a defended run shows first the local and then the shared gradient
-            as ``p.grad``.
-        clip_value: The absolute value to which entries of gradients are clipped before they are
-            shared; None if it is not known.
-        shows_progress: Whether a progress bar is shown while attacks are calibrated.
-        gradient_of: Returns the gradient of a parameter's next step.
-        casts: The :attr:`policies` of a run in which something other than FSDP2 casts.
-        spent: The seconds of each attack in looks whose results are not written yet.
-        longest: The seconds of the longest run of each attack in the newest look.
-        watcher: The name of the class that watches the run, for messages.
-        unit: The unit of :attr:`step`.
-        uncounted_step: The message if an optimizer stepped and :attr:`step` did not change.
         rollouts: The :class:`~lightning_fedleak.trainers.rollouts.Rollouts` of reinforcement
             learning; None for other training.
+        temperature: The divisor of the logits in a loss that does not call the output head.
+        utility: The user's metrics that are known by now, by name, and what was published: numbers
+            or tensors of one, each the same object until it changes.
+        watched: The names of values that something besides gates stops or chooses by.
+        defenses: The defences, in the order in which they act.
+        release: What calls functions where the defences act, by ``add_tap`` and ``add_canaries``;
+            None without one.
+        separates_stages: Whether a defended run shows first the local and then the shared gradient
+            as ``p.grad``.
+        under_ddp: Whether all trained parameters' gradients are shared, also those that no
+            optimizer has.
+        clip_value: The absolute value to which entries of gradients are clipped before they are
+            shared; None if it is not known.
+        scaler: The GradScaler whose scale gradients have before it unscales them; None without one.
+        gradient_of: Returns the gradient of a parameter's next step.
+        casts: The :attr:`policies` of a run in which something other than FSDP2 casts.
+        shows_progress: Whether a progress bar is shown while attacks are calibrated.
+        spent: The seconds of each attack in looks whose results are not written yet.
+        longest: The seconds of the longest run of each attack in the newest look.
     """
 
-    watcher: ClassVar[str] = "LeakageMonitor"
-    unit: ClassVar[Literal["step", "round"]] = "step"
-    uncounted_step: ClassVar[str] = "an optimizer stepped, and the run's step is what it was"
-    rollouts: ClassVar[Any] = None
-
-    anatomy: Anatomy
-    client: str
-    assumed: frozenset[Capability]
-    device: torch.device
-    precision: str
+    watcher: str = "LeakageMonitor"
+    unit: Literal["step", "round"] = "step"
+    uncounted_step: str = "an optimizer stepped, and the run's step is what it was"
+    precision: str = "32-true"
     rank: int = 0
     processes: int = 1
+    optimizers: Sequence[Optimizer] = ()
+    step: int = 0
+    local_steps: int = 1
+    training_loader: Any = None
+    progress: tuple[int, float] | None = None
+    epochs: int | None = None
+    planned_steps: int | None = None
     tokenizers: Sequence[Any] = ()
-    defenses: tuple[Defense, ...] = ()
+    rollouts: Any = None
+    temperature: float = 1.0
+    utility: Mapping[str, Any] = MappingProxyType({})
     watched: tuple[str, ...] = ()
-    under_ddp: bool = False
+    defenses: tuple[Defense, ...] = ()
+    release: Any = None
     separates_stages: bool = False
+    under_ddp: bool = False
     clip_value: float | None = None
-    shows_progress: bool = False
+    scaler: Any = None
     gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
-    casts: Mapping[int, Any] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)
-    longest: dict[str, float] = field(default_factory=dict)
+    casts: Mapping[int, Any] = MappingProxyType({})
+    shows_progress: bool = False
+
+    def __init__(self, anatomy: Anatomy, client: str, assumed: frozenset[Capability]) -> None:
+        self.anatomy, self.client, self.assumed = anatomy, client, assumed
+        self.device = anatomy.device
+        self.spent: dict[str, float] = {}
+        self.longest: dict[str, float] = {}
+
+    def altered(self, **facts: Any) -> Self:
+        """Return a copy of this run in which some facts are others."""
+        run = copy(self)
+        vars(run).update(facts)
+        return run
 
     @contextmanager
     def timed(self, attack: str) -> Iterator[None]:
@@ -118,45 +154,10 @@ class Run(ABC):
             self.spent[attack] = self.spent.get(attack, 0.0) + block.seconds
             self.longest[attack] = max(self.longest.get(attack, 0.0), block.seconds)
 
-    @property
-    @abstractmethod
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Return the optimizers whose ``step`` changes the weights, see ``real_optimizer``."""
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the client runs its model: autocast if precision is mixed."""
         dtype = AUTOCAST.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-    @property
-    def step(self) -> int:
-        """Return the number of optimizer steps, or of rounds, that are over."""
-        return 0
-
-    @property
-    def optimizer_step(self) -> int:
-        """Return the number of optimizer steps so far, as attacks count them."""
-        return self.step
-
-    @property
-    def training_loader(self) -> object:
-        """Return the loader of the training data, whose rows are read again; None: not known."""
-        return None
-
-    @property
-    def progress(self) -> tuple[int, float] | None:
-        """Return the epoch, counted from 0, and the share of its batches that is done, up to 1."""
-        return None
-
-    @property
-    def epochs(self) -> int | None:
-        """Return the number of epochs that the run is to have; None where it is not known."""
-        return None
-
-    @property
-    def planned_steps(self) -> int | None:
-        """Return the number of steps at whose end the run ends; None where it is not known."""
-        return None
 
     @property
     def is_sharded(self) -> bool:
@@ -200,28 +201,36 @@ class Run(ABC):
         # 12: the variance of a uniform error in plus or minus half an epsilon is eps^2 / 12.
         return math.hypot(first_eps, sum_eps * math.sqrt(partial_sums)) / math.sqrt(12)
 
+    def say(self, sentence: str) -> None:
+        """Log a sentence on the first process, after the name of the class that watches."""
+        rank_zero_info(f"{self.watcher}: {sentence}")
+
     @property
     def number(self) -> int:
         """Return the number of this process's client."""
         return self.rank if self.client == "rank" else 0
 
     @property
-    def temperature(self) -> float:
-        """Return the divisor of the logits in a loss that does not call the output head."""
-        return 1.0
-
-    @property
     def loss_scale(self) -> float:
         """Return the loss scale in gradients that no GradScaler has unscaled."""
-        return 1.0
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def broadcast(self, value: T) -> T:
         """Return the first process's value on every process."""
-        return value
+        values = [value]
+        if self.processes > 1:
+            distributed.broadcast_object_list(values, device=self.device)
+        return values[0]
 
     def summed(self, value: Tensor) -> Tensor:
-        """Return the sum over processes."""
+        """Return the sum of a tensor over processes."""
+        if self.processes > 1:
+            distributed.all_reduce(value := value.clone())
         return value
+
+    def on_any_process(self, value: bool) -> bool:
+        """Return whether the value is true on at least one process."""
+        return bool(self.summed(torch.tensor(int(value), device=self.device)))
 
     def reduced(self, role: str, gradient: Tensor) -> Tensor:
         """Return the mean of a parameter's gradient over processes, in its policy's dtypes."""
@@ -232,10 +241,6 @@ class Run(ABC):
         if (policy := self.policies.get(id(parameter))) is not None:
             gradient = gradient.to(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
         return (self.summed(gradient) / self.processes).to(parameter.dtype)
-
-    def on_any_process(self, value: bool) -> bool:
-        """Return whether the value is true on at least one process."""
-        return value
 
     def fit_copy(self, model: nn.Module, rows: Any) -> None:
         """Train a copy of the model in place on other rows, by the run's own recipe.
@@ -255,17 +260,7 @@ class Run(ABC):
             "on these rows as the loop does, and returns it"
         )
 
-    def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
-        """Return the user's own metrics that are known by now, by name.
-
-        A value is a number, or a tensor of one, which is the same object until it changes.
-
-        Args:
-            names: The metrics that are asked for; None for all.
-        """
-        return {}
-
-    def publish(self, values: Mapping[str, float]) -> None:  # noqa: B027
+    def publish(self, values: Mapping[str, float]) -> None:
         """Add values of leakage to the metrics of the training loop; by default nothing."""
 
     def watch_release(
@@ -273,10 +268,9 @@ class Run(ABC):
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` while ``p.grad`` holds the gradient of a stage, until removed.
 
-        Without defences on gradients all stages see the same gradient, and only
-        ``Stage.AGGREGATE`` is reported, right before the optimizer steps. A run whose defences act
-        between the stages overrides this method, and calls
-        ``before_defense(defense, parameters, context)`` right before each of them.
+        The ``release`` calls both functions, ``before_defense(defense, parameters, context)`` right
+        before each defence. Without one all stages see the same gradient, and only
+        ``Stage.AGGREGATE`` is reported, right before the optimizer steps.
 
         Args:
             stage_reached: Takes the stage and the optimizer.
@@ -285,6 +279,8 @@ class Run(ABC):
         Returns:
             Functions that remove the hooks.
         """
+        if self.release is not None:
+            return [self.release.add_tap(stage_reached), self.release.add_canaries(before_defense)]
         removers = []
         for optimizer in self.optimizers:
             dp = self._dp_of(optimizer)

@@ -7,7 +7,6 @@ integrations with Flower and NVFlare are in :mod:`.flower` and :mod:`.nvflare`.
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
 from lightning_fedleak.federation.client_dp import ClientReleaseSettings as ClientReleaseSettings
 from lightning_fedleak.federation.client_dp import Trusted as Trusted
-from lightning_fedleak.federation.gate import RoundGate as RoundGate
 from lightning_fedleak.federation.hand_over import HandOver as HandOver
 from lightning_fedleak.federation.hand_over import TrainedOn as TrainedOn
 from lightning_fedleak.federation.hand_over import recording as recording
@@ -18,6 +17,7 @@ from lightning_fedleak.federation.observer import RoundObserver as RoundObserver
 from lightning_fedleak.federation.observer import RoundSettings as RoundSettings
 from lightning_fedleak.federation.outgoing import Leaving as Leaving
 from lightning_fedleak.federation.outgoing import OutgoingUpdates as OutgoingUpdates
+from lightning_fedleak.federation.outgoing import RoundGate as RoundGate
 from lightning_fedleak.federation.round_look import RoundLook as RoundLook
 from lightning_fedleak.federation.updates import Release as Release
 from lightning_fedleak.federation.updates import UpdateError as UpdateError

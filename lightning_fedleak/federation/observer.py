@@ -12,14 +12,13 @@ attack. A *gate* is a threshold that may withhold an update.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -62,34 +61,14 @@ class RoundSettings(core.WatchSettings):
     federation: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class _RoundRun(core.Run):
     """A federation as a run of the engine, in one process. The hash of a client's name is its rank.
 
-    Attributes:
-        optimizers: the optimizer that the server prescribed.
-        local_steps: the number of optimizer steps in a round.
-        rounds: a list whose only item is the number of the current round. The runs of all clients
-            share it, so that one assignment begins a round for all of them.
+    Its optimizer is the one that the server prescribed.
     """
 
-    watcher: ClassVar[str] = "RoundObserver"  # for messages
-    unit: ClassVar[Literal["step", "round"]] = "round"  # of `step`
-
-    client: str = "rank"  # each rank is a client
-    optimizers: Sequence[Optimizer] = ()
-    local_steps: int = 1
-    rounds: list[int] = field(default_factory=lambda: [0])
-
-    @property
-    def step(self) -> int:
-        """Return the number of the current round."""
-        return self.rounds[0]
-
-    @property
-    def optimizer_step(self) -> int:
-        """Return the number of local steps before this round."""
-        return self.rounds[0] * self.local_steps
+    watcher = "RoundObserver"
+    unit = "round"
 
 
 class RoundObserver:
@@ -199,21 +178,13 @@ class RoundObserver:
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        self.run = _RoundRun(
-            anatomy=anatomy,
-            assumed=self.engine.assume,
-            device=anatomy.device,
-            precision=settings.precision or "32-true",
-            tokenizers=[settings.tokenizer],
-            defenses=tuple(defenses),
-            optimizers=[optimizer(trained)],
-            local_steps=local_steps,
-        )
+        self.run = run = _RoundRun(anatomy, "rank", self.engine.assume)
+        run.precision, run.tokenizers = settings.precision or "32-true", [settings.tokenizer]
+        run.defenses, run.optimizers = tuple(defenses), [optimizer(trained)]
+        run.local_steps = local_steps
         self.engine.open(self.run)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
-        # The state before the client's own noise, for the next look: it is not attacked.
-        self.undefended: State | None = None
         self._sent_names: dict[str, str] = {}  # the sent name of each parameter
         self._is_stale = False  # whether the attacks are not adapted to the sent model yet
         self._failures: dict[str, str] = {}  # why an attack could not be adapted, by its name
@@ -252,10 +223,15 @@ class RoundObserver:
         if self._sent is None and (nans := [n for n, t in sent.items() if bool(t.isnan().any())]):
             raise UpdateError(f"no attack can be calibrated on the sent model: NaN in '{nans[0]}'")
         self._sent_names = updates.load_sent(self.model, self._names, sent)
-        self.run.rounds[0] = round_
+        self._set_round(round_)
         if self._sent is None:
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
+
+    def _set_round(self, round_: int) -> None:
+        """Set the number of the current round, for the runs of all clients."""
+        for engine_run in (self.run, *(engine.run for engine in self._clients.values())):
+            engine_run.step = round_
 
     def _destination(self, round_: int) -> core.Destination:
         """Return the folder and the facts for the record of the federation."""
@@ -284,7 +260,22 @@ class RoundObserver:
         """Return whether two of these names belong to one parameter."""
         return len({self._names[n] for n in names}) < len(names)
 
-    def look(
+    def look(self, returned: State, client: str | int = 0, **facts: Any) -> RoundLook:
+        """Attack the state that a client returns in this round, and log the results.
+
+        Args:
+            returned: the state that the client returns.
+            client: the client.
+            facts: further arguments of :meth:`measure`, such as ``batches``.
+        """
+        look = self.measure(returned, client, **facts)
+        try:
+            look.log()
+        except Exception as error:  # a failed log must not end a round
+            core.announce(f"RoundObserver: not all of a look was written: {core.reason(error)}")
+        return look
+
+    def measure(
         self,
         returned: State,
         client: str | int = 0,
@@ -294,9 +285,11 @@ class RoundObserver:
         noise_std: float = 0.0,
         compression: str | None = None,
         utility: Mapping[str, float] | None = None,
-        logged: bool = True,
+        undefended: State | None = None,
     ) -> RoundLook:
-        """Attack the state that a client returns in this round.
+        """Attack the state that a client returns in this round, like :meth:`look`, without a log.
+
+        Before the client's next look, :meth:`RoundLook.log` or :meth:`RoundLook.forget` ends it.
 
         Args:
             returned: the state that the client returns.
@@ -312,8 +305,7 @@ class RoundObserver:
             compression: the method by which ``returned`` was compressed, empty for none; None for
                 the method of the ``defenses``.
             utility: further values of this round, logged as ``utility/<name>``.
-            logged: whether to log the look at once. If not, :meth:`log` logs it later, or
-                :meth:`forget` discards it.
+            undefended: the state before the client's own noise, for controls; it is not attacked.
 
         Returns:
             The results of the look. If the update cannot be read, they are *unknown*.
@@ -326,7 +318,6 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         engine = self._engine_of(client, stage)
         look, utility = core.Look(self.round_), utility or {}
-        undefended, self.undefended = self.undefended, None
         before: Mapping[str, Any] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
@@ -371,20 +362,14 @@ class RoundObserver:
             )
 
         try:
-            before = _state_of(engine)
+            before = engine.state_of_looks()
             self._refresh(look, engine)
             outcomes = engine.read_update(look, batches, take)
-            round_look = read_look(
+            return read_look(
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )
         except Exception as error:  # an error of this package must not end a round
-            round_look = failed_look(look, engine, client, before, core.reason(error), utility)
-        if logged:
-            try:
-                self.log(round_look)
-            except Exception as error:  # a failed log must not end a round
-                core.announce(f"RoundObserver: not all of a look was written: {core.reason(error)}")
-        return round_look
+            return failed_look(look, engine, client, before, core.reason(error), utility)
 
     def _declared_compression(self, client: str | int) -> str:
         """Return the method by which the defences compressed a client's update; empty for none."""
@@ -403,35 +388,14 @@ class RoundObserver:
 
     def _refresh(self, look: core.Look, engine: core.Engine) -> None:
         """Adapt the attacks to the model that was sent, at the first look of a round."""
-        assert engine.fit is not None
         if self._is_stale:
             with look.clock(self.run.device):
-                lineup = engine.fit.lineup
-                self._failures = lineup.refresh(self.run.optimizer_step, lineup.playing)
+                lineup = engine.current.lineup
+                self._failures = lineup.refresh(self.run.step * self.local_steps, lineup.playing)
             self._is_stale = False
         for series in engine.series:
             if series.attack in self._failures:
                 look.answers[series] = core.Unknown(self._failures[series.attack])
-
-    def log(
-        self,
-        look: RoundLook,
-        beside: Mapping[str, float] | None = None,
-        defenses: Sequence[Defense] = (),
-    ) -> None:
-        """Log a look.
-
-        Args:
-            look: a look that was made with ``logged=False``.
-            beside: further values to log, by log name.
-            defenses: the defences whose spent privacy is logged, besides those of the observer.
-        """
-        engine, values = look.engine, {**look.values, **(beside or {})}
-        spending = [*self.run.defenses, *(d for d in defenses if d not in self.run.defenses)]
-        engine.spent = look.client, spending
-        assert engine.report is not None
-        results = look.look, look.outcomes, values, look.utility, spending
-        engine.report.write(*results, engine.results.failures, look.client)
 
     def due(self, client: str | int) -> bool:
         """Return whether ``max_overhead`` allows a look at a client's update of this round."""
@@ -458,23 +422,9 @@ class RoundObserver:
             rounds = math.ceil(seconds / (share * free)) if free > 0 else 1
             self.next_look[client] = self.round_ + max(1, rounds)
 
-    def forget(self, look: RoundLook) -> None:
-        """Discard a client's newest look, which was not logged, so that no rate counts it.
-
-        It is called for an update that did not leave in this form.
-        """
-        if look.before:  # empty if the look failed before it was counted
-            look.engine.results.load_state_dict(look.before["results"])
-            states = look.before["channels"]
-            for channel, state in zip(_in_rounds(look.engine), states, strict=True):
-                channel.load_state_dict(state)
-            assert look.engine.fit is not None
-            look.engine.fit.controls.restore(look.before["controls"])
-
     def _keys(self) -> dict[str, str]:
         """Return the sent name of every role that an attack reads, such as ``head.weight``."""
-        assert self.engine.fit is not None
-        anatomy, lineup = self.run.anatomy, self.engine.fit.lineup
+        anatomy, lineup = self.run.anatomy, self.engine.current.lineup
         names = {id(p): n for n, p in self.model.named_parameters()}
         roles = dict.fromkeys(r for plan in lineup.exposed for r in plan.roles)
         return {role: self._sent_names[names[id(anatomy.parameter(role))]] for role in roles}
@@ -484,7 +434,7 @@ class RoundObserver:
         if (client, stage) not in self._clients:
             destination = core.Destination(self.folder, (), self._boards(client), client=client)
             # The rank seeds the games, so it must not depend on the process or the order of looks.
-            run = replace(self.run, rank=zlib.crc32(str(client).encode()))
+            run = self.run.altered(rank=zlib.crc32(str(client).encode()))
             self._clients[client, stage] = ClientEngine(self.engine, run, stage, destination)
         return self._clients[client, stage]
 
@@ -507,7 +457,7 @@ class RoundObserver:
         Args:
             how: the outcome for the record: ``"finished"``, or the class name of an exception.
         """
-        self.run.rounds[0] = self.round_ + 1
+        self._set_round(self.round_ + 1)
         for engine in self._clients.values():
             engine.rounds_end()
         self.engine.end(how)
@@ -534,16 +484,3 @@ class RoundObserver:
     def never_judged(self, name: str) -> str | None:
         """Return the reason why a gate on this log name cannot judge any update; None if it can."""
         return core.why_never_judged(self.engine, name, fresh=self.settings.fresh)
-
-
-def _in_rounds(engine: core.Engine) -> list[core.Channel]:
-    """Return the channels that read updates of rounds."""
-    return [channel for channel in engine.channels if not channel.at_weights]
-
-
-def _state_of(engine: core.Engine) -> dict[str, Any]:
-    """Return a copy of the state that a look changes: results, pooled games and controls."""
-    states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
-    assert engine.fit is not None
-    controls = engine.fit.controls.state()
-    return {"results": engine.results.state_dict(), "channels": states, "controls": controls}

@@ -2,7 +2,12 @@
 
 In each round the trained state is checked, the attacks run on the update as the server would get it
 (a *look*), the gates judge their results, and the noised and compressed update leaves, or none.
-A gate is a threshold on a result. To *harden* is to increase the noise of the client's ClientDP.
+To *harden* is to increase the noise of the client's ClientDP.
+
+A gate (:class:`RoundGate`) reads one logged metric of the look: of one attack, or the worst value
+of a family of attacks. A value above the threshold is a breach, and so is an unknown one. A
+*control* is the same attack on words that are known; if it fails, the attack does not work here,
+and its low value proves nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +19,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_fedleak import engine
 from lightning_fedleak.defenses import DefenseError, GradientCompression
+from lightning_fedleak.engine.gates import check_value, judge_worst
 from lightning_fedleak.federation.client_dp import ClientDP
-from lightning_fedleak.federation.gate import RoundGate
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
+from lightning_fedleak.validate import check_choice
 
 # A function that returns the state that a client has trained, and the batches of its local steps.
 Training = Callable[[], tuple[State, Sequence[Any]]]
@@ -45,6 +51,127 @@ _ZERO_NOTE = (
     "zero leaves in its place. It enters the mean over clients with this client's weight, and so "
     "keeps the mean closer to the model that was sent"
 )
+
+
+class RoundGate(engine.Threshold):
+    """A threshold on the leakage of a round's update, which decides before the update leaves.
+
+    Each round is judged by the value of that round, not by a value that is pooled over rounds. An
+    *unknown* value counts as a breach: the attack failed, waits for its first result, does not run,
+    or reads parameters that are not shared. A rate at or below the threshold also counts as a
+    breach if it is measured on fewer than 16 texts of the round or fewer than 16 non-members. A
+    metric that no update of this federation can have is refused at setup.
+
+    In the first round of a LoRA, its matrix B is zero, and no words can be recovered *yet*. A gate
+    on words lets one such update of each client pass, but not a second one.
+
+    Examples:
+        >>> from lightning_fedleak import RoundGate
+        >>> RoundGate("leakage/worst/words", at_most=0.3)
+        RoundGate('leakage/worst/words', at_most=0.3, withhold)
+
+    Args:
+        metric: The name in the logs, ``"leakage/<attack>/<metric>"`` or
+            ``"leakage/worst/<family>"``. Of a membership attack only the AUC can be watched, not
+            the rates at the threshold that the attack sets.
+        at_most: The largest value that is allowed.
+        action: The action after a breach.
+
+            - ``"withhold"``: The update does not leave. Under a :class:`ClientDP` whose noise the
+              client adds, it is replaced by zero with that noise. Under a secure aggregation it is
+              replaced by zero. Otherwise nothing leaves, which *reveals one bit* about the data.
+            - ``"harden"``: The noise of the client's ClientDP is increased until the update passes.
+              If that is impossible, or the value is unknown, the update is withheld: more noise
+              does not make an unknown value known.
+            - ``"raise"``: :class:`~lightning_fedleak.LeakageLimitExceeded` is raised. The client
+              fails, and the server sees that. So this is refused if the client adds noise.
+            - ``"warn"``: The update leaves, and a warning is logged.
+        patience: The number of consecutive unknown values of a client that may pass.
+        name: The name in the logs, ``gate/<name>``; by default the metric without ``leakage/``.
+
+    Raises:
+        ValueError: The arguments are out of range or contradict each other.
+    """
+
+    # All possible actions, where a threshold of a training run has others.
+    actions = ("withhold", "harden", "raise", "warn")
+
+    def __init__(
+        self,
+        metric: str,
+        at_most: float,
+        *,
+        action: Literal["withhold", "harden", "raise", "warn"] = "withhold",
+        patience: int = 0,
+        name: str | None = None,
+    ) -> None:
+        check_choice("action", action, self.actions)
+        round_action: Any = action  # Threshold is annotated with the actions of a run
+        super().__init__(metric, at_most, action=round_action, patience=patience, name=name)
+
+    def watch_rounds(self, observer: RoundObserver) -> None:
+        """Check that the observer logs the metric, and that the metric can judge an update.
+
+        Raises:
+            ValueError: One of these is false. The message names the metrics that can be watched.
+        """
+        names = observer.engine.metric_names()
+        if self.metric not in names:
+            raise ValueError(
+                f"RoundGate watches '{self.metric}', which this RoundObserver does not log."
+                f"{engine.names_there_are(self.metric, names, 'RoundObserver')}"
+            )
+        if (reason := observer.never_judged(self.metric)) is not None:
+            usable = [n for n in observer.headlines() if observer.never_judged(n) is None]
+            raise ValueError(
+                f"RoundGate watches '{self.metric}': {reason}. It would withhold every update: "
+                f"watch one of {usable}, or remove the gate if there is none"
+            )
+        check_value("RoundGate", self.metric)
+        self._watched = observer.engine.results.headlines_of(self.metric) or (self.metric,)
+
+    def read(self, look: RoundLook) -> engine.GateEvent:
+        """Return the event of a look: the value that the gate judges, or why it is unknown."""
+        self._warn_of_uninformed(look.engine)
+        value, source, reason = self._value(look)
+        source = source if engine.is_worst(self.metric) else ""
+        event = engine.GateEvent(self.metric, look.round_, value, math.nan, math.nan, self.at_most)
+        logged = look.now.get(source or self.metric, math.nan)
+        return replace(
+            event, source=source, why=reason, read=logged, gate=self.name, client=look.client
+        )
+
+    def why_not_yet(self, look: RoundLook) -> str | None:
+        """Return why nothing can be recovered from the update yet; None if something can."""
+        return look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
+
+    def _value(self, look: RoundLook) -> tuple[float, str, str]:
+        """Return the value to judge, the log name of the breach, and why the value is unknown.
+
+        If values are above the threshold, the highest of them decides, even if others are unknown.
+        If none is, the watched metric must be known, no attack may have too few candidates, and no
+        control (the same attack on known words) may show that the attack does not work.
+        """
+        roots = [name.rpartition("/")[0] for name in self._watched]
+        if not engine.is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
+            return math.nan, "", "the update does not contain the parameters that the attack reads"
+        readings = {name: look.now.get(name, math.nan) for name in self._watched}
+        readings = {name: value for name, value in readings.items() if not math.isnan(value)}
+        judged = judge_worst(look.engine, readings, self.at_most)
+        if breaches := [
+            name for name, judgement in judged.items() if judgement.value > self.at_most
+        ]:
+            source = max(breaches, key=lambda name: judged[name].value)
+            return judged[source].value, source, judged[source].why
+        value = look.now.get(self.metric, math.nan)
+        doubts = [look.too_few[root] for root in roots if root in look.too_few]
+        doubts += [j.why for j in judged.values() if math.isnan(j.value)]  # a failed control
+        if not math.isnan(value) and not doubts:
+            return value, "", ""
+        failures = [look.unknown[root] for root in roots if root in look.unknown]
+        pending = [look.not_yet[root] for root in roots if root in look.not_yet]
+        default = "no result yet, or an attack that does not run here"
+        return math.nan, "", [*doubts, *failures, *pending, *look.unknown.values(), default][0]
 
 
 @dataclass(frozen=True)
@@ -207,7 +334,6 @@ class OutgoingUpdates:
         def look_once() -> RoundLook:
             """Attack the update with new noise, and with a copy of the compression."""
             state, noise_std, method = returned, 0.0, ""
-            observer.undefended = returned
             if self.dp is not None:
                 state = moved(sent, self.dp.rehearsed(update, tensors))
                 noise_std = self.dp.own_noise_std
@@ -216,14 +342,14 @@ class OutgoingUpdates:
                 compression = copy.copy(self.compression)
                 compression.memory = dict(compression.memory)
                 state, method = moved(sent, compression.send(change)), compression.method
-            return observer.look(
+            return observer.measure(
                 state,
                 self.client,
                 batches=batches,
                 noise_std=noise_std,
                 compression=method,
                 utility=utility,
-                logged=False,
+                undefended=returned,
             )
 
         if not self.gates and not observer.due(self.client):
@@ -320,7 +446,7 @@ class OutgoingUpdates:
                 self.observer.engine.record_decision(
                     engine.decision_of(event, "hardened", (change,))
                 )
-            self.observer.forget(look)
+            look.forget()
 
     def _event(self, gate: RoundGate, look: RoundLook) -> engine.GateEvent | None:
         """Return the event of a gate that acts, and count its patience; None if it does not act."""
@@ -354,7 +480,7 @@ class OutgoingUpdates:
                 record(engine.decision_of(event, "not yet"))
         event_of = {event.gate: event for event in events}
         values = {f"gate/{gate.name}": float(gate.name in event_of) for gate in self.gates}
-        self.observer.log(look, values, () if self.dp is None else (self.dp,))
+        look.log(values, () if self.dp is None else (self.dp,))
         for event in events:
             record(engine.decision_of(event, "withheld" if action == "withhold" else action))
         strongest = (g for g in self.gates if g.name in event_of and g.action in (action, "harden"))

@@ -16,6 +16,7 @@ claim of an attack that can be checked without the texts.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,12 +62,12 @@ class ClientEngine(Engine):
             replace(origin.options, stages=(stage,)),
         )
         self.spent: tuple[str | int | None, Sequence[Defense]] = None, ()
-        self.jsonl, self.record, self._gates = origin.jsonl, origin.record, origin._gates
+        self.jsonl, self.record, self.listeners = origin.jsonl, origin.record, origin.listeners
         self.report = Report(
             run, destination, self.series, self.selection.attacks, self.jsonl, None
         )
         self.report.record = self.record
-        lineup = origin._fit.lineup  # the attacks that run, with the plan of each
+        lineup = origin.current.lineup  # the attacks that run, with the plan of each
         plans = {plan.attack.name: plan for plan in lineup.plans}
         channels = [channel for channel in self.channels if channel.attacks]
         for channel in channels:
@@ -76,7 +77,7 @@ class ClientEngine(Engine):
         channels = [channel for channel in channels if channel.attacks]
         self.fit = Fit(run, lineup, self.options, self.series, channels)
         # What a control must reach follows from the thresholds of the federation's gates.
-        self.fit.controls.needs = origin._needs
+        self.fit.controls.needs = origin.results.needs(origin.gates)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()
@@ -99,7 +100,7 @@ class ClientEngine(Engine):
             The outcomes by series: the results of one attack at one stage. Without batches they are
             unknown, except certificates, which can be checked without the client's texts.
         """
-        fit = self._fit
+        fit = self.current
         all_series = [series for series in fit.series if series.attack in fit.lineup.playing]
         # `followed`: the observer has adapted the attacks to the sent model already.
         look.followed, look.training_step = True, Step(look.step)
@@ -107,12 +108,9 @@ class ClientEngine(Engine):
             look.scope = frozenset(s for s in all_series if not fit.series[s].plays_games)
         else:
             self._read_batches(look, batches)
+        look.stages = look.wanted = self.options.stages
+        look.training_step.gradients |= dict.fromkeys(look.stages, take)
         try:
-            self._arm(look)
-            look.stages = look.wanted = self.options.stages
-            look.training_step.gradients |= dict.fromkeys(look.stages, take)
-            self._attack(look)
-            look.stepped.add(0)  # ids of optimizers; not empty means that an update was shared
             outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
         finally:
             fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
@@ -126,7 +124,7 @@ class ClientEngine(Engine):
 
         If a batch cannot be read, the look has an error, and its results are unknown.
         """
-        fit, step = self._fit, look.training_step
+        fit, step = self.current, look.training_step
         try:
             if not batches:
                 raise BatchError("no batch of the round was reported")
@@ -170,17 +168,15 @@ class ClientEngine(Engine):
         ]
 
     @contained
-    def _arm(self, look: Look) -> None:
-        """Prepare the channels of a look before the update is read."""
-        for channel in self._fit.channels_in(look):
-            channel.arm()
-
-    @contained
     def _round_outcomes(
         self, look: Look, all_series: Sequence[Series], *, scored: bool
     ) -> dict[Series, Outcome]:
-        """Return the outcomes of a round by series; if ``scored`` is false, without scores."""
-        fit, results = self._fit, dict[Series, Result]()
+        """Attack the update of a round; return the outcomes by series, scored if that is asked."""
+        fit, results = self.current, dict[Series, Result]()
+        for channel in fit.channels_in(look):
+            channel.arm()
+        fit.attack(look)
+        look.stepped.add(0)  # ids of optimizers; not empty means that an update was shared
         if not scored:
             return {series: self._without_truth(look, series) for series in all_series}
         with look.clock(fit.run.device):
@@ -192,9 +188,9 @@ class ClientEngine(Engine):
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:
         """Return a series' outcome without the client's texts: no rate, but certificates."""
-        channel, answer = self._fit.series[series], look.answers.get(series)
+        channel, answer = self.current.series[series], look.answers.get(series)
         metrics = channel.metrics_of(series)
-        if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
+        if series.attack not in {plan.attack.name for plan in self.current.lineup.exposed}:
             outcome = unknown(metrics, "the parameters that the attack reads are not shared")
             return replace(outcome, exposed=False)
         if isinstance(answer, Unknown):
@@ -202,6 +198,19 @@ class ClientEngine(Engine):
         claims = {name: getattr(answer, name, None) for name in channel.extras}
         certificates = {name: float(value) for name, value in claims.items() if value is not None}
         return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
+
+    def state_of_looks(self) -> dict[str, Any]:
+        """Return a copy of the state that a look changes: results, pooled games and controls."""
+        states = [copy.deepcopy(channel.state_dict()) for channel in self.current.channels]
+        controls = self.current.controls.state()
+        return {"results": self.results.state_dict(), "channels": states, "controls": controls}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_of_looks` returned."""
+        self.results.load_state_dict(state["results"])
+        for channel, saved in zip(self.current.channels, state["channels"], strict=True):
+            channel.load_state_dict(saved)
+        self.current.controls.restore(state["controls"])
 
     @contained
     def rounds_end(self) -> None:
@@ -249,6 +258,31 @@ class RoundLook:
     before: Mapping[str, Any] = field(repr=False, compare=False)
     utility: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
 
+    def log(
+        self, beside: Mapping[str, float] | None = None, defenses: Sequence[Defense] = ()
+    ) -> None:
+        """Log the look.
+
+        Args:
+            beside: further values to log, by log name.
+            defenses: the defences whose spent privacy is logged, besides those of the observer.
+        """
+        engine, values = self.engine, {**self.values, **(beside or {})}
+        observed = engine.run.defenses
+        spending = [*observed, *(d for d in defenses if d not in observed)]
+        engine.spent = self.client, spending
+        assert engine.report is not None
+        results = self.look, self.outcomes, values, self.utility, spending
+        engine.report.write(*results, engine.results.failures, self.client)
+
+    def forget(self) -> None:
+        """Discard this look, the client's newest one, which was not logged: no rate counts it.
+
+        It is called for an update that did not leave in this form.
+        """
+        if self.before:  # empty if the look failed before it was counted
+            self.engine.restore(self.before)
+
 
 def read_look(
     look: Look,
@@ -272,7 +306,7 @@ def read_look(
         scored: whether the client's texts are known, so that the attacks' guesses were scored.
     """
     if scored:
-        is_shared = bool(engine.fit and engine.fit.lineup.trained)
+        is_shared = bool(engine.current.lineup.trained)
         outcomes = engine.results.add(look, outcomes, utility, shared=is_shared)
         values, now = engine.results.new_values(), dict(engine.results.look_values)
     else:

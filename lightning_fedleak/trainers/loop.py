@@ -14,12 +14,13 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
 from lightning_utilities.core import rank_zero
-from torch import Tensor, distributed, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,17 +31,14 @@ from lightning_fedleak.attacks import Capability
 from lightning_fedleak.defenses.host import rank_and_world_size
 from lightning_fedleak.defenses.release import UpdateRelease, release_of
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.model_runs import is_compiled, is_observed
+from lightning_fedleak.model.model_runs import is_observed
 from lightning_fedleak.model.model_state import Hook
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
-from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.zero import ZeROStep
 
 # Parts of the names of optimizers that step during the backward pass, and keep no gradient.
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -52,41 +50,28 @@ class Loop:
         optimizers: The optimizers, unwrapped from Accelerate. A DP optimizer of another library
             stays wrapped, see ``inner_optimizers``.
         loader: The loader of the training data; None if it is unknown.
-        precision: The precision, as in :class:`WatchSettings`.
-        scaler: The GradScaler, if there is one.
-        tokenizer: The tokenizer of the run.
-        epochs: The planned number of epochs; None if it is unknown.
-        planned_steps: The planned number of optimizer steps; None if it is unknown.
+        facts: What else is known of the run: attributes of
+            :class:`~lightning_fedleak.engine.Run` by name.
         utility: The user's metrics by name.
         steps: The number of optimizer steps so far, skipped ones included.
         batches: The number of batches so far.
-        watched: The metrics by which something other than a gate stops training or selects
-            checkpoints.
-        stage_reached: A function to call when ``p.grad`` holds the gradient of the next optimizer
-            step. Only the integration with transformers' Trainer sets it.
+        announces_gradients: Whether the integration calls ``stage_reached`` before each step, as
+            that with transformers' Trainer does.
+        stage_reached: The function that it calls when ``p.grad`` holds the gradient of the next
+            step. The run sets it; None if hooks on the optimizers call the function.
         zero: The only optimizer, if DeepSpeed's engine trains the model; None otherwise.
-        temperature: The divisor of the logits in the loss.
-        fit_copy: A function that trains a copy of the model on other rows; None if there is none.
-        rollouts: Generates completions of the prompts, if TRL trains by reinforcement learning.
     """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     loader: Any = None
-    precision: str | None = None
-    scaler: Any = None
-    tokenizer: Any = None
-    epochs: int | None = None
-    planned_steps: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
     utility: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     batches: int = 0
-    watched: tuple[str, ...] = ()
+    announces_gradients: bool = False
     stage_reached: core.StageReached | None = None
     zero: ZeROStep | None = None
-    temperature: float = 1.0
-    fit_copy: Callable[[nn.Module, Any], None] | None = None
-    rollouts: Rollouts | None = None
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:
@@ -115,78 +100,68 @@ class Loop:
         return next((release for release in releases if release is not None), None)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoopRun(core.Run):
     """One run of a loop, with the facts that the engine and the attacks need.
 
+    Args:
+        loop: The training loop.
+        watcher: The user's class that measures the run, for messages.
+        anatomy: The parts of the loop's model.
+        client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
+        assumed: The capabilities of the adversary.
+
     Attributes:
         loop: The training loop.
+
+    Raises:
+        ValueError: Defences act in the loop, and its optimizer is a DP optimizer of another
+            library.
     """
 
-    watcher: ClassVar[str] = "Watch"  # the user's class that measures the run, for messages
+    step = property(attrgetter("loop.steps"), doc="Optimizer steps so far, skipped ones included.")
 
-    loop: Loop
-
-    @classmethod
-    def of_loop(
-        cls, loop: Loop, anatomy: Anatomy, client: str, assumed: frozenset[Capability]
-    ) -> LoopRun:
-        """Return the run of a loop.
-
-        Args:
-            loop: The loop.
-            anatomy: The parts of the loop's model.
-            client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
-            assumed: The capabilities of the adversary.
-
-        Raises:
-            ValueError: Defences act in the loop, and its optimizer is a DP optimizer of another
-                library.
-        """
-        rank, processes = rank_and_world_size()
-        under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
-        dp_optimizers = core.declared(loop.optimizers, under_ddp=under_ddp)
-        if dp_optimizers and loop.release is not None:
-            raise ValueError(
-                f"{dp_optimizers[0].name} computes its gradient from per-example ones, and so "
-                "discards what the defenses do to gradients: use one of the two"
-            )
-        defenses = dp_optimizers if loop.release is None else loop.release.defenses
-        zero = loop.zero
-        return cls(
-            anatomy=anatomy,
-            client=client,
-            assumed=assumed,
-            loop=loop,
-            device=anatomy.device,
-            precision=loop.precision or precision_of(None, anatomy.model),
-            rank=rank,
-            processes=processes,
-            tokenizers=[loop.tokenizer],
-            watched=loop.watched,
-            defenses=defenses,
-            under_ddp=under_ddp,
-            separates_stages=bool(defenses),
-            shows_progress=rank == 0,
-            gradient_of=cls.gradient_of if zero is None else zero.gradient_of,
-            casts={} if zero is None else zero.policies,
-        )
+    def __init__(
+        self,
+        loop: Loop,
+        watcher: str,
+        anatomy: Anatomy,
+        client: str,
+        assumed: frozenset[Capability],
+    ) -> None:
+        super().__init__(anatomy, client, assumed)
+        self.loop, self.watcher = loop, watcher
+        self.rank, self.processes = rank_and_world_size()
+        self.shows_progress = self.rank == 0
+        self.optimizers = loop.inner_optimizers
+        self.under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
+        self.defenses = core.declared(loop.optimizers, under_ddp=self.under_ddp)
+        if (release := loop.release) is not None:
+            if self.defenses:
+                raise ValueError(
+                    f"{self.defenses[0].name} computes its gradient from per-example ones, and so "
+                    "discards what the defenses do to gradients: use one of the two"
+                )
+            self.release, self.defenses = release, release.defenses
+        self.separates_stages = bool(self.defenses)
+        self.precision = precision_of(None, anatomy.model)
+        self.training_loader, self.utility = loop.loader, loop.utility
+        vars(self).update(loop.facts)
+        if (zero := loop.zero) is not None:
+            self.gradient_of, self.casts = zero.gradient_of, zero.policies
 
     def watch_release(
         self, stage_reached: core.StageReached, before_defense: core.BeforeDefense
     ) -> list[Callable[[], None]]:
-        """Make the release call the functions at its stages; see :class:`Run`."""
-        if (release := self.loop.release) is None:
-            return super().watch_release(stage_reached, before_defense)
-        return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
+        """Call the functions at the stages; see :class:`Run`.
 
-    temperature = property(attrgetter("loop.temperature"), doc="Divisor of logits in the loss.")
-    rollouts = property(attrgetter("loop.rollouts"), doc="Completions of an RL's prompts, or None.")
-    optimizers = property(attrgetter("loop.inner_optimizers"), doc="Optimizers, unwrapped.")
-    step = property(attrgetter("loop.steps"), doc="Optimizer steps so far, skipped ones included.")
-    training_loader = property(attrgetter("loop.loader"), doc="Loader of the training data.")
-    epochs = property(attrgetter("loop.epochs"), doc="Planned number of epochs, if known.")
-    planned_steps = property(attrgetter("loop.planned_steps"), doc="Planned steps, if known.")
+        A loop that announces its gradients does that before its own step. With defences or ZeRO
+        this would be too early, and a hook on the optimizer's step is used.
+        """
+        loop = self.loop
+        if not loop.announces_gradients or self.defenses or loop.zero:
+            return super().watch_release(stage_reached, before_defense)
+        loop.stage_reached = stage_reached
+        return [partial(setattr, loop, "stage_reached", None)]
 
     @property
     def is_sharded(self) -> bool:
@@ -194,7 +169,7 @@ class LoopRun(core.Run):
         return self.loop.zero is not None or super().is_sharded
 
     @property
-    def progress(self) -> tuple[int, float] | None:
+    def progress(self) -> tuple[int, float] | None:  # type: ignore[override]
         """Return the epoch, from 0, and the processed fraction of its batches; None if unknown."""
         try:
             length = len(self.loop.loader)
@@ -202,17 +177,6 @@ class LoopRun(core.Run):
             return None
         epoch, batch = divmod(max(0, self.loop.batches - 1), max(1, length))
         return epoch, (batch + 1) / max(1, length)
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the scale of the loop's GradScaler; 1 without one."""
-        scaler = self.loop.scaler
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
-    @property
-    def is_compiled(self) -> bool:
-        """Return whether the model is compiled. Hooks on it would make torch compile it again."""
-        return is_compiled(self.loop.model)
 
     def check_first_forward(self) -> Callable[[], None]:
         """Check in the first forward pass with gradients that autocast matches ``precision``.
@@ -234,32 +198,6 @@ class LoopRun(core.Run):
 
         handle = self.anatomy.embedding.register_forward_pre_hook(Hook(check))
         return handle.remove
-
-    def broadcast(self, value: T) -> T:
-        """Return the first process's value on every process."""
-        values = [value]
-        if self.processes > 1:
-            distributed.broadcast_object_list(values, device=self.device)
-        return values[0]
-
-    def summed(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over processes."""
-        if self.processes > 1:
-            value = value.clone()
-            distributed.all_reduce(value)
-        return value
-
-    def on_any_process(self, value: bool) -> bool:
-        """Return whether the value is true on at least one process."""
-        return bool(self.summed(torch.tensor(int(value), device=self.device)))
-
-    def fit_copy(self, model: nn.Module, rows: Any) -> None:
-        """Train a copy of the model on other rows, by ``loop.fit_copy``; see :class:`Run`."""
-        (self.loop.fit_copy or super().fit_copy)(model, rows)
-
-    def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
-        """Return the user's metrics of these names logged so far; all of them for None."""
-        return core.chosen_metrics(self.loop.utility, names)
 
 
 def check_autocast(

@@ -9,9 +9,8 @@ logged metrics, may stop the run. ``engine.fit`` is the engine's state of the cu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from os import PathLike
@@ -215,26 +214,6 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.end()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TransformersRun(loop.LoopRun):
-    """One run of a Trainer, as the engine reads it."""
-
-    watcher: ClassVar[str] = "LeakageCallback"
-
-    def watch_release(
-        self, stage_reached: core.StageReached, before_defense: core.BeforeDefense
-    ) -> list[Callable[[], None]]:
-        """Call ``stage_reached`` when gradients are ready for the optimizer; see :class:`Run`.
-
-        The Trainer's event before a step is used for that. With defences or ZeRO it would be too
-        early, and a hook on the optimizer's step is used.
-        """
-        if self.defenses or self.loop.zero:
-            return super().watch_release(stage_reached, before_defense)
-        self.loop.stage_reached = stage_reached
-        return [partial(setattr, self.loop, "stage_reached", None)]
-
-
 class _TransformersWatch(Watch):
     """Watches a Trainer's run. :class:`LeakageCallback` calls its methods.
 
@@ -248,7 +227,7 @@ class _TransformersWatch(Watch):
         has_optimizer: Whether the Trainer had an optimizer before ``train`` was called.
     """
 
-    run: ClassVar[type[loop.LoopRun]] = _TransformersRun
+    watcher: ClassVar[str] = "LeakageCallback"
     # Parts of a gate's message when it stops the run: the call that resumes from the checkpoint at
     # {}, and what to change so that less leaks.
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
@@ -274,24 +253,28 @@ class _TransformersWatch(Watch):
         self._unlogged, self._is_ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
-        zero = ZeROStep.of_engine(model, self.run.watcher)
+        zero = ZeROStep.of_engine(model, self.watcher)
         # FSDP2 and ZeRO cast by their own policies, not by autocast.
         casts_itself = getattr(accelerator, "is_fsdp2", False) or zero is not None
+        mixed = None if casts_itself else accelerator.mixed_precision
         self.loop = loop.Loop(
             model,
             [loop.unwrapped(trainer.optimizer) if zero is None else zero],
             loader,
-            loop.precision_of(None if casts_itself else accelerator.mixed_precision, model),
-            getattr(accelerator, "scaler", None),
-            self.settings.tokenizer or trainer.processing_class,
-            int(trainer.state.num_train_epochs),
-            trainer.state.max_steps if trainer.state.max_steps > 0 else None,
+            {
+                "precision": loop.precision_of(mixed, model),
+                "scaler": getattr(accelerator, "scaler", None),
+                "tokenizers": [self.settings.tokenizer or trainer.processing_class],
+                "epochs": int(trainer.state.num_train_epochs),
+                "planned_steps": trainer.state.max_steps if trainer.state.max_steps > 0 else None,
+                "watched": tuple(filter(None, [self._best_metric()])),
+                "temperature": float(getattr(args, "temperature", None) or 1.0),  # GRPO and RLOO
+                "rollouts": Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
+                "fit_copy": self._fit_copy,
+            },
             steps=steps,
-            watched=tuple(filter(None, [self._best_metric()])),
+            announces_gradients=True,
             zero=zero,
-            temperature=float(getattr(args, "temperature", None) or 1.0),  # of GRPO and RLOO
-            fit_copy=self._fit_copy,
-            rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             # Count the batches that the resumed run has processed already.
@@ -315,7 +298,7 @@ class _TransformersWatch(Watch):
             raise ValueError(
                 f"metric_for_best_model='{best}' needs greater_is_better=False, and a metric that "
                 f"is logged ({core.CHOOSE}: with gates=[Threshold('leakage/combined/auc', ...)])."
-                f"{core.names_there_are(best, available, self.run.watcher)}"
+                f"{core.names_there_are(best, available, self.watcher)}"
             )
 
     def _fit_copy(self, model: nn.Module, rows: Any) -> None:
@@ -413,13 +396,13 @@ class _TransformersWatch(Watch):
     @property
     def _shares_in_step(self) -> bool:
         """Whether the shared gradient is made inside the step (DP optimizers, DeepSpeed ZeRO)."""
-        return bool(self._run.defenses or self.loop.zero) and self.loop.release is None
+        return bool(self.run.defenses or self.loop.zero) and self.loop.release is None
 
     @core.contained
     @torch.no_grad()
     def _show_gradients(self) -> None:
         """Unscale the gradients, and tell the engine that they are ready, if a look is due."""
-        scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
+        scaler, (optimizer,) = self.run.scaler, self.loop.optimizers
         if self._look is None:
             return  # checked first, because reading found_inf waits for the device
         if scaler is not None and scaler.is_enabled():

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_state import is_compiled
 from lightning_fedleak.model.snapshots import shaped
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.report.watched import Reported
@@ -113,7 +114,8 @@ class Watch(Reported):
 
     engine: core.Engine
     _earlier_utility: dict[str, float]  # the user's metrics when they were logged last
-    run: ClassVar[type[LoopRun]] = LoopRun
+    run: LoopRun  # the newest run, from `__enter__` on
+    watcher: ClassVar[str] = "Watch"  # the class of the user, for messages
     # Parts of a gate's message when it stops the run: the call that resumes from a checkpoint (the
     # package has none for a loop), and what to change so that less leaks.
     resume: ClassVar[str] = ""
@@ -143,10 +145,11 @@ class Watch(Reported):
         self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
-        zero = ZeROStep.of_engine(model, self.run.watcher)
+        zero = ZeROStep.of_engine(model, self.watcher)
         optimizers = torch_optimizers(optimizer) if zero is None else [zero]
-        self.loop = Loop(model, optimizers, loader, settings.precision, zero=zero)
-        self.loop.scaler, self.loop.tokenizer = settings.scaler, settings.tokenizer
+        facts: dict[str, Any] = {"scaler": settings.scaler, "tokenizers": [settings.tokenizer]}
+        facts |= {"precision": settings.precision} if settings.precision else {}
+        self.loop = Loop(model, optimizers, loader, facts, zero=zero)
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -204,7 +207,7 @@ class Watch(Reported):
         """
         if not self._on_weights:
             raise ValueError(
-                f"{self.engine.run.watcher}.choose needs a gate on the trained weights, such as "
+                f"{self.watcher}.choose needs a gate on the trained weights, such as "
                 "Threshold('leakage/combined/auc', ...)"
             )
         chosen = max(gate.choice(loss) for gate in self._on_weights)
@@ -242,10 +245,10 @@ class Watch(Reported):
         client = settings.client or ("world" if shards else default)
         if shards and client == "rank":
             raise ValueError(
-                f"{self.run.watcher}: {shards} reduces gradients over all processes before any can "
+                f"{self.watcher}: {shards} reduces gradients over all processes before any can "
                 "be read, so a single process is not a client: pass client='world'"
             )
-        self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
+        self.run = run = LoopRun(loop, self.watcher, anatomy, client, engine.assume)
         engine.reset()
         # `_stepped`: an optimizer has stepped in the current batch. `_backward`: a backward pass
         # has run in it. `_pending`: gradients of earlier batches wait for an optimizer step.
@@ -326,11 +329,11 @@ class Watch(Reported):
         Raises:
             ValueError: The model cannot be watched.
         """
-        check_whole(self.loop.inner_model, self.run.watcher, wrappers, takes_fsdp2=True)
+        check_whole(self.loop.inner_model, self.watcher, wrappers, takes_fsdp2=True)
 
     def _check_gates(self) -> None:
         """Raise an error for a gate whose metric is not logged, or two gates with one name."""
-        logged, watcher = self.engine.metric_names(), self.run.watcher
+        logged, watcher = self.engine.metric_names(), self.watcher
         names = [gate.name for gate in self.gates]
         for gate in self.gates:
             if gate.metric not in logged:
@@ -407,8 +410,8 @@ class Watch(Reported):
         """Log new metrics, and start a look if one is due."""
         self._log_utility()
         self.engine.batch_begins(batch)
-        if self.loop.batches == self._n_earlier_batches and not self._run.is_compiled:
-            self._removers.append(self._run.check_first_forward())
+        if self.loop.batches == self._n_earlier_batches and not is_compiled(self.loop.model):
+            self._removers.append(self.run.check_first_forward())
         self.loop.batches += 1
         self._stepped = self._backward = False
 

@@ -160,7 +160,7 @@ def test_a_callable_that_raises_ends_the_run_and_leaves_nothing(tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError, match="0"):
             fit([gate, monitor], tmp_path)
-    assert not monitor.engine._after_look
+    assert not monitor.engine.listeners
 
 
 @pytest.mark.parametrize("action", ["stop", "raise"])

@@ -1,7 +1,6 @@
 """Membership games and inversion beside defences; where games can be played and go on."""
 
 import math
-from dataclasses import replace
 
 import lightning.pytorch as L
 import pytest
@@ -252,13 +251,14 @@ def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_pa
     assert all(line["metrics"]["token_accuracy"]["value"] == 1 for line in lines)
 
 
-def opened(*attacks, stages=("shared",), **processes):
+def opened(*attacks, stages=("shared",), client="rank"):
     """An engine whose channels are opened on a run of several processes."""
     model = tiny_gpt2()
     loop = Loop(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-    run = LoopRun.of_loop(loop, find_anatomy(model), "rank", frozenset())
+    run = LoopRun(loop, "Watch", find_anatomy(model), client, frozenset())
+    run.processes = 2
     engine = Engine(selected(attacks), Options(stages=known_stages(stages)))
-    engine.open(replace(run, processes=2, **processes))
+    engine.open(run)
 
 
 def test_each_rank_of_ddp_may_be_a_client_and_nothing_else():

@@ -68,9 +68,8 @@ THIN = {
     # Hand over what the user's loop calls, and have no more than a line of their own.
     *("Watch.step", "Watch.batch_begins", "Watch.batch_ends", "Watch._backward_begins"),
     *("Watch.optimizer_steps", "Watch.end", "Watch.close"),
-    *("StepEngine.optimizer_steps", "Engine.batch_ends", "Engine._conclude"),
+    *("Engine.batch_ends", "Engine._conclude"),
     *("Engine.look_at_end", "Engine.training_ends", "Engine.metrics_changed", "Engine.close"),
-    "Engine._forget_listeners",
     # Catch what is raised below them.
     *("contained.<locals>.run", "raised_when_read.<locals>.run"),
     "Place.on_states.<locals>.hook",

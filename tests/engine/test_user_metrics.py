@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from lightning_fedleak.engine import chosen_metrics
 from lightning_fedleak.engine.log import UserMetrics
 
@@ -37,12 +39,17 @@ def test_all_that_a_run_logs_is_its_utility_but_times_rates_and_what_we_log() ->
 
 
 def test_a_value_is_new_where_it_was_measured_and_not_where_it_is_read() -> None:
-    metrics, measured = UserMetrics(), {"val_loss": 3.0, "train_loss": 2.0}
-    assert metrics.changed(measured, 10, sparse=True) == measured
-    assert metrics.changed(measured, 20) == {}
+    metrics, measured = UserMetrics(None), {"val_loss": 3.0, "train_loss": 2.0}
+
+    def changed(utility: dict[str, float], step: int, **options: bool) -> dict[str, float]:
+        return metrics.changed(SimpleNamespace(utility=utility, step=step), **options)  # type: ignore[arg-type]
+
+    assert changed(measured, 10, sparse=True) == measured
+    assert changed(measured, 20) == {}
     earlier = measured | {"train_loss": 1.5}
-    assert metrics.changed(earlier, 30, sparse=True) == {}, "a training metric waits"
-    assert metrics.changed(earlier, 70, sparse=True) == {}, "it is not of step 70"
-    assert metrics.changed(earlier, 71) == {}
+    assert changed(earlier, 30, sparse=True) == {}, "a training metric waits"
+    assert changed(earlier, 70, sparse=True) == {}, "it is not of step 70"
+    assert changed(earlier, 71) == {}
     metrics.measured(["val_loss"])
-    assert metrics.changed(earlier, 80) == {"val_loss": 3.0}, "measured again, the same number"
+    assert changed(earlier, 80, validation=False) == {}, "a validation's is not asked for"
+    assert changed(earlier, 80) == {"val_loss": 3.0}, "measured again, the same number"

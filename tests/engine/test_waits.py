@@ -27,7 +27,6 @@ from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine import lineup, scheduler
 from lightning_fedleak.engine.fit import Fit
-from lightning_fedleak.engine.run import Look
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.helpers.lightning_modules import random_token_loader
@@ -271,11 +270,8 @@ def test_no_attack_is_dropped_for_its_seconds_under_an_account(accounted: bool) 
         accounting=[object()] if accounted else [],
         lineup=SimpleNamespace(leave_out_slow=dropped.append),
         run=SimpleNamespace(longest={"words": 99.0}),
-        tap=SimpleNamespace(end=None),
-        channels=(),
-        each=lambda *functions: None,
     )
-    Fit.end_look(fit, Look(0))
+    Fit._leave_out_slow(fit)
     assert dropped == ([] if accounted else [{"words": 99.0}])
 
 

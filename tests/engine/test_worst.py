@@ -112,7 +112,7 @@ def look(
             channel_of=lambda name: channel,
             judge=lambda name, value, at_most: Judgement(value),
         ),
-        fit=SimpleNamespace(lineup=SimpleNamespace(plans=[])),
+        current=SimpleNamespace(lineup=SimpleNamespace(plans=[])),
         series={},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),

@@ -267,13 +267,13 @@ def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
         out = OutgoingUpdates(
             observer(tmp_path / str(len(gates)), net, [Probe(k=14)], max_overhead=0.5), gates
         )
-        result = out.observer.look
+        result = out.observer.measure
 
         def dear(*args, **more):  # of 3 seconds in a round of one
             observed.append(out.observer.round_)
             return replace(result(*args, **more), seconds=3.0)
 
-        out.observer.look = dear
+        out.observer.measure = dear
         for round_ in range(14):
             sent, data = trained_state(net), batches(round_)
             returned = train(net, data)

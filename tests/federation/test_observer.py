@@ -217,8 +217,7 @@ def test_the_board_of_a_client_ends_at_what_its_rounds_have_spent(tmp_path):
         rounds.begin(round_, trained_state(net))
         account.epsilon = 1.0 + round_
         if round_ == 0:
-            look = rounds.look(train(net, data), 0, batches=data, logged=False)
-            rounds.log(look, defenses=[account])
+            rounds.measure(train(net, data), 0, batches=data).log(defenses=[account])
     rounds.end()
     events = EventAccumulator(str(tmp_path / "tensorboard" / "client_0"))
     events.Reload()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import Options, Run, family_of
@@ -22,20 +18,6 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.model.taps import Step
 from lightning_fedleak.model.taps.rounds import plain_call
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByHand(Run):
-    """A run that trains nothing: only its model and its optimizers are there."""
-
-    stepping: Sequence[Optimizer] = field(default_factory=list)
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        return self.stepping
-
-    def forward_context(self) -> Any:
-        return nullcontext()
 
 
 def make_step(model: nn.Module, ids: Tensor, labels: Tensor | None = None) -> Step:
@@ -58,14 +40,8 @@ def open_channel(attack: Attack, model: nn.Module, **options: Any) -> Channel:
     """Return the channel of an attack, opened and calibrated on a model that nobody trains."""
     anatomy = find_anatomy(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    run = ByHand(
-        anatomy=anatomy,
-        client="rank",
-        assumed=frozenset(),
-        device=torch.device("cpu"),
-        precision="32-true",
-        stepping=[torch.optim.SGD(trained, 0.1)],
-    )
+    run = Run(anatomy, "rank", frozenset())
+    run.optimizers = [torch.optim.SGD(trained, 0.1)]
     channel = family_of(attack)([attack], Options(**options))
     channel.open(run)
     channel.plans = (plan_of(channel, attack),)

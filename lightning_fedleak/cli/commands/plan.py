@@ -17,7 +17,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import ClassVar
 
 import torch
 from lightning_utilities.core import rank_zero
@@ -37,7 +36,6 @@ from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.progress import measure_seconds, operations_per_second, peak_bytes
 from lightning_fedleak.trainers import Watch
-from lightning_fedleak.trainers.loop import LoopRun
 
 RANKS = 8
 """Number of processes of the sharded trainings in the table."""
@@ -319,12 +317,6 @@ def print_prices(
     )
 
 
-class _PlannedRun(LoopRun):
-    """A run whose messages name LeakageMonitor, as in a training with Lightning."""
-
-    watcher: ClassVar[str] = "LeakageMonitor"
-
-
 def show_attacks(anatomy: Anatomy) -> None:
     """Calibrate the attacks that a run on this model would choose, and log their costs."""
     # A run logs its plan before its first step; no other line is shown.
@@ -344,9 +336,9 @@ def _attack_plan(anatomy: Anatomy, logged: Callable[[logging.LogRecord], bool]) 
     settings = WatchSettings(tensorboard=False, report=False)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         watch = Watch(anatomy.model, optimizer, folder=folder, settings=settings)
-        watch.run = _PlannedRun  # type: ignore[misc]
+        # Messages name it, as in a training with Lightning.
+        watch.watcher = "LeakageMonitor"  # type: ignore[misc]
         rank_zero.log.addFilter(logged)
         stack.callback(rank_zero.log.removeFilter, logged)
         stack.enter_context(watch)
-        assert watch.engine.fit is not None
-        yield watch.engine.fit.lineup
+        yield watch.engine.current.lineup

@@ -33,7 +33,6 @@ from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics import Counts, Rate, precision_recall_f1, word_counts
 from lightning_fedleak.evaluation.metrics.clustered import naming_p_value
 from lightning_fedleak.evaluation.metrics.rates import type_mask
-from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import leaf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
@@ -133,8 +132,8 @@ class WordsChannel(Channel):
         self._n_types = min(distinct, default=self._size)
         counts = [len(t) - n for t, n in zip(self._twins.values(), distinct, strict=True)]
         if counts:
-            rank_zero_info(
-                f"{run.watcher}: {max(counts)} tokens have the embedding of another one, which is "
+            run.say(
+                f"{max(counts)} tokens have the embedding of another one, which is "
                 "not trained: a word counts as found where one of its twins is named"
             )
 

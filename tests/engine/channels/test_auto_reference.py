@@ -10,7 +10,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -448,14 +447,9 @@ def test_under_dp_it_is_refused(accepted: bool, tmp_path: Path) -> None:
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
-    made = TrainerRun.of_trainer
-
-    def of_two(*arguments: Any) -> TrainerRun:
-        return replace(made(*arguments), processes=2)
-
     watching = monitor(tmp_path, BOTH, auto())
     with (
-        mock.patch.object(TrainerRun, "of_trainer", of_two),
+        mock.patch.object(TrainerRun, "processes", 2),
         pytest.raises(ValueError, match="in one process and without"),
     ):
         fit([watching], data=halved())

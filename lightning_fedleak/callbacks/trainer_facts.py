@@ -60,6 +60,7 @@ class TrainerRun(engine.Run):
     step = property(attrgetter("trainer.global_step"), doc="Optimizer steps, as it counts them.")
     training_loader = property(attrgetter("trainer.train_dataloader"), doc="As it is prepared.")
     utility = property(attrgetter("trainer.callback_metrics"))
+    epochs = property(lambda run: n if (n := run.trainer.max_epochs or -1) >= 0 else None)
     optimizers = property(lambda run: [*map(real_optimizer, run.trainer.optimizers)])
 
     def __init__(
@@ -83,7 +84,6 @@ class TrainerRun(engine.Run):
             self.clip_value = _clip_value(trainer)
         self.precision = str(trainer.precision)
         self.scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.epochs = None if (trainer.max_epochs or -1) < 0 else trainer.max_epochs
         holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
         self.tokenizers = [getattr(holder, "tokenizer", None) for holder in holders]
         # The metrics that EarlyStopping and ModelCheckpoint act on.

@@ -140,8 +140,15 @@ class Run:
     def altered(self, **facts: Any) -> Self:
         """Return a copy of this run in which some facts are others."""
         run = copy(self)
-        vars(run).update(facts)
+        run.set_facts(facts)
         return run
+
+    def set_facts(self, facts: Mapping[str, Any]) -> None:
+        """Set facts by their names; one that a host reads from its training loop is refused."""
+        for name, value in facts.items():
+            if not hasattr(self, name):
+                raise AttributeError(f"a run has no fact '{name}'")
+            setattr(self, name, value)
 
     @contextmanager
     def timed(self, attack: str) -> Iterator[None]:
@@ -230,6 +237,8 @@ class Run:
 
     def on_any_process(self, value: bool) -> bool:
         """Return whether the value is true on at least one process."""
+        if self.processes == 1:
+            return value
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
 
     def reduced(self, role: str, gradient: Tensor) -> Tensor:

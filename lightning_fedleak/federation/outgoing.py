@@ -283,8 +283,9 @@ class OutgoingUpdates:
                 )
             if problem:
                 raise ValueError(problem)
-            # The engine records these when the first round begins.
-            observer.engine.subscribe(facts=gate.facts)
+            # The engine records these when the first round begins. A client may come here often.
+            if gate.facts not in observer.engine.gates:
+                observer.engine.subscribe(facts=gate.facts)
 
     # ---- a round ----------------------------------------------------------------------------
 

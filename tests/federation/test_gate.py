@@ -156,6 +156,21 @@ def test_the_decision_is_in_the_logs(tmp_path):
     assert [(d.gate, d.did, d.client) for d in run.decisions] == [("g", "warn", 0)]
 
 
+def test_a_gate_counts_once_however_often_and_late_it_is_passed(tmp_path):
+    watched, first, late = (
+        observer(tmp_path, model(), [Probe(k=14)]),
+        *(RoundGate(WORST, limit, action="warn", name=f"{limit}") for limit in (0.7, 0.9)),
+    )
+    list(rounds(OutgoingUpdates(watched, [first])))
+    for _ in range(3):
+        again = OutgoingUpdates(watched, [first, late])
+    assert [gate.at_most for gate in watched.engine.gates] == [0.7, 0.9]
+    with announced("warns"):
+        list(rounds(again, n=2))
+    [engine] = watched._clients.values()
+    assert engine.current.controls.needs == {"words": 0.9}
+
+
 def test_a_client_may_fail_instead(tmp_path):
     out = client(tmp_path, RoundGate(F1, at_most=0.2, action="raise"))
     with pytest.raises(LeakageLimitExceeded, match=r"probe/f1 = 0\.\d+"):

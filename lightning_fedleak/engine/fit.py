@@ -449,20 +449,15 @@ class Fit:
         Returns:
             The look and its outcomes, which are None if nothing was shared; None without a look.
         """
-        look = self.look
-        try:
-            stepped = self.scheduler.batch_ends(trained)
-            if look is None:
-                return None
-            self._take_batch(look, trained)
-            if not stepped:
-                return None
-            if self._is_before_look:
-                self._check_first_look(look)
-            return look, self._score(look)
-        except Exception:
-            self.end_look()
-            raise
+        stepped, look = self.scheduler.batch_ends(trained), self.look
+        if look is None:
+            return None
+        self._take_batch(look, trained)
+        if not stepped:
+            return None
+        if self._is_before_look:
+            self._check_first_look(look)
+        return look, self._score(look)
 
     @contained
     def _take_batch(self, look: Look, trained: bool) -> None:

@@ -336,11 +336,7 @@ class Engine:
 
     @contained
     def batch_begins(self, batch: Any) -> None:
-        """Start a look if one is due, and read the batch before any defence acts.
-
-        Raises:
-            BatchError: The first batch cannot be read; an adapter's own error is raised as it is.
-        """
+        """Start a look if one is due, and read the batch; see :meth:`Fit.batch_begins`."""
         if self.weights is not None:
             self.weights.batch_begins(batch)
         fit = self.current
@@ -378,8 +374,7 @@ class Engine:
         """Add the outcomes of a look to the results, and write them to all destinations."""
         fit = self.current
         utility = self._metrics.changed(fit.run, validation=False)
-        spent = record.privacy_values(fit.accounting)
-        shared = bool(fit.lineup.trained)
+        spent, shared = record.privacy_values(fit.accounting), bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
         fit.run.publish(self.results.latest)
         self._has_news = True

@@ -521,9 +521,7 @@ class Fit:
     def end_look(self) -> None:
         """End the current look, also one that failed: taps rest, and channels free what it used."""
         look, self.look = self.look, None
-        if look is None:
-            return
-        disarming = (partial(channel.disarm, look) for channel in self.channels)
+        disarming = (partial(channel.disarm, look) for channel in self.channels if look is not None)
         self.each(self.tap.end, *disarming, self.tap.end)  # again, if the first call failed
 
 

@@ -449,20 +449,15 @@ class Fit:
         Returns:
             The look and its outcomes, which are None if nothing was shared; None without a look.
         """
-        look = self.look
-        try:
-            stepped = self.scheduler.batch_ends(trained)
-            if look is None:
-                return None
-            self._take_batch(look, trained)
-            if not stepped:
-                return None
-            if self._is_before_look:
-                self._check_first_look(look)
-            return look, self._score(look)
-        except Exception:
-            self.end_look()
-            raise
+        stepped, look = self.scheduler.batch_ends(trained), self.look
+        if look is None:
+            return None
+        self._take_batch(look, trained)
+        if not stepped:
+            return None
+        if self._is_before_look:
+            self._check_first_look(look)
+        return look, self._score(look)
 
     @contained
     def _take_batch(self, look: Look, trained: bool) -> None:
@@ -526,9 +521,7 @@ class Fit:
     def end_look(self) -> None:
         """End the current look, also one that failed: taps rest, and channels free what it used."""
         look, self.look = self.look, None
-        if look is None:
-            return
-        disarming = (partial(channel.disarm, look) for channel in self.channels)
+        disarming = (partial(channel.disarm, look) for channel in self.channels if look is not None)
         self.each(self.tap.end, *disarming, self.tap.end)  # again, if the first call failed
 
 

@@ -336,11 +336,7 @@ class Engine:
 
     @contained
     def batch_begins(self, batch: Any) -> None:
-        """Start a look if one is due, and read the batch before any defence acts.
-
-        Raises:
-            BatchError: The first batch cannot be read; an adapter's own error is raised as it is.
-        """
+        """Start a look if one is due, and read the batch; see :meth:`Fit.batch_begins`."""
         if self.weights is not None:
             self.weights.batch_begins(batch)
         fit = self.current
@@ -354,11 +350,15 @@ class Engine:
         self.current.optimizer_steps(optimizer)
 
     @contained
-    def _end_batch(self, *, trained: bool) -> None:
-        """Score and publish the look that ends with this batch, if any."""
+    def _end_batch(self, *, trained: bool) -> bool:
+        """Score and publish the look that ends with this batch, if any.
+
+        Returns:
+            True; None after an error, by :func:`contained`. The caller then ends the look.
+        """
         fit = self.current
         if (ended := fit.batch_ends(trained=trained)) is None:
-            return
+            return True
         look, outcomes = ended
         if fit.run.step == look.step:
             raise Refusal(RuntimeError(fit.run.uncounted_step))
@@ -368,13 +368,13 @@ class Engine:
             fit.scheduler.waiting, fit.failure = self.results.waiting, None
         elif look.scope is None:
             fit.scheduler.cadence.next_step = fit.run.step
+        return True
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         """Add the outcomes of a look to the results, and write them to all destinations."""
         fit = self.current
         utility = self._metrics.changed(fit.run, validation=False)
-        spent = record.privacy_values(fit.accounting)
-        shared = bool(fit.lineup.trained)
+        spent, shared = record.privacy_values(fit.accounting), bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
         fit.run.publish(self.results.latest)
         self._has_news = True
@@ -417,7 +417,8 @@ class Engine:
             trained: Whether a gradient was computed for the batch.
         """
         earlier = None if self.fit is None else self.fit.failure
-        self._end_batch(trained=trained)
+        if not self._end_batch(trained=trained) and self.fit is not None:
+            self.fit.end_look()
         self._conclude(earlier)
         fit = self.fit
         if self.weights is not None and fit is not None:

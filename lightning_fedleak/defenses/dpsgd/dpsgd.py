@@ -250,7 +250,7 @@ class DPSGD(base.Defense):
             if self._quantile is not None:
                 self._quantile.check_clients(context.clients)
             setup_checks.check_trainer(context)
-            setup_checks.check_model(context.root, self.clip.form)
+            setup_checks.check_model(context.root)
             setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
         trusted = self.clip.loss == "trusted"
@@ -402,7 +402,6 @@ class DPSGD(base.Defense):
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
             clipped = step.checked_sum(parameters, context)
-        clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
         is_complete = not checking or clipped.check_complete(parameters, context, team)
         with team.together():

@@ -22,12 +22,16 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, Quan
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
-from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
+from lightning_fedleak.defenses.dpsgd.settings import (
+    Audit,
+    ClipSettings,
+    ReleaseSettings,
+    Unit,
+    Users,
+)
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
 from lightning_fedleak.messages import rank_zero_info
-
-CHECK_EVERY = 160  # batches between probes (test steps) of `check=True`: about 4% more time
 
 
 class DPSGD(base.Defense):
@@ -68,9 +72,8 @@ class DPSGD(base.Defense):
             :class:`ReleaseSettings`.
         seed: For tests only. Noise and sampling are derived from it, so epsilon is infinite. A
             resume from a checkpoint without this defence's state ignores it.
-        check: Whether to audit this training with planted gradients (see :attr:`verdict`): before
-            every 160th batch, or every n-th if an int is passed. A probe takes about as long as
-            six steps.
+        check: What tries to refute this training while it runs, such as
+            :class:`~lightning_fedleak.PlantedGradients` (see :attr:`verdict`); None for nothing.
 
     Attributes:
         releases: The number of releases so far.
@@ -102,7 +105,7 @@ class DPSGD(base.Defense):
         clip: ClipSettings | None = None,
         release: ReleaseSettings | None = None,
         seed: int | None = None,
-        check: bool | int = False,
+        check: Audit | None = None,
     ) -> None:
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
@@ -134,12 +137,12 @@ class DPSGD(base.Defense):
         self._clip, self._quantile = Clip(norm, gamma, clip.form), quantile
         # The gradients' noise multiplier over the account's, which covers the quantile's count too.
         self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
-        self._opened_ledger, self._is_single_process = False, True
+        self._opened_ledger = False
         self._sampling: Sampling | None = None  # set by `on_dataloader`
         self._team = Team()  # the processes of this client
         self._step: WatchedStep | None = None  # set by `before_setup`
-        self._check_every = CHECK_EVERY if check is True else int(check)
-        self._audit: Any = None  # the audit of the last fit by `check`
+        self.check = check
+        self._audit: Any = None  # of the last fit, by `check`
         self._later_defenses: list[str] = []
         self._has_activation_noise = False  # which draws secret numbers itself
 
@@ -179,13 +182,8 @@ class DPSGD(base.Defense):
 
     @property
     def finding(self) -> str | None:
-        """Return the verdict in one line, for the record of the fit; None without ``check``.
-
-        It is unknown with several processes, because none of them has the results of all probes.
-        """
-        if self._audit is None or self._is_single_process:
-            return None if self._audit is None else str(self.verdict.in_short)
-        return "unknown: several processes trained, and none has the results of all probes"
+        """Return the verdict in one line, for the record of the fit; None without ``check``."""
+        return None if self._audit is None else str(self._audit.finding)
 
     @property
     def privacy(self) -> base.Privacy:
@@ -216,7 +214,7 @@ class DPSGD(base.Defense):
         if quantile is not None:
             values |= {f"clip_{name}": value for name, value in vars(quantile).items()}
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
-        values |= {"check": self._check_every} if self._check_every else {}
+        values |= {} if self.check is None else {"check": self.check.every_n_steps}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def curve(self) -> base.Curve:
@@ -319,8 +317,10 @@ class DPSGD(base.Defense):
             reshard(context.root)
             self._step.sampling = self._sampling
             self._step.adopt(context)
-            if self._check_every:
-                self._begin_check(context, self._sampling)
+            if self.check is not None:
+                save = functools.partial(self._step.save, self, self._budget)
+                self._audit = self.check.begin(self, context, self._sampling, save)
+                self._step.audited = True
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)
@@ -527,34 +527,6 @@ class DPSGD(base.Defense):
             self._audit.close()
             rank_zero_info(f"DPSGD(check): {self.verdict}")
         self._remove_hooks()
-
-    def _begin_check(self, context: base.DefenseContext, sampling: Sampling) -> None:
-        """Start the audit of this fit with planted gradients."""
-        from lightning_fedleak.evaluation.auditing import PrivacyClaim
-        from lightning_fedleak.evaluation.auditing.own_training import OwnTrainingCheck
-
-        if sampling.rate == 1:
-            raise base.DefenseError(
-                "DPSGD: check needs a smaller batch_size, because each batch holds all examples"
-            )
-        norm, privacy = self._clip.norm, self.privacy
-        claim = PrivacyClaim(
-            noise_multiplier=self.noise_std(context) * sampling.expected / norm,
-            max_grad_norm=norm,
-            sample_rate=sampling.rate,
-            divisor=sampling.expected,
-            delta=privacy.delta,
-            epsilon=lambda: self.privacy.epsilon,
-        )
-        save = functools.partial(self._fit_step.save, self, self._budget)
-        self._audit = OwnTrainingCheck(
-            *(context.root, context.host, sampling.loader.batch_sampler, claim, save),
-            self._check_every,
-        )
-        self._is_single_process = context.clients == context.processes == 1
-        self._fit_step.audited = True
-        if self._team.size > 1:
-            self._audit.give_up("probes are not supported if several processes form one client")
 
     def _run_uncounted(
         self,

@@ -14,13 +14,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.defenses import DPSGD, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import check_integer
+from lightning_fedleak.defenses.dpsgd.poisson import Sampling
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing.private_training import Gradients, PrivateTrainingCheck
 from lightning_fedleak.evaluation.auditing.training_checks import PrivacyClaim
@@ -32,43 +35,108 @@ Rehearsal = Callable[[Any, ReadGradients, ReadGradients], None]
 """Runs a batch up to its release, and calls functions right before and after it."""
 
 
+@dataclass(frozen=True)
+class PlantedGradients:
+    """Let planted gradients try to refute a training under DPSGD.
+
+    :attr:`.DPSGD.verdict` says what was found. A look takes about as long as six steps.
+
+    Examples:
+        >>> from lightning_fedleak import DPSGD, PlantedGradients
+        >>> DPSGD(1.0, noise_multiplier=1.0, check=PlantedGradients(every_n_steps=50)).name
+        'dpsgd'
+
+    Attributes:
+        every_n_steps: The number of steps from one look to the next; 160 take about 4% more time.
+
+    Raises:
+        DefenseError: The number is no whole number above 0. At the start of a fit: each batch holds
+            all examples.
+    """
+
+    every_n_steps: int = 160
+
+    def __post_init__(self) -> None:
+        check_integer("PlantedGradients: every_n_steps", self.every_n_steps)
+
+    def begin(
+        self,
+        defense: DPSGD,
+        context: DefenseContext,
+        sampling: Sampling,
+        save: Callable[[], Callable[[], None]],
+    ) -> OwnTrainingCheck:
+        """Return the audit of one fit; for the arguments see :class:`.OwnTrainingCheck`."""
+        return OwnTrainingCheck(defense, context, sampling, save, self.every_n_steps)
+
+
 class OwnTrainingCheck(PrivateTrainingCheck):
     """Run probes in a training under DPSGD, and try to refute its claim.
 
     Args:
-        root: the module that is trained.
-        host: the trainer or loop.
-        sampler: the sampler of the batches; its ``rows`` is wrapped until :meth:`close`.
-        claim: the privacy that DPSGD claims.
+        defense: the DPSGD, whose claim is tested.
+        context: the client and the process.
+        sampling: the Poisson sampling; ``rows`` of its sampler is wrapped until :meth:`close`.
         save: saves the state of DPSGD, and returns a function that restores it after a rehearsal.
         every_n_steps: the number of steps from one look to the next.
+
+    Raises:
+        DefenseError: each batch holds all examples.
     """
 
     def __init__(
         self,
-        root: nn.Module,
-        host: Host,
-        sampler: Any,
-        claim: PrivacyClaim,
+        defense: DPSGD,
+        context: DefenseContext,
+        sampling: Sampling,
         save: Callable[[], Callable[[], None]],
         every_n_steps: int,
     ) -> None:
+        if sampling.rate == 1:
+            raise DefenseError(
+                "DPSGD: check needs a smaller batch_size, because each batch holds all examples"
+            )
+
+        def noise_multiplier() -> float:
+            return defense.noise_std(context) * sampling.expected / defense.clip_norm
+
+        claim = PrivacyClaim(
+            noise_multiplier=noise_multiplier(),
+            max_grad_norm=defense.clip_norm,
+            sample_rate=sampling.rate,
+            divisor=sampling.expected,
+            delta=defense.privacy.delta,
+            epsilon=lambda: defense.privacy.epsilon,
+        )
+        root, host, sampler = context.root, context.host, sampling.loader.batch_sampler
         super().__init__(self._rehearse, root, host.optimizers, claim, every_n_steps=every_n_steps)
-        self._host, self._save, self._sampler = host, save, sampler
+        self._noise_multiplier, self._is_single = noise_multiplier, context.clients == 1
+        if context.processes > 1:
+            self._is_single = False
+            reason = "probes are not supported if several processes form one client"
+            self._observations.obstacle = reason
+        self._host, self._save, self._sampler = host, save, cast(Any, sampler)
         self._pending_draws: deque[Sequence[int]] = deque()
         self._rehearsal: Rehearsal | None = None
         self._state_before: dict[str, Tensor] = {}
         self._logits_module: nn.Module | None = None
         self._discovery_hooks = ExitStack()
-        self._observations.examples = len(sampler.shard)
+        self._observations.examples = len(self._sampler.shard)
         self._observations.evaluations = 1  # evaluations are not counted here: assume that some ran
-        draw = sampler.rows
+        draw = self._sampler.rows
 
         def rows(step: int) -> list[int]:
             self._pending_draws.append(drawn := draw(step))
             return drawn  # type: ignore[no-any-return]
 
-        sampler.rows = rows
+        self._sampler.rows = rows
+
+    @property
+    def finding(self) -> str:
+        """Return the verdict in one line; of several processes none has the results of all."""
+        if self._is_single:
+            return self.verdict().in_short
+        return "unknown: several processes trained, and none has the results of all probes"
 
     @property
     def is_probing(self) -> bool:
@@ -84,6 +152,8 @@ class OwnTrainingCheck(PrivateTrainingCheck):
             rehearsal: A function that runs such a batch up to its release.
         """
         self._discovery_hooks.close()
+        # Half precision that the first step has found, or a gate, may have raised the noise.
+        self._claim = replace(self._claim, noise_multiplier=self._noise_multiplier())
         self._rehearsal, self._draws = rehearsal, []
         while self._pending_draws and not self._draws:  # the loop may have skipped some draws
             drawn = self._pending_draws.popleft()
@@ -104,10 +174,6 @@ class OwnTrainingCheck(PrivateTrainingCheck):
             stack.enter_context(self._host.without_logs())
             stack.enter_context(preserve_model(self._model))
             super()._run_probes(batch)
-
-    def give_up(self, reason: str) -> None:
-        """Run no more probes; the verdict gives the reason."""
-        self._observations.obstacle = reason
 
     def released(self) -> None:
         """Count a release of the training."""

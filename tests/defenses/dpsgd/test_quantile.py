@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import norm as normal
 
-from lightning_fedleak import DPSGD, DefenseError, QuantileClip
+from lightning_fedleak import DPSGD, DefenseError, PlantedGradients, QuantileClip
 from lightning_fedleak.private_files import load_state, save_state
 from tests.defenses.dpsgd.test_dpsgd import Net, Run, first, trainer
 from tests.defenses.dpsgd.test_logical import Pieces
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DefenseError, match="count_noise"):
         QuantileClip(1.0, count_noise=0.5)
     with pytest.raises(DefenseError, match="check needs noise, a fixed clip norm"):
-        DPSGD(QuantileClip(1.0), noise_multiplier=1.0, check=True)
+        DPSGD(QuantileClip(1.0), noise_multiplier=1.0, check=PlantedGradients())
     with pytest.raises(DefenseError, match="client='world'"):
         Run(DPSGD(QuantileClip(1.0), noise_multiplier=1.0), clients=2)
 

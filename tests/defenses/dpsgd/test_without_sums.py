@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum
+from lightning_fedleak.evaluation.auditing import PlantedGradients
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_gpt2, tiny_mixtral
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, clipped_sum, loader, lora, trainer
@@ -132,7 +133,7 @@ def test_whoever_could_read_them_has_them(absent: Absent) -> None:
 
     run(Own())
     run(CausalLM(), Looks())
-    run(CausalLM(), check=9)
+    run(CausalLM(), check=PlantedGradients(9))
     assert not any(absent)
 
 

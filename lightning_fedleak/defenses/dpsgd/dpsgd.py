@@ -255,6 +255,7 @@ class DPSGD(base.Defense):
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
         self._step.is_rehearsed = self._has_activation_noise
         self._isolation = isolation.Isolation(context.root, context.precision, trusted=trusted)
+        self._check_quantile()
         if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling
 
@@ -358,16 +359,20 @@ class DPSGD(base.Defense):
         if self._isolation.measure(step, self._sampling, context, self._team):
             self.guarantee = self.guarantee.removesuffix(isolation.NOT_MEASURED)
             self.guarantee += isolation.NOT_MEASURED
-        if self._quantile is not None and self._isolation.rounding:
-            raise base.DefenseError(
-                "DPSGD: in half precision other rows move an example's norm, which QuantileClip's "
-                "count does not cover: use precision='32-true', or a fixed max_grad_norm"
-            )
+        self._check_quantile()
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
         max_rows, fit = self.max_physical_batch_size, self._fit_step
         return fit.run_batch(step, batch, max_rows, self.releases, context)
+
+    def _check_quantile(self) -> None:
+        """Raise an error if half precision is known to move the norms that a quantile counts."""
+        if self._quantile is not None and self._isolation.rounding:
+            raise base.DefenseError(
+                "DPSGD: in half precision other rows move an example's norm, which QuantileClip's "
+                "count does not cover: use precision='32-true', or a fixed max_grad_norm"
+            )
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext

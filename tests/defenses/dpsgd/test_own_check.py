@@ -60,6 +60,16 @@ def train(
     return [p.detach().clone() for p in model.parameters()], dp
 
 
+def test_the_claim_has_the_noise_that_half_precision_adds(tmp_path: Path) -> None:
+    """Autocast within the model alone is found by the first step, after the audit has begun."""
+    model = hosts.tiny_gpt2(dropout=0.0)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    dp = DPSGD(hosts.CLIP, noise_multiplier=1.0, target_delta=1e-3, check=PlantedGradients(LOOK))
+    settings = {"per_device_train_batch_size": 16, "num_train_epochs": 1}
+    hosts.in_lightning(tmp_path, model, [dp], 0.1, **settings)
+    assert dp._audit._claim.noise_multiplier == pytest.approx(1 + 0.01 * 16**0.5)
+
+
 def results(dp: DPSGD) -> dict[str, str]:
     return {check.name: check.result for check in dp.verdict.checks}
 

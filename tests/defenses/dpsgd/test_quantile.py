@@ -206,3 +206,8 @@ def test_noise_far_above_the_batch_moves_the_norm_to_an_end_of_its_range(
 ) -> None:
     clip = QuantileClip(initial=0.1)
     assert clip.next_norm(0.1, counted, 1.0, 1.0, b"k" * 32) == pytest.approx(end)
+
+
+def test_half_precision_that_is_known_is_refused_at_setup() -> None:
+    with pytest.raises(DefenseError, match="in half precision other rows move an example's norm"):
+        Run(DPSGD(QuantileClip(1.0), noise_multiplier=1.0), precision="bf16-mixed")

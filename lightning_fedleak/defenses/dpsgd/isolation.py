@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
 from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.clipped_sum import COARSE
-from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck, check_isolation, skip_ddp_node
+from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, rebuilt
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples, tensors_of
 from lightning_fedleak.defenses.processes import Team
@@ -77,7 +77,7 @@ class Isolation:
         self._root, self._trusted = root, trusted
         weights = itertools.chain(root.parameters(), root.buffers())
         self.rounding = ROUNDING * (precision.startswith("bf16") or any(map(_is_half, weights)))
-        self.is_running = self._is_done = self._names_layer = False
+        self.is_running = self._is_done = False
         self.reason, self.moved = "", math.nan
         self._in_float32, self._saw_half = True, False
         self._alone: Callable[[], Any] | None = None  # runs the row alone
@@ -145,10 +145,7 @@ class Isolation:
         recorder.check()
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         check = LossCheck(trusted=self._trusted)
-        top_calls = check.check_form(loss, recorder.calls, samples)
-        if self._names_layer:
-            with recorder.paused():
-                check_isolation(skip_ddp_node(loss), top_calls, recorder.calls, samples)
+        check.check_form(loss, recorder.calls, samples)
         edges = [call.edge for call in recorder.calls if call.trained]
         # As in a step, backward begins with 1 for each term; hooks record the rows' gradients.
         torch.autograd.grad(loss, edges, check.terms.to(loss).expand_as(loss), allow_unused=True)
@@ -210,10 +207,6 @@ class Isolation:
             alone()
             if not mend and self._nearest(gradient)[0] > tolerance:
                 return "the step or the collate function draws random numbers besides dropout"
-            self._draws.is_planted = True
-            if not (mend or self._trusted):
-                self._names_layer = True
-                together()  # it may find the layer, and raise an error
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
                 f"'{parameter_name(parameter, self._root)}' by {self.moved:.1g} of its norm. "

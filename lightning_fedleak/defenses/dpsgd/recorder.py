@@ -127,7 +127,7 @@ class Recorder:
         self._states: dict[nn.Module, rerun.CallState] = {}  # of calls of adapted layers
         self.read_parameters()
         for name, module in root.named_modules():
-            if module in inner or not (module in self._adapted or owns_parameters(module)):
+            if module in inner or not self._parameters[module]:
                 continue
             if module in self._adapted:
                 self._handles.append(module.register_forward_pre_hook(Hook(self._save_state)))
@@ -460,11 +460,6 @@ def _edges_into_nodes(loss: Tensor) -> dict[Any, int]:
     for leaf, copy in copies:
         edges[leaf] += edges[copy] - 1
     return edges
-
-
-def owns_parameters(module: nn.Module) -> bool:
-    """Return whether the module has parameters itself, not only in modules inside it."""
-    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def trains(module: nn.Module, *, inside: bool = False) -> bool:

@@ -8,20 +8,17 @@ change. The *host* is the trainer or training loop. Several processes may togeth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses.adam import DPAdamBC
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.recorder import trains, values_in
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
-from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
 
 # The number of examples by which the datasets of two processes are compared. More take more time at
@@ -46,23 +43,6 @@ def check_trainer(context: DefenseContext) -> None:
         **context.host.refusals(),
     }
     refuse("DPSGD", refusals)
-
-
-def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
-    """Refuse another defence that changes the gradients that a :class:`DPAdamBC` gets.
-
-    Args:
-        host: The host, which has the optimizers.
-        names: The names of the defences that change gradients after DPSGD.
-
-    Raises:
-        DefenseError: Names the defence.
-    """
-    if names and any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
-        raise DefenseError(
-            f"{', '.join(names)} changes the gradients after DPSGD: leave it out, or use AdamW "
-            "instead of DPAdamBC"
-        )
 
 
 def check_shards(root: nn.Module, processes: int) -> None:

@@ -59,13 +59,7 @@ class PlantedGradients:
     def __post_init__(self) -> None:
         check_integer("PlantedGradients: every_n_steps", self.every_n_steps)
 
-    def begin(
-        self,
-        defense: DPSGD,
-        context: DefenseContext,
-        sampling: Sampling,
-        save: Callable[[], Callable[[], None]],
-    ) -> OwnTrainingCheck:
+    def begin(self, defense: Any, context: Any, sampling: Any, save: Any) -> OwnTrainingCheck:
         """Return the audit of one fit; for the arguments see :class:`.OwnTrainingCheck`."""
         return OwnTrainingCheck(defense, context, sampling, save, self.every_n_steps)
 
@@ -110,11 +104,10 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         )
         root, host, sampler = context.root, context.host, sampling.loader.batch_sampler
         super().__init__(self._rehearse, root, host.optimizers, claim, every_n_steps=every_n_steps)
-        self._noise_multiplier, self._is_single = noise_multiplier, context.clients == 1
+        self._noise_multiplier = noise_multiplier
+        self._is_single = context.clients == context.processes == 1
         if context.processes > 1:
-            self._is_single = False
-            reason = "probes are not supported if several processes form one client"
-            self._observations.obstacle = reason
+            self._observations.obstacle = "probes are not supported: several processes, one client"
         self._host, self._save, self._sampler = host, save, cast(Any, sampler)
         self._pending_draws: deque[Sequence[int]] = deque()
         self._rehearsal: Rehearsal | None = None

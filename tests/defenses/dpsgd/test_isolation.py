@@ -290,6 +290,38 @@ def test_random_masks_of_a_collate_function_are_planted(side: str) -> None:
     assert (isolated.reason, isolated.moved < 1e-6) == ("", True)
 
 
+SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "whole": lambda loss, count: loss / count,
+    "share": lambda loss, count: loss * (count.float() / 100).mean(),
+    "Python": lambda loss, count: loss * (12 / count.item()),
+    "alpha": lambda loss, count: torch.add(loss, loss, alpha=1 / count.item()),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_factor_that_counts_the_batch_is_refused(name: str) -> None:
+    model = MODELS["Llama"]()
+
+    def loss(batch: Any) -> Tensor:
+        return SCALED[name](model(**batch).loss, (batch["labels"] != -100).sum())
+
+    with pytest.raises(DefenseError, match="division by all labels"):
+        first_step(model, loss, Rows(5, "longer", True), collate)
+
+
+def test_a_factor_that_follows_a_schedule_is_taken() -> None:
+    model, factors = MODELS["Llama"](), iter(torch.linspace(1, 0.5, 9).tolist())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
+    loader = DataLoader(Rows(8, "longer", True), 3, collate_fn=collate)
+    with DefendedLoop(model, optimizer, loader, [defense], steps=3) as private:
+        for batch, factor in zip(private, factors, strict=False):
+            private.loss(lambda rows, f=factor: f * model(**rows).loss, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert defense.releases == 3
+
+
 def test_the_long_row_is_as_long_as_a_batch_s_tokens_allow() -> None:
     model = model_of("Llama", **{**SIZES, "max_position_embeddings": 600}, **GROUPED)()
     ids, widths = torch.randint(3, 120, (8, 200)), list[int]()

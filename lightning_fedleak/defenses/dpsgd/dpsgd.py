@@ -22,13 +22,7 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, Quan
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
-from lightning_fedleak.defenses.dpsgd.settings import (
-    Audit,
-    ClipSettings,
-    ReleaseSettings,
-    Unit,
-    Users,
-)
+from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
 from lightning_fedleak.messages import rank_zero_info
@@ -105,7 +99,7 @@ class DPSGD(base.Defense):
         clip: ClipSettings | None = None,
         release: ReleaseSettings | None = None,
         seed: int | None = None,
-        check: Audit | None = None,
+        check: settings.Audit | None = None,
     ) -> None:
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,13 +102,14 @@ class OwnTrainingCheck(PrivateTrainingCheck):
             delta=defense.privacy.delta,
             epsilon=lambda: defense.privacy.epsilon,
         )
-        root, host, sampler = context.root, context.host, sampling.loader.batch_sampler
-        super().__init__(self._rehearse, root, host.optimizers, claim, every_n_steps=every_n_steps)
+        models = context.root, context.host.optimizers
+        super().__init__(self._rehearse, *models, claim, every_n_steps=every_n_steps)
         self._noise_multiplier = noise_multiplier
         self._is_single = context.clients == context.processes == 1
         if context.processes > 1:
             self._observations.obstacle = "probes are not supported: several processes, one client"
-        self._host, self._save, self._sampler = host, save, cast(Any, sampler)
+        self._host, self._save = context.host, save
+        self._sampler: Any = sampling.loader.batch_sampler
         self._pending_draws: deque[Sequence[int]] = deque()
         self._rehearsal: Rehearsal | None = None
         self._state_before: dict[str, Tensor] = {}

@@ -108,22 +108,22 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         self._is_single = context.clients == context.processes == 1
         if context.processes > 1:
             self._observations.obstacle = "probes are not supported: several processes, one client"
-        self._host, self._save = context.host, save
-        self._sampler: Any = sampling.loader.batch_sampler
+        sampler: Any = sampling.loader.batch_sampler
+        self._host, self._save, self._sampler = context.host, save, sampler
         self._pending_draws: deque[Sequence[int]] = deque()
         self._rehearsal: Rehearsal | None = None
         self._state_before: dict[str, Tensor] = {}
         self._logits_module: nn.Module | None = None
         self._discovery_hooks = ExitStack()
-        self._observations.examples = len(self._sampler.shard)
+        self._observations.examples = len(sampler.shard)
         self._observations.evaluations = 1  # evaluations are not counted here: assume that some ran
-        draw = self._sampler.rows
+        draw = sampler.rows
 
         def rows(step: int) -> list[int]:
             self._pending_draws.append(drawn := draw(step))
             return drawn  # type: ignore[no-any-return]
 
-        self._sampler.rows = rows
+        sampler.rows = rows
 
     @property
     def finding(self) -> str:

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.defenses import Users as Users
     from lightning_fedleak.defenses import mean_of_sample_means as mean_of_sample_means
     from lightning_fedleak.engine import Memorization as Memorization
+    from lightning_fedleak.evaluation.auditing import PlantedGradients as PlantedGradients
     from lightning_fedleak.evaluation.auditing import PrivacyClaim as PrivacyClaim
     from lightning_fedleak.evaluation.auditing import PrivateTrainingCheck as PrivateTrainingCheck
     from lightning_fedleak.evaluation.auditing import audit_canaries as audit_canaries

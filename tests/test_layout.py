@@ -24,7 +24,6 @@ ALLOWED = {
     "model": SHARED,
     "attacks": MODEL,
     "defenses": MODEL,
-    "defenses.dpsgd.dpsgd": MODEL | {"evaluation"},  # `check=True` loads the referee
     "report.records": MODEL,
     "evaluation": MODEL | {"attacks", "defenses"},
     "report": MODEL | {"report.records", "evaluation", "defenses"},

@@ -3,6 +3,7 @@
     python -m benchmarks.defenses.isolation               # 12 models, 6 kinds of company, 4 hosts
     python -m benchmarks.defenses.isolation --unsound     # trainings that the check refuses
     python -m benchmarks.defenses.isolation --half        # bfloat16
+    python -m benchmarks.defenses.isolation --drawn 60    # drawn sound trainings, none refused
 
 Each training is run twice with equal draws and without noise: with the added example and without
 it. All gradients are clipped (C is tiny), so that a sound training's sum moves by exactly C.
@@ -10,11 +11,9 @@ it. All gradients are clipped (C is tiny), so that a sound training's sum moves 
 
 from __future__ import annotations
 
-import argparse
-import logging
 import math
+import random
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,24 +24,24 @@ import transformers as tf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.shared import FineTuning, fit, parser_of, quieten
 from lightning_fedleak import DPSGD, DefendedStrategy
 from lightning_fedleak.defenses import DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.isolation import Isolation
 from lightning_fedleak.trainers import DefendedLoop, defended
 
-SMOKE = ("--models GPT-2 --hosts loop --rows 4", "--unsound --rows 4 --only 2", "--half --rows 4")
+SMOKE = (
+    "--models GPT-2 --hosts loop --rows 4",
+    "--unsound --rows 4",
+    "--half --rows 4",
+    "--drawn 3",
+)
 VOCABULARY, WIDTH, POSITIONS, CLIP = 120, 16, 48, 1e-3
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "vocab_size": 120}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1}
@@ -67,9 +66,8 @@ def lora() -> nn.Module:
 
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        settings = peft.LoraConfig(
-            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-        )
+        maps = ["q_proj", "v_proj"]
+        settings = peft.LoraConfig(r=2, target_modules=maps, init_lora_weights=False)
         return peft.get_peft_model(MODELS["Llama"](), settings).train()  # type: ignore[arg-type]
 
 
@@ -96,8 +94,8 @@ COMPANY = "longer", "longest", "one token", "no label", "padded", "packed"
 class Rows(Dataset[Any]):
     """``number`` rows of 3 to 8 tokens, and if ``is_whole`` one more of another kind."""
 
-    def __init__(self, number: int, company: str, is_whole: bool) -> None:
-        draw = torch.Generator().manual_seed(0)
+    def __init__(self, number: int, company: str, is_whole: bool, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
         sizes = [*torch.randint(3, 9, (number,), generator=draw).tolist()]
         last = {"longer": 14, "longest": POSITIONS - 4, "one token": 1, "no label": 8}
         self.rows: list[dict[str, Tensor]] = []
@@ -151,9 +149,8 @@ class Keep(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.given = [p.grad.detach().double().clone() for p in parameters if p.grad is not None]
-        super().step()
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        self.given = [g.double().clone() for g in gradients if g is not None]
         return loss
 
 
@@ -166,37 +163,24 @@ def train(
     precision: str = "32-true",
 ) -> tuple[list[Tensor], DPSGD]:
     """Return what one step releases, times the batch's size, and the defence."""
-    import lightning.pytorch as L
-
     size = rows.public_length  # type: ignore[attr-defined]
     defense = DPSGD(CLIP, noise_multiplier=0.0, target_delta=1e-3, seed=7)
     optimizer = Keep([p for p in model.parameters() if p.requires_grad], lr=0.0)
     loader: DataLoader[Any] = DataLoader(rows, size, shuffle=True, collate_fn=collate_fn)
     if host == "lightning":
 
-        class Module(L.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
-
+        class Module(FineTuning):
             def training_step(self, batch: Any, _: int) -> Tensor:
                 return loss(self.model, batch)
 
-            def configure_optimizers(self) -> Any:
-                return optimizer
-
-        quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
         strategy = DefendedStrategy("auto", [defense])
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
+        fit(
+            Module(model, lambda _: optimizer),
+            loader,
             max_steps=1,
-            enable_model_summary=False,
             strategy=strategy,
-            precision=precision,  # type: ignore[arg-type]
-            **quiet,
+            precision=precision,
         )
-        trainer.fit(Module(), loader)
     elif host == "trainer":
 
         class OwnLoss(tf.Trainer):
@@ -205,25 +189,14 @@ def train(
 
         with tempfile.TemporaryDirectory() as folder:
             arguments = tf.TrainingArguments(
-                folder,
-                per_device_train_batch_size=size,
-                max_steps=1,
-                report_to=[],
-                use_cpu=True,
-                save_strategy="no",
-                disable_tqdm=True,
-                remove_unused_columns=False,
-                bf16=precision == "bf16-mixed",
-            )
+                folder, per_device_train_batch_size=size, max_steps=1, report_to=[], use_cpu=True,
+                save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+            )  # fmt: skip
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
             own = defended(OwnLoss)(
-                model,
-                arguments,
-                data_collator=collate_fn,
-                train_dataset=rows,
-                optimizers=(optimizer, schedule),
-                defenses=[defense],
-            )
+                model, arguments, data_collator=collate_fn, train_dataset=rows,
+                optimizers=(optimizer, schedule), defenses=[defense],
+            )  # fmt: skip
             own.remove_callback(tf.PrinterCallback)
             own.train()
     else:
@@ -334,17 +307,14 @@ def print_sound(models: Sequence[str], hosts: Sequence[str], number: int) -> Non
         values: list[float] = []
         with measured(values):
             cells = [[moved(h, name, kind, number) for h in hosts] for kind in COMPANY]
-        ends = [(min(cell), max(cell)) for cell in cells]
-        shown = [
-            f"{low:.4f}" if f"{low:.4f}" == f"{high:.4f}" else f"{low:.4f} to {high:.4f}"
-            for low, high in ends
-        ]
+        ends = [[f"{end:.4f}" for end in (min(cell), max(cell))] for cell in cells]
+        shown = [" to ".join(dict.fromkeys(pair)) for pair in ends]
         print(f"| {name} | {' | '.join(shown)} | {max(values):.1e} |", flush=True)
 
 
-def print_unsound(number: int, only: int | None) -> None:
+def print_unsound(number: int) -> None:
     print("| training | the check measures | it says |")
-    for name, (build, loss, collate_fn) in [*UNSOUND.items()][:only]:
+    for name, (build, loss, collate_fn) in UNSOUND.items():
         values: list[float] = []
         said = "nothing"
         with measured(values):
@@ -373,21 +343,68 @@ def print_half(number: int) -> None:
         print(f"| {name} | {float((sums[0] - sums[1]).norm()) / CLIP:.4f} | {share:.4f} |")
 
 
+def eights(rows: Sequence[dict[str, Any]]) -> Any:
+    """Return the rows cut to 9 tokens, padded to a multiple of eight."""
+    batch = collate([{k: v[:9] for k, v in row.items()} for row in rows])
+    ends = {key: (0, -value.shape[1] % 8) for key, value in batch.items()}
+    pad = nn.functional.pad
+    return {k: pad(v, ends[k], value=-100 if k == "labels" else 0) for k, v in batch.items()}
+
+
+def masked(rows: Sequence[dict[str, Tensor]]) -> Any:
+    """Return the rows with labels at random tokens, which the input hides."""
+    batch = collate(rows)
+    hidden = torch.bernoulli(batch["attention_mask"] * 0.3).bool()
+    batch["labels"][~hidden], batch["input_ids"][hidden] = -100, 3
+    return batch
+
+
+def own_mean(model: nn.Module, batch: Any) -> Tensor:
+    labels = batch.pop("labels")
+    return mean_of_sample_means(model(**batch).logits, labels, causal=True)
+
+
+def print_drawn(count: int) -> None:
+    """Train drawn sound trainings for a step, and print what is refused or not measured."""
+    alarms, values = 0, list[float]()
+    for seed in range(count):
+        draw = random.Random(seed)
+        name, host, company = (draw.choice([*x]) for x in (MODELS, HOSTS, COMPANY))
+        company = "longer" if name == "OPT" else company  # it has no positions for packed rows
+        is_masked = "masked" in name
+        function = partial(collate, is_causal=not is_masked)
+        function = draw.choice([function, function, masked if is_masked else eights])
+        loss = own_loss if is_masked else draw.choice([own_loss, own_mean])
+        precision = draw.choice(["32-true", "bf16-mixed" if host == "lightning" else "32-true"])
+        model, dropout = MODELS[name](), draw.choice([0.0, 0.1])
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
+        rows = Rows(draw.randint(3, 8), company, True, seed)
+        with measured(values):
+            try:
+                alarm = train(host, model, rows, loss, function, precision)[1]._isolation.reason
+            except DefenseError as error:
+                alarm = f"refused: {error}"
+        if alarm:
+            print(f"{seed}: {host}, {precision}, {name}, {company}, {loss.__name__}: {alarm}")
+        alarms += bool(alarm)
+    print(f"{count} drawn: {alarms} refused or not measured, moved by {max(values):.1e} at most")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
-    parser.add_argument("--hosts", nargs="+", default=[*HOSTS], choices=HOSTS)
-    parser.add_argument("--rows", type=int, default=6, help="rows beside the added one")
-    parser.add_argument("--unsound", action="store_true")
-    parser.add_argument("--only", type=int, help="the first unsound trainings")
-    parser.add_argument("--half", action="store_true")
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    models, hosts = ([*MODELS], [*MODELS]), ([*HOSTS], HOSTS)
+    options = parser_of(
+        __doc__, models=models, hosts=hosts, rows=(6, "rows beside the added one"), unsound=False,
+        half=False, drawn=(0, "how many"),
+    ).parse_args()  # fmt: skip
+    quieten()
     if options.unsound:
-        print_unsound(options.rows, options.only)
+        print_unsound(options.rows)
     elif options.half:
         print_half(options.rows)
+    elif options.drawn:
+        print_drawn(options.drawn)
     else:
         print_sound(options.models, options.hosts, options.rows)
 

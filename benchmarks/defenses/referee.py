@@ -32,7 +32,12 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from benchmarks.shared import parser_of, quieten
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip
-from lightning_fedleak.evaluation.auditing import PrivacyClaim, PrivacyVerdict, PrivateTrainingCheck
+from lightning_fedleak.evaluation.auditing import (
+    PlantedGradients,
+    PrivacyClaim,
+    PrivacyVerdict,
+    PrivateTrainingCheck,
+)
 from lightning_fedleak.trainers import DefendedLoop
 
 SMOKE = (
@@ -281,7 +286,7 @@ def ours(
     torch.manual_seed(seed)
     model = LM().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    dp = DPSGD(CLIP, noise_multiplier=SIGMA, target_delta=DELTA, check=look)
+    dp = DPSGD(CLIP, noise_multiplier=SIGMA, target_delta=DELTA, check=PlantedGradients(look))
     loader, factors = DataLoader(texts(), batch_size=BATCH), Clip.factors
     Clip.factors = lambda self, norms: factors(self, norms / clip)  # type: ignore[method-assign]
     try:

@@ -276,7 +276,7 @@ def test_noise_may_be_turned_up_within_a_filters_budget():
     spent = []
     while defense._budget.affords_another():
         defense.privatized(None, LIKE)
-        spent.append(defense.accountant.share_spent)
+        spent.append(defense.accountant._share(defense.accountant._spent()))
     with pytest.raises(BudgetSpent):
         defense.privatized(None, LIKE)
     assert spent == sorted(spent)

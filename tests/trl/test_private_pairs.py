@@ -20,6 +20,7 @@ from trl.trainer import utils
 from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.engine.channels.control import Controls
+from lightning_fedleak.evaluation.auditing import PlantedGradients
 from lightning_fedleak.trainers import defended
 from tests.helpers.models import own_rng
 from tests.helpers.processes import two_processes
@@ -164,7 +165,9 @@ def test_a_pair_without_a_word_alone_in_its_batch_moves_nothing(tmp_path: Path) 
 
 
 def test_a_sampled_run_holds_its_target_and_its_check_refutes_nothing(tmp_path: Path) -> None:
-    defense = DPSGD(0.5, target_epsilon=8.0, target_delta=1e-3, accountant="rdp", check=2)
+    defense = DPSGD(
+        0.5, target_epsilon=8.0, target_delta=1e-3, accountant="rdp", check=PlantedGradients(2)
+    )
     settings = {"max_steps": 8, "per_device_train_batch_size": 18, "learning_rate": 1e-3}
     trainer = trainer_of(tmp_path, defense, **settings)
     before = [p.detach().clone() for p in trainer.model.parameters()]

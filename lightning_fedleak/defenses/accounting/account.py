@@ -324,11 +324,6 @@ class RenyiFilter(_Ledger):
             event = noise_multiplier, sample_rate, self.sampling
             self.order = best_order(self.epsilon, self.delta, *event)
 
-    @property
-    def share_spent(self) -> float:
-        """Return the share of the budget that is spent."""
-        return self._share(self._spent())
-
     def allows(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> bool:
         """Return whether ``count`` more releases stay within the budget; count none.
 

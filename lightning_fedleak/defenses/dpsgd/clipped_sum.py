@@ -168,7 +168,6 @@ class EarlierPieces:
         sums: The clipped sums by parameter. For a sharded parameter (FSDP2) it is this process's
             shard of the sum over all processes, for others the sum over this process's samples, in
             the parameter's shape.
-        used: The parameters that a recorded layer uses.
         probes: For each parameter the bilinear form of its gradient with two random vectors, and
             the sum of its terms' squared norms, from :func:`per_sample.probe`.
         half: Whether the gradient of an output came in half precision.
@@ -182,7 +181,6 @@ class EarlierPieces:
         # Allocated once: small tensors between the pieces' large ones would fragment the memory.
         self._norms_and_weights = torch.zeros(2, samples, dtype=torch.float64, device=device)
         self._count = 0
-        self.used: set[Tensor] = set()
         self.probes: dict[Tensor, tuple[float, float]] = {}
         self.half = False
         self.parameters: list[nn.Parameter] | None = None
@@ -201,7 +199,6 @@ class EarlierPieces:
             team: The processes of this client.
         """
         self.parameters = [*parameters]
-        self.used.update(clipped.parts)
         end = self._count + clipped.samples
         self._norms_and_weights[0, self._count : end] = clipped.norms
         # Only `with_canary` needs the weights. It refuses users, who are fewer than the weights.
@@ -471,31 +468,6 @@ class ClippedSum:
                 yield index, parameter, total
             start = end
 
-    def check_explained(
-        self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team
-    ) -> None:
-        """Raise an error if a parameter has a gradient, but no recorded layer uses it.
-
-        It is a collective call.
-
-        Raises:
-            DefenseError: There is such a parameter; the message names it.
-        """
-        earlier = set() if self._earlier is None else self._earlier.used
-        used = team.largest([p in self.parts or p in earlier for p in parameters])
-        unused = [p for p, is_used in zip(parameters, used, strict=True) if not is_used]
-        if not unused:
-            return
-        nonzero = [p.grad is not None and bool(processes.local_part(p.grad).any()) for p in unused]
-        for parameter, is_nonzero in zip(unused, team.largest(nonzero), strict=True):
-            if is_nonzero:
-                name = base.parameter_name(parameter, context.root)
-                raise base.DefenseError(
-                    f"DPSGD: the gradient of '{name}' came from no recorded layer; nothing was "
-                    "released. Use it in its module's forward, add the module before setup, and do "
-                    "not change its output in place (write y = y + x)."
-                )
-
     def check_complete(
         self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team
     ) -> bool:
@@ -531,7 +503,8 @@ class ClippedSum:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
                     f"DPSGD: the gradient of '{name}' is not the sum of its recorded per-sample "
-                    "gradients: use it only in its module's forward. Nothing was released."
+                    "gradients: use it only in its module's forward, and do not change its output "
+                    "in place (write y = y + x), or freeze it. Nothing was released."
                 )
         return True
 
@@ -548,7 +521,7 @@ class ClippedSum:
         gradient = parameter.grad
         parts = self.parts.get(parameter, [])
         probes = {} if self._earlier is None else self._earlier.probes
-        if gradient is None or (team.size == 1 and not parts and parameter not in probes):
+        if gradient is None:
             return 0.0, 0.0, 0.0
         shard = processes.local_part(gradient).to(where_whole(gradient))
         left, right = per_sample.random_direction(index, parameter)

@@ -27,8 +27,6 @@ from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
 from lightning_fedleak.messages import rank_zero_info
 
-CHECK_EVERY = 160  # batches between probes (test steps) of `check=True`: about 4% more time
-
 
 class DPSGD(base.Defense):
     """Differentially private SGD (Abadi et al. 2016) in the local or central model.
@@ -68,9 +66,8 @@ class DPSGD(base.Defense):
             :class:`ReleaseSettings`.
         seed: For tests only. Noise and sampling are derived from it, so epsilon is infinite. A
             resume from a checkpoint without this defence's state ignores it.
-        check: Whether to audit this training with planted gradients (see :attr:`verdict`): before
-            every 160th batch, or every n-th if an int is passed. A probe takes about as long as
-            six steps.
+        check: What tries to refute this training while it runs, such as
+            :class:`~lightning_fedleak.PlantedGradients` (see :attr:`verdict`); None for nothing.
 
     Attributes:
         releases: The number of releases so far.
@@ -102,7 +99,7 @@ class DPSGD(base.Defense):
         clip: ClipSettings | None = None,
         release: ReleaseSettings | None = None,
         seed: int | None = None,
-        check: bool | int = False,
+        check: settings.Audit | None = None,
     ) -> None:
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
@@ -134,13 +131,12 @@ class DPSGD(base.Defense):
         self._clip, self._quantile = Clip(norm, gamma, clip.form), quantile
         # The gradients' noise multiplier over the account's, which covers the quantile's count too.
         self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
-        self._opened_ledger, self._is_single_process = False, True
+        self._opened_ledger = False
         self._sampling: Sampling | None = None  # set by `on_dataloader`
         self._team = Team()  # the processes of this client
         self._step: WatchedStep | None = None  # set by `before_setup`
-        self._check_every = CHECK_EVERY if check is True else int(check)
-        self._audit: Any = None  # the audit of the last fit by `check`
-        self._later_defenses: list[str] = []
+        self.check = check
+        self._audit: Any = None  # of the last fit, by `check`
         self._has_activation_noise = False  # which draws secret numbers itself
 
     @property
@@ -179,13 +175,8 @@ class DPSGD(base.Defense):
 
     @property
     def finding(self) -> str | None:
-        """Return the verdict in one line, for the record of the fit; None without ``check``.
-
-        It is unknown with several processes, because none of them has the results of all probes.
-        """
-        if self._audit is None or self._is_single_process:
-            return None if self._audit is None else str(self.verdict.in_short)
-        return "unknown: several processes trained, and none has the results of all probes"
+        """Return the verdict in one line, for the record of the fit; None without ``check``."""
+        return None if self._audit is None else str(self._audit.finding)
 
     @property
     def privacy(self) -> base.Privacy:
@@ -216,7 +207,7 @@ class DPSGD(base.Defense):
         if quantile is not None:
             values |= {f"clip_{name}": value for name, value in vars(quantile).items()}
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
-        values |= {"check": self._check_every} if self._check_every else {}
+        values |= {} if self.check is None else {"check": self.check.every_n_steps}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def curve(self) -> base.Curve:
@@ -233,10 +224,9 @@ class DPSGD(base.Defense):
         return changed
 
     def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
-        """Note which defences change gradients after this one, and whether one changes states."""
+        """Note whether another defence changes states, and so draws secret numbers itself."""
         super().check_order(before, after)
         self._has_activation_noise = any(d.activation_layers for d in (*before, *after))
-        self._later_defenses = [defense.name for defense in after if defense.acts_on_gradients]
 
     def before_setup(self, context: base.DefenseContext) -> None:
         """Check the model and the Trainer, and register hooks on the layers.
@@ -250,13 +240,14 @@ class DPSGD(base.Defense):
             if self._quantile is not None:
                 self._quantile.check_clients(context.clients)
             setup_checks.check_trainer(context)
-            setup_checks.check_model(context.root, self.clip.form)
+            setup_checks.check_model(context.root)
             setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
         trusted = self.clip.loss == "trusted"
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
         self._step.is_rehearsed = self._has_activation_noise
         self._isolation = isolation.Isolation(context.root, context.precision, trusted=trusted)
+        self._check_quantile()
         if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling
 
@@ -310,17 +301,17 @@ class DPSGD(base.Defense):
         """Check again what a checkpoint may have changed since :meth:`on_dataloader`.
 
         Raises:
-            DefenseError: Another defence would add noise that :class:`~.DPAdamBC` does not know,
-                or a scheduler sets the learning rate by a metric.
+            DefenseError: A scheduler sets the learning rate by a metric.
         """
         setup_checks.check_trainer(context)  # again: only now schedulers exist
-        setup_checks.check_no_other_noise(context.host, self._later_defenses)
         if self._step is not None and self._sampling is not None:
             reshard(context.root)
             self._step.sampling = self._sampling
             self._step.adopt(context)
-            if self._check_every:
-                self._begin_check(context, self._sampling)
+            if self.check is not None:
+                save = functools.partial(self._step.save, self, self._budget)
+                self._audit = self.check.begin(self, context, self._sampling, save)
+                self._step.audited = True
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)
@@ -358,16 +349,20 @@ class DPSGD(base.Defense):
         if self._isolation.measure(step, self._sampling, context, self._team):
             self.guarantee = self.guarantee.removesuffix(isolation.NOT_MEASURED)
             self.guarantee += isolation.NOT_MEASURED
-        if self._quantile is not None and self._isolation.rounding:
-            raise base.DefenseError(
-                "DPSGD: in half precision other rows move an example's norm, which QuantileClip's "
-                "count does not cover: use precision='32-true', or a fixed max_grad_norm"
-            )
+        self._check_quantile()
         if self._audit is not None and not self._audit.is_probing:
             dry_run = functools.partial(self._run_uncounted, step, context)
             self._audit.before_step(batch, count_samples(batch), dry_run)
         max_rows, fit = self.max_physical_batch_size, self._fit_step
         return fit.run_batch(step, batch, max_rows, self.releases, context)
+
+    def _check_quantile(self) -> None:
+        """Raise an error if half precision is known to move the norms that a quantile counts."""
+        if self._quantile is not None and self._isolation.rounding:
+            raise base.DefenseError(
+                "DPSGD: in half precision other rows move an example's norm, which QuantileClip's "
+                "count does not cover: use precision='32-true', or a fixed max_grad_norm"
+            )
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: base.DefenseContext
@@ -402,7 +397,6 @@ class DPSGD(base.Defense):
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
             clipped = step.checked_sum(parameters, context)
-        clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
         is_complete = not checking or clipped.check_complete(parameters, context, team)
         with team.together():
@@ -528,34 +522,6 @@ class DPSGD(base.Defense):
             self._audit.close()
             rank_zero_info(f"DPSGD(check): {self.verdict}")
         self._remove_hooks()
-
-    def _begin_check(self, context: base.DefenseContext, sampling: Sampling) -> None:
-        """Start the audit of this fit with planted gradients."""
-        from lightning_fedleak.evaluation.auditing import PrivacyClaim
-        from lightning_fedleak.evaluation.auditing.own_training import OwnTrainingCheck
-
-        if sampling.rate == 1:
-            raise base.DefenseError(
-                "DPSGD: check needs a smaller batch_size, because each batch holds all examples"
-            )
-        norm, privacy = self._clip.norm, self.privacy
-        claim = PrivacyClaim(
-            noise_multiplier=self.noise_std(context) * sampling.expected / norm,
-            max_grad_norm=norm,
-            sample_rate=sampling.rate,
-            divisor=sampling.expected,
-            delta=privacy.delta,
-            epsilon=lambda: self.privacy.epsilon,
-        )
-        save = functools.partial(self._fit_step.save, self, self._budget)
-        self._audit = OwnTrainingCheck(
-            *(context.root, context.host, sampling.loader.batch_sampler, claim, save),
-            self._check_every,
-        )
-        self._is_single_process = context.clients == context.processes == 1
-        self._fit_step.audited = True
-        if self._team.size > 1:
-            self._audit.give_up("probes are not supported if several processes form one client")
 
     def _run_uncounted(
         self,

@@ -13,14 +13,10 @@ computes ``up`` and ``active`` again. The time depends on the routing, as it doe
 
 A router's logits are a linear function of its input, and its other outputs are computed from the
 logits. Its weight's gradient therefore follows from the input and the gradient of the logits.
-
-At setup one module of each class is run on a random input, and the sums of the per-sample gradients
-of experts and routers are compared with autograd's gradients.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -36,16 +32,12 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     Part,
     _EmbeddingRows,
     _ExpertRows,
-    weighted_sum,
-    zeros_of,
 )
 
 # The advice at the end of error messages.
 _MEND = "Freeze it, or train a LoRA of the attention (target_modules)."
 # The names that models' configs use for the factor of a router's auxiliary loss.
 _COEFFICIENTS = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
-# The numbers of rows, samples, and experts of a row in the random input of the check at setup.
-_ROWS, _SAMPLES, _CHOICES = 12, 3, 2
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -195,88 +187,12 @@ def _products(values: Tensor, matrices: Tensor, rows: Sequence[Tensor]) -> Tenso
     return result
 
 
-def check(root: nn.Module, linear: rerun.Rule) -> None:
+def check(root: nn.Module) -> None:
     """Raise an error for experts and routers without per-sample gradients, or that couple examples.
-
-    One module of each class is run and compared with autograd. Modules that have no weights yet
-    (meta) or are sharded are compared in the first step instead.
-
-    Args:
-        root: The module that is trained.
-        linear: The rule of a linear layer, which computes the gradients of a router's weight.
 
     Raises:
         DefenseError: A module is refused; the message names it.
     """
-    examples: dict[object, tuple[str, nn.Module]] = {}
     for name, module in root.named_modules():
         cls = rerun.plain_type(module)
         refuse(f"DPSGD: '{name or cls.__name__}' ({cls.__name__}) ", _refusals(module))
-        trained = _trained(module)
-        has_values = not any(p.is_meta or isinstance(p, DTensor) for p in trained.values())
-        if trained and has_values and (is_experts(module) or is_router(module)):
-            examples[(cls, *trained)] = name, module
-    for name, module in examples.values():
-        _check_sums(name, module, by_row if is_experts(module) else linear)
-
-
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters of a module itself, without those of inner modules, by name."""
-    items = module._parameters.items()
-    return {key: p for key, p in items if p is not None and p.requires_grad}
-
-
-def _check_sums(name: str, module: Any, rule: Any) -> None:
-    """Raise an error unless per-sample gradients add up to autograd's on a random input.
-
-    Args:
-        name: The name of the module, for the message.
-        module: The experts or the router.
-        rule: The rule that computes its per-sample gradients.
-    """
-    trained = _trained(module)
-    like = next(iter(trained.values()))  # for the device and dtype of the input
-    seeded: Any = {"generator": torch.Generator(like.device).manual_seed(0), "device": like.device}
-    if is_experts(module):
-        stacked = module.gate_up_proj if module.has_gate else module.up_proj
-        width = stacked.shape[1 if module.is_transposed else 2]
-        index = torch.randint(len(stacked), (_ROWS, _CHOICES), **seeded)
-        arguments = [index, torch.rand(_ROWS, _CHOICES, dtype=like.dtype, **seeded)]
-    else:
-        width = module.weight.shape[1]
-        _, *parameters = inspect.signature(module.forward).parameters.values()
-        # Some routers take a bias that is added to the experts' scores: pass zeros.
-        needed = [p for p in parameters if p.default is p.empty or "bias" in p.name]
-        arguments = [like.new_zeros(len(module.weight)) for _ in needed]
-    x = torch.randn(_ROWS, width, dtype=like.dtype, **seeded)
-    with torch.enable_grad(), rerun.without_hooks(module), rerun.CallState(like.device).restored():
-        try:
-            output = module(x, *arguments)
-            results = output if isinstance(output, tuple) else (output,)
-            outputs = [tensor for tensor in results if tensor.requires_grad]
-            upstream, *gradients = torch.autograd.grad(
-                outputs,
-                [results[0], *trained.values()],
-                [torch.randn(o.shape, dtype=o.dtype, **seeded) for o in outputs],
-                materialize_grads=True,
-            )
-        except Exception as error:
-            raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) cannot be run on a random input "
-                f'({error}). Call model.set_experts_implementation("eager") if grouped_mm has no '
-                f"float64. {_MEND}"
-            ) from error
-    parts = rule(module, (x, *arguments) if is_experts(module) else x, upstream, _SAMPLES)
-    precise = like.element_size() >= 4
-    limit = (rerun.TOLERANCE if precise else rerun.HALF_TOLERANCE) * max(
-        float(gradient.norm()) for gradient in gradients
-    )
-    for (key, parameter), expected in zip(trained.items(), gradients, strict=True):
-        samples = [parts[key]] if key in parts else []
-        zeros = zeros_of(parameter)
-        total = weighted_sum(samples, torch.ones(_SAMPLES), parameter.shape, zeros)
-        if not float((total - expected).norm()) <= limit:
-            raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}): the per-sample gradients of '{key}' "
-                f"do not add up to its gradient. {_MEND}"
-            )

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
 from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.clipped_sum import COARSE
-from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck, check_isolation, skip_ddp_node
+from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, rebuilt
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples, tensors_of
 from lightning_fedleak.defenses.processes import Team
@@ -46,13 +46,15 @@ from lightning_fedleak.model.taps.hooks import taps_paused
 TOLERANCE = 1e-4
 FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
 TOKENS = 6  # of the row that is compared
-LONG = 128  # tokens of the long row; more take more time
+LONG = 128  # tokens of the long row, or as many as four rows of an expected batch's tokens have
 # How far a row that is padded or longer moves the others' sum in half precision, over C and the
 # root of their number. In three models of 200 rows it is at most .0078 (benchmarks/defenses/
 # isolation.py --half). It is not measured in the run, where it would depend on the data.
 ROUNDING = 0.01
 NOT_MEASURED = " Not measured: that an example's gradient depends on that example alone."
 SMALLEST = 1e-6  # norm of the row's gradient; a smaller one may be rounding alone
+GOLDEN = 0.618034  # its multiples modulo 1 spread evenly: masks of few tokens mask some, not all
+_DRAWS = {"bernoulli", "bernoulli_", "rand", "rand_like", "randint", "randint_like", "uniform_"}
 LARGEST_COPY = 1 << 31  # 16-bit weights of which float32 copies are made: up to 8 GiB
 
 
@@ -75,12 +77,12 @@ class Isolation:
         self._root, self._trusted = root, trusted
         weights = itertools.chain(root.parameters(), root.buffers())
         self.rounding = ROUNDING * (precision.startswith("bf16") or any(map(_is_half, weights)))
-        self.is_running = self._is_done = self._names_layer = False
+        self.is_running = self._is_done = False
         self.reason, self.moved = "", math.nan
         self._in_float32, self._saw_half = True, False
         self._alone: Callable[[], Any] | None = None  # runs the row alone
         self._recorder: Any = None
-        self._seed = 0
+        self._draws = _PlantedDraws()
         self._rows: Any = None  # of the last run: per-sample gradients and their weights
 
     def measure(
@@ -106,9 +108,8 @@ class Isolation:
         self._recorder = Recorder(self._root)
         try:
             with team.together():
-                with _dry_run(self._root, context, in_float32=True) as tolerance:
-                    collate = sampling.loader.collate_fn
-                    self.reason = self._compare(step, collate, context, tolerance)
+                with _dry_run(self._root, context, self._draws, in_float32=True) as tolerance:
+                    self.reason = self._compare(step, sampling, context, tolerance)
                 is_half = self._uses_half(context) or self.rounding > 0
         finally:
             self._recorder.remove()
@@ -131,23 +132,20 @@ class Isolation:
         if self._alone is None:
             return False
         self._in_float32, self._saw_half = False, True
-        with suppress(Exception), _dry_run(self._root, context, in_float32=False):
+        with suppress(Exception), _dry_run(self._root, context, self._draws, in_float32=False):
             self._alone()  # which sets it
         return self._saw_half
 
     def run(self, training_step: Callable[[], Any], batch: Any) -> Any:
         """Run a batch of the measurement, and record the gradient of each of its rows."""
         recorder, samples = self._recorder, count_samples(batch)
-        torch.manual_seed(self._seed)
+        torch.manual_seed(0 if self._draws.is_planted else 1)
         with recorder.step(samples):
             output = training_step()
         recorder.check()
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         check = LossCheck(trusted=self._trusted)
-        top_calls = check.check_form(loss, recorder.calls, samples)
-        if self._names_layer:
-            with recorder.paused():
-                check_isolation(skip_ddp_node(loss), top_calls, recorder.calls, samples)
+        check.check_form(loss, recorder.calls, samples)
         edges = [call.edge for call in recorder.calls if call.trained]
         # As in a step, backward begins with 1 for each term; hooks record the rows' gradients.
         torch.autograd.grad(loss, edges, check.terms.to(loss).expand_as(loss), allow_unused=True)
@@ -165,8 +163,9 @@ class Isolation:
         weight = weights[row : row + 1]
         return {p: per_sample.weighted_sum(sums[p], weight.to(p.device), p.shape) for p in parts}
 
-    def _compare(self, step: Any, collate: Any, context: DefenseContext, tolerance: float) -> str:
+    def _compare(self, step: Any, sampling: Any, context: DefenseContext, tolerance: float) -> str:
         """Return why nothing could be measured; empty if a row's gradient stays the same."""
+        collate = sampling.loader.collate_fn
         if any(isinstance(p, DTensor) for p in self._root.parameters()):
             return "the weights are sharded"
         if context.host.reducer is not None and context.host.reducer.static_graph:
@@ -174,13 +173,14 @@ class Isolation:
         if not isinstance(collate, EmptyCollate):
             return "the collate function is unknown"
         reason, example = "", collate.dataset[collate.index]
-        for lengths, is_padded in _row_lengths(self._root, collate, example):
+        for lengths, is_padded in _row_lengths(self._root, collate, example, sampling.expected):
             try:
                 rows = [_made(example, number, n, is_padded) for number, n in enumerate(lengths)]
             except Exception as error:  # numbers of a kind that torch does not compute with
                 return f"no row like an example could be made: {type(error).__name__}: {error}"
 
             def run(chosen: list[Any]) -> Any:  # collated again, as a step may change its batch
+                self._draws.calls = 0
                 batch = context.host.to_device(collate(chosen))
                 step(tree_map(_widened, batch) if self._in_float32 else batch)
 
@@ -202,14 +202,11 @@ class Isolation:
             if self.moved <= tolerance:
                 self._alone = alone
                 return ""
-            self._seed = 1
-            alone()
-            if self._nearest(gradient)[0] > tolerance:
-                return "the step or the collate function draws random numbers besides dropout"
             mend = _mend(collate(rows[:1]), collate(company))
-            if not (mend or self._trusted):
-                self._names_layer = True
-                together()  # it may find the layer, and raise an error
+            self._draws.is_planted = False
+            alone()
+            if not mend and self._nearest(gradient)[0] > tolerance:
+                return "the step or the collate function draws random numbers besides dropout"
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
                 f"'{parameter_name(parameter, self._root)}' by {self.moved:.1g} of its norm. "
@@ -266,20 +263,44 @@ def _mend(alone: Any, company: Any) -> str:
     return ""
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """A mode in which functions drop nothing."""
+class _PlantedDraws(TorchFunctionMode):
+    """A mode in which functions drop nothing, and torch draws equal numbers for each row.
+
+    A number depends on the call and on its index in the last dimension, so that random masks (of a
+    collate function for masked words) are those of the row also in company.
+
+    Attributes:
+        is_planted: Whether they do; else they draw as usual.
+        calls: The number of draws since the run began.
+    """
+
+    is_planted, calls = True, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "dropout" in getattr(func, "__name__", ""):
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
         kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        return func(*args, **kwargs)
+        if not self.is_planted or name not in _DRAWS:
+            return func(*args, **kwargs)
+        torch.manual_seed(self.calls)
+        shares = [*args[name.endswith("_") :], kwargs.get("p", 0.5)]  # before they are overwritten
+        drawn: Tensor = func(*args, **kwargs)
+        with torch.no_grad():
+            row = drawn.reshape(-1, *drawn.shape[-1:])[0] if drawn.numel() else drawn
+            if name.startswith("bernoulli"):
+                order = torch.arange(row.numel(), device=row.device) + self.calls
+                row = ((order * GOLDEN) % 1 < shares[0]).to(drawn)
+            drawn.copy_(row.expand_as(drawn))
+        self.calls += 1
+        return drawn
 
 
 @contextmanager
-def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> Iterator[float]:
-    """Yield the tolerance, in a context in which steps leave no trace and drop nothing."""
+def _dry_run(
+    root: nn.Module, context: DefenseContext, draws: _PlantedDraws, *, in_float32: bool
+) -> Iterator[float]:
+    """Yield the tolerance, in a context in which steps leave no trace, and draw as ``draws``."""
     reducer = context.host.reducer
     weights = {t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values())}
     halves: set[Any] = {*filter(_is_half, weights)}
@@ -305,7 +326,7 @@ def _dry_run(root: nn.Module, context: DefenseContext, *, in_float32: bool) -> I
         stack.enter_context(per_sample.full_precision())
         flags = {"enabled": torch.backends.cudnn.enabled, "deterministic": True}
         stack.enter_context(torch.backends.cudnn.flags(**flags, allow_tf32=False))
-        stack.enter_context(_WithoutDropout())
+        stack.enter_context(draws)
         for module in root.modules():  # a layer is run again in backward, outside of the mode
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
@@ -340,7 +361,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _row_lengths(
-    root: nn.Module, collate: EmptyCollate, example: Any
+    root: nn.Module, collate: EmptyCollate, example: Any, batch_size: float
 ) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Yield the tokens of made rows, and whether rows keep the example's length, with padding.
 
@@ -355,9 +376,9 @@ def _row_lengths(
     configs = [module.config for module in root.modules() if hasattr(module, "config")]
     limits = [n for c in configs if (n := getattr(c, "max_position_embeddings", None))]
     own = _width(collate, example)
-    long = own
+    long, most = own, max(LONG, int(batch_size * own) // 4)  # four rows are made
     if configs:  # a model of transformers: without a table of positions, or with a known one
-        long = LONG if ropes or not limits else max(2, min(LONG, *limits) - 2)
+        long = most if ropes or not limits else max(2, min(most, *limits) - 2)
     if any("dynamic" in rope for rope in ropes):
         limit = max(limits)
         if _width(collate, _made(example, 0, limit + 1, False)) > limit:
@@ -367,7 +388,7 @@ def _row_lengths(
             )
     if any("longrope" in rope for rope in ropes):  # beyond it, the check of buffers ends the run
         settings = [getattr(config, "rope_parameters", None) or {} for config in configs]
-        long = min(long, *(s.get("original_max_position_embeddings", LONG) for s in settings))
+        long = min(long, *(s.get("original_max_position_embeddings", long) for s in settings))
     lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
     yield from ((lengths, False), (lengths[:3], False)) if own else ()
     yield (min(TOKENS, max(1, own // 2)), own, 1, 0), True
@@ -413,8 +434,8 @@ def _made_numbers(numbers: Tensor, number: int, tokens: int, is_padded: bool, ke
     size = numbers.shape[-1] if numbers.dim() else 1
     index = torch.arange(size if is_padded else tokens)
     top = max(0, int(numbers.max())) if numbers.numel() else 0
-    if "mask" in key and "special" not in key:
-        top = 1
+    if "mask" in key:
+        top = int("special" not in key)
     if numbers.is_floating_point():
         waves = torch.arange(numbers.numel()) * (number + 1.7) + number
         return waves.sin().view(numbers.shape) * (tokens > 0)

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.dpsgd import experts, rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
-from lightning_fedleak.defenses.dpsgd.rules import RULES_OF_ONE_USE, rule_of
+from lightning_fedleak.defenses.dpsgd.rules import ROUTER, RULES_OF_ONE_USE, rule_of
 from lightning_fedleak.model.taps.hooks import Hook, taps_paused
 
 # Added to an error of training_step: {0} are the layers' names, {1} is the number of samples.
@@ -122,10 +122,12 @@ class Recorder:
         self.root = root
         self._failure: Exception | None = None  # raised by `check`
         self._adapted, inner = rerun.adapted_layers(root)
+        # The rules of layers, decided once for each choice of the parameters that are trained.
+        self._rules: dict[tuple[nn.Module, tuple[bool, ...]], rerun.Rule | None] = {}
         self._states: dict[nn.Module, rerun.CallState] = {}  # of calls of adapted layers
         self.read_parameters()
         for name, module in root.named_modules():
-            if module in inner or not (module in self._adapted or owns_parameters(module)):
+            if module in inner or not self._parameters[module]:
                 continue
             if module in self._adapted:
                 self._handles.append(module.register_forward_pre_hook(Hook(self._save_state)))
@@ -210,11 +212,12 @@ class Recorder:
             self._paused = False
 
     def check_uses(self, loss: Tensor) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Raise an error if a recorded layer's parameter is also used outside of its calls.
+        """Raise an error if a parameter is also used outside of the recorded calls of its layer.
 
         Each call has one edge of the loss's graph into each parameter, or into a copy in another
         precision, which calls share under autocast. Other uses have further edges. Layers that are
-        run again for their gradients may use a parameter repeatedly, and are not counted.
+        run again for their gradients may use a parameter repeatedly, and are not counted, nor are
+        the parameters that FSDP2 has put into the graph.
 
         Returns:
             The outputs of recorded layers, and the leaves that need a ``p.grad``: those without
@@ -226,10 +229,10 @@ class Recorder:
         edges = _edges_into_nodes(loss)
         uses = {node.variable: n for node, n in edges.items() if hasattr(node, "variable")}
         reached = [call for call in self.calls if call.trained and call.edge.node in edges]
-        recorded = dict[Tensor, float]()
+        recorded = {p: 0.0 for layer in self._parameters.values() for p in layer.values()}
         for call in reached:
             for p in self._parameters[self.root.get_submodule(call.name)].values():
-                recorded[p] = recorded.get(p, 0) + (1 if call.uses_once else math.inf)
+                recorded[p] += 1 if call.uses_once else math.inf
         for p in (p for p, count in uses.items() if count > recorded.get(p, math.inf)):
             reason = "the sum of its recorded per-sample gradients: use it only in its module's"
             name = parameter_name(p, self.root)
@@ -316,23 +319,24 @@ class Recorder:
         if not (self._recording and torch.is_grad_enabled()):
             return
         inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
+        choice = tuple(p.requires_grad for p in self._parameters[module].values())
+        if not any(choice):
+            self._record_frozen(name, output)
+            return
         try:
-            if not trains(module, inside=module in self._adapted):
-                self._record_frozen(name, output)
+            if (module, choice) not in self._rules:
+                self._rules[module, choice] = self._rule_of(name, module)
+            rule = self._rules[module, choice]
+            if rule is None:
                 return
-            adapted = module in self._adapted
-            if module._modules and not adapted and _shares_all(module):
-                return  # the modules inside it are recorded
-            if experts.is_router(module):
+            if rule is ROUTER:
                 inputs, output = experts.of_logits(inputs, output)
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
-            if adapted:
-                rule: rerun.Rule = functools.partial(rerun.rerun, state=self._states.pop(module))
+            if module in self._adapted:
+                rule = functools.partial(rerun.rerun, state=self._states.pop(module))
                 # It is run again with one tensor; for None, `_sample_rows` raises an error.
                 inputs = inputs if len(args) + len(kwargs) == 1 else None
-            else:
-                rule = rule_of(name, module)
             sample_rows = self._sample_rows(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error
@@ -342,11 +346,17 @@ class Recorder:
         hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
         if self.counts:
             rule_input = inputs.detach()
-            if experts.is_experts(module):  # rows, the numbers of their experts, and the weights
+            if rule is experts.by_row:  # rows, the numbers of their experts, and the weights
                 rule_input = [tensor.detach() for tensor in (*args, *kwargs.values())[:3]]
             arguments = module, rule, rule_input, self.parts
             hook = functools.partial(self._record_gradient, *arguments)
         output.register_hook(hook)
+
+    def _rule_of(self, name: str, module: nn.Module) -> rerun.Rule | None:
+        """Return a trained layer's rule; None if modules inside it are recorded in its place."""
+        if module in self._adapted:
+            return rerun.rerun
+        return None if module._modules and _shares_all(module) else rule_of(name, module)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _save_state(self, layer: nn.Module, args: Any) -> None:
@@ -450,11 +460,6 @@ def _edges_into_nodes(loss: Tensor) -> dict[Any, int]:
     for leaf, copy in copies:
         edges[leaf] += edges[copy] - 1
     return edges
-
-
-def owns_parameters(module: nn.Module) -> bool:
-    """Return whether the module has parameters itself, not only in modules inside it."""
-    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def trains(module: nn.Module, *, inside: bool = False) -> bool:

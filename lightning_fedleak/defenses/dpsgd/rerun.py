@@ -9,9 +9,9 @@ trainable tokens) have no layer of their own to run. Here the *adapted layer*, w
 together with the layer around which it is built, is run again as a whole. Its random numbers
 (dropout of its input or of ranks) are drawn again from the random state of the first call.
 
-At setup one adapted layer of each kind is checked: it is run on a random input, and the sum of its
-per-sample gradients is compared with autograd's gradient. They differ if the layer mixes samples,
-or if it draws random numbers for each sample in another way than by ``nn.Dropout``.
+In the first step, and in some later ones, the sum of the per-sample gradients is compared with
+autograd's gradient. They differ if the layer mixes samples, or if it draws random numbers for each
+sample in another way than by ``nn.Dropout``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, vjp, vmap
-from torch.nn.modules.conv import _ConvNd
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense
@@ -43,13 +42,6 @@ Rule = Callable[[Any, Any, Tensor, int], Mapping[str, Part]]
 # the layer's weights have (its gradient is as large), plus those of its input and output. If one
 # sample exceeds the maximum, samples are run singly. Not tuned; a larger value takes more memory.
 SIZE_AT_ONCE = 1 << 26
-# Standard deviation of the noise that is added to the weights in the check at setup. Weights of
-# zero (the matrix B of a new LoRA) would make the gradients of other weights zero.
-WEIGHT_NOISE = 0.1
-# Largest distance of the sum of per-sample gradients from autograd's gradient in the check at
-# setup, relative to the norm of the layer's largest gradient.
-TOLERANCE = 1e-4  # with weights in float32 or float64; some adapters cast float64 to float32
-HALF_TOLERANCE = 0.05  # with weights in half precision
 # Classes of adapted layers that `torch.func` cannot vectorize, or only with too much memory.
 _ONE_BY_ONE = WeakSet[type[nn.Module]]()
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -109,62 +101,6 @@ def adapted_layers(root: nn.Module) -> tuple[dict[nn.Module, str], set[nn.Module
     return {layer: name for layer, name in adapted.items() if layer not in inner}, inner
 
 
-def check_adapted(adapted: Mapping[nn.Module, str]) -> None:
-    """Raise an error unless the per-sample gradients of adapted layers are exact.
-
-    One layer of each kind is checked. Layers of one kind have the same class, the same class of
-    wrapped layer, and the same names of trained parameters.
-
-    Args:
-        adapted: The names of the adapted layers, from :func:`adapted_layers`.
-
-    Raises:
-        DefenseError: Per-sample gradients are wrong, or a layer cannot be run again.
-    """
-    examples: dict[object, tuple[str, nn.Module]] = {}
-    for layer, name in adapted.items():
-        trained = [k for k, p in layer.named_parameters() if p.requires_grad]
-        examples[plain_type(layer), plain_type(wrapped_layer(layer)), *trained] = name, layer
-    for name, layer in examples.values():
-        _check(name, layer)
-
-
-def _check(name: str, layer: nn.Module) -> None:
-    """Raise an error unless an adapted layer's per-sample gradients add up to autograd's.
-
-    The input and the output gradient are random, and the weights are those of the layer plus noise.
-    Three kinds of layers are not run here: without weights yet (meta), sharded, or around weights
-    that are not floating-point numbers (four bits). The first step compares their gradients.
-    """
-    x = _random_input(wrapped_layer(layer))
-    has_values = all(not p.is_meta and not isinstance(p, DTensor) for p in layer.parameters())
-    if x is None or not has_values:
-        return
-    generator = torch.Generator(x.device).manual_seed(0)
-
-    def add_noise(p: Tensor) -> Tensor:
-        noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
-        return (p.detach() + WEIGHT_NOISE * noise).requires_grad_()
-
-    values = {k: add_noise(p) for k, p in layer.named_parameters() if p.requires_grad}
-    state = CallState(x.device)
-    with torch.enable_grad(), without_hooks(layer), state.restored(), _explain_errors(layer):
-        output = functional_call(layer, values, (x,))
-        upstream = add_noise(torch.zeros_like(output)).detach()
-        expected = torch.autograd.grad(
-            output, [*values.values()], upstream, allow_unused=True, materialize_grads=True
-        )
-    parts: Mapping[str, _Dense] = rerun(layer, x, upstream, len(x), state=state, values=values)
-    precise = all(v.element_size() >= 4 for v in layer.parameters())
-    limit = (TOLERANCE if precise else HALF_TOLERANCE) * max(float(g.norm()) for g in expected)
-    for key, gradient in zip(values, expected, strict=True):
-        if not float((parts[key].values.sum(0) - gradient).norm()) <= limit:
-            raise DefenseError(
-                f"DPSGD: '{name}' ({type(layer).__name__}): the per-sample gradients of '{key}' do "
-                "not add up to its gradient. Set its dropout to 0, or use LoraConfig."
-            )
-
-
 def rerun(
     module: nn.Module,
     inputs: Tensor,
@@ -172,7 +108,6 @@ def rerun(
     samples: int,
     *,
     state: CallState | None = None,
-    values: Mapping[str, Tensor] | None = None,
 ) -> dict[str, _Dense]:
     """Return per-sample gradients of any layer by another forward and backward for each sample.
 
@@ -186,7 +121,6 @@ def rerun(
         samples: The number B of samples.
         state: The state of an adapted layer's call; None for any other layer, which must not draw
             random numbers.
-        values: The values of the trained parameters by name; None for the current ones.
 
     Returns:
         The per-sample gradients of the trained parameters, by name.
@@ -194,8 +128,7 @@ def rerun(
     Raises:
         DefenseError: The layer cannot be run again.
     """
-    values = dict(module.named_parameters()) if values is None else values
-    trained = {key: p.detach() for key, p in values.items() if p.requires_grad}
+    trained = {key: p.detach() for key, p in module.named_parameters() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in trained.values()):
         raise DefenseError(
             f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) in backward. Shard the "
@@ -359,24 +292,3 @@ def wrapped_layer(layer: Any) -> Any:
     while isinstance(getattr(layer, "base_layer", None), nn.Module):
         layer = layer.base_layer
     return layer
-
-
-def _random_input(base: Any) -> Tensor | None:
-    """Return a random input of three samples; None if the layer's input is not known.
-
-    Args:
-        base: The wrapped layer. Its input is known if its weights are floating-point numbers and it
-            is an embedding, a convolution, or a linear layer.
-    """
-    weight = getattr(base, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return None
-    seeded: Any = {"generator": torch.Generator(weight.device), "device": weight.device}
-    # Sizes that any layer accepts: 3 samples of 4 positions.
-    if isinstance(base, nn.Embedding):
-        return torch.randint(len(weight), (3, 4), **seeded)
-    if isinstance(base, _ConvNd):
-        sizes = [2 * d * (k - 1) + 1 for k, d in zip(base.kernel_size, base.dilation, strict=True)]
-        return torch.randn(3, base.in_channels, *sizes, dtype=weight.dtype, **seeded)
-    width = getattr(base, "in_features", None) or getattr(base, "nx", None)
-    return None if width is None else torch.randn(3, 4, width, dtype=weight.dtype, **seeded)

@@ -28,6 +28,7 @@ _REPLACEMENTS = {
     nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
     nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
     nn.EmbeddingBag: "Use nn.Embedding.",
+    nn.modules.batchnorm._BatchNorm: "Use GroupNorm or LayerNorm, or freeze it in eval mode.",
 }
 
 
@@ -45,7 +46,7 @@ def rule_of(name: str, module: nn.Module) -> Rule:
     if experts.is_experts(module):
         return experts.by_row
     if experts.is_router(module):
-        return _linear
+        return ROUTER
     if reason := _refusal(name, module):
         raise DefenseError(f"DPSGD: {reason}")
     cls = plain_type(module)
@@ -109,12 +110,9 @@ def _linear(
     return parts
 
 
-def check_experts(root: nn.Module) -> None:
-    """Raise an error for experts or routers without a rule (:func:`experts.check`)."""
-    experts.check(root, _linear)
-
-
 _conv1d = functools.partial(_linear, transposed=True)
+ROUTER: Rule = functools.partial(_linear)
+"""The rule of a router's weight, from its input and logits (:func:`experts.of_logits`)."""
 
 
 def _embedding(
@@ -149,7 +147,4 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.LayerNorm: _layer_norm,
 }
 # The rules of layers that use each of their parameters once in a call.
-RULES_OF_ONE_USE: tuple[Rule, ...] = (_linear, _conv1d, _embedding, _layer_norm)
-# The rules that return a matrix's per-sample gradients as factors or rows. Ghost clipping needs
-# these, because it computes norms without the dense gradients.
-GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding, experts.by_row)
+RULES_OF_ONE_USE: tuple[Rule, ...] = (_linear, _conv1d, ROUTER, _embedding, _layer_norm)

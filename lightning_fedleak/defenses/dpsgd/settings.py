@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lightning_fedleak.defenses import base
 from lightning_fedleak.defenses.accounting.accounting import Trust
@@ -158,22 +158,39 @@ def check_combination(
         )
 
 
-def check_audit(
-    check: bool | int, unit: Unit, noise_multiplier: float | None, max_grad_norm: MaxGradNorm
-) -> None:
-    """Raise an error for settings under which ``DPSGD(check=...)`` cannot audit the training.
+class Audit(Protocol):
+    """What tests a training while it runs, such as :class:`~lightning_fedleak.PlantedGradients`.
 
-    That audit plants a gradient in a batch now and then, and tests whether the release shows it.
+    Attributes:
+        every_n_steps: The number of steps from one test to the next.
+    """
+
+    every_n_steps: int
+
+    def begin(self, defense: Any, context: Any, sampling: Any, save: Any) -> Any:
+        """Return the audit of one fit.
+
+        Args:
+            defense: The DPSGD that is tested.
+            context: The client and the process.
+            sampling: The Poisson sampling.
+            save: Saves the state of the defence, and returns a function that restores it.
+        """
+
+
+def check_audit(
+    check: Audit | None, unit: Unit, noise_multiplier: float | None, max_grad_norm: MaxGradNorm
+) -> None:
+    """Raise an error for settings under which an audit cannot test the training.
 
     Raises:
         DefenseError: Names the contradicting arguments.
     """
-    interval = int(check) if isinstance(check, bool) else check
-    base.check_integer("DPSGD: check", interval, at_least=0, hint="True, or steps between probes")
-    if check and (
-        isinstance(unit, Users) or isinstance(max_grad_norm, QuantileClip) or noise_multiplier == 0
-    ):
-        raise base.DefenseError("DPSGD: check needs noise, a fixed clip norm, and unit='example'")
+    is_other = isinstance(unit, Users) or isinstance(max_grad_norm, QuantileClip)
+    if check is not None and (is_other or noise_multiplier == 0 or not hasattr(check, "begin")):
+        raise base.DefenseError(
+            "DPSGD: check=PlantedGradients() needs noise, a fixed clip norm, and unit='example'"
+        )
 
 
 def check_continued(state: base.State, releases: int, trust: Trust, unit: str) -> None:

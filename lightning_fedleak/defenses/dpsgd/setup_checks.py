@@ -8,19 +8,17 @@ change. The *host* is the trainer or training loop. Several processes may togeth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses.adam import DPAdamBC
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.recorder import trains, values_in
-from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
-from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, check_experts, rule_of
-from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers
+from lightning_fedleak.defenses.dpsgd.rules import rule_of
 from lightning_fedleak.defenses.processes import Team
 
 # The number of examples by which the datasets of two processes are compared. More take more time at
@@ -47,23 +45,6 @@ def check_trainer(context: DefenseContext) -> None:
     refuse("DPSGD", refusals)
 
 
-def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
-    """Refuse another defence that changes the gradients that a :class:`DPAdamBC` gets.
-
-    Args:
-        host: The host, which has the optimizers.
-        names: The names of the defences that change gradients after DPSGD.
-
-    Raises:
-        DefenseError: Names the defence.
-    """
-    if names and any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
-        raise DefenseError(
-            f"{', '.join(names)} changes the gradients after DPSGD: leave it out, or use AdamW "
-            "instead of DPAdamBC"
-        )
-
-
 def check_shards(root: nn.Module, processes: int) -> None:
     """Refuse a trained parameter that is not sharded over exactly the client's processes (FSDP2).
 
@@ -82,7 +63,7 @@ def check_shards(root: nn.Module, processes: int) -> None:
             )
 
 
-def check_model(root: nn.Module, clipping: str) -> None:
+def check_model(root: nn.Module) -> None:
     """Refuse a model with trained layers for which there are no per-sample gradients.
 
     Raises:
@@ -90,39 +71,23 @@ def check_model(root: nn.Module, clipping: str) -> None:
     """
     trainable = any(p.requires_grad for p in root.parameters())
     refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or omit DPSGD": not trainable})
-    check_experts(root)
+    experts.check(root)
     # Some PEFT layers are run again as a whole; the modules inside them need no rule.
     adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
-        layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "
-        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        is_instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        is_trained = module in adapted or (module not in inner and trains(module))
+        if is_trained and module not in adapted:
+            rule_of(name, module)
         refusals: dict[str, object] = {
-            "normalises by statistics of the batch. Use GroupNorm or LayerNorm "
-            "(opacus.validators.ModuleValidator.fix does it), or freeze it in eval mode.": (
-                is_batch_norm and module.training
-            ),
             "changes ranks by gradients without noise. Use LoraConfig(use_rslora=True), or "
             "LoHaConfig.": hasattr(module, "update_and_allocate"),
             "has NEFTune's noise, whose size depends on the length of the longest text of a batch. "
             "Leave out neftune_noise_alpha.": getattr(module, "neftune_noise_alpha", None),
-            "keeps statistics of the data. Build it with track_running_stats=False.": (
-                is_instance_norm and module.training and module.track_running_stats
+            "is in eval mode and trained. Call `model.train()` where you build it, or freeze it.": (
+                is_trained and not module.training
             ),
         }
-        if module in adapted or (module not in inner and trains(module)):
-            rule = rerun if module in adapted else rule_of(name, module)
-            weights = module.parameters(recurse=module in adapted)
-            has_matrix = any(p.dim() > 1 for p in weights if p.requires_grad)
-            refusals |= {
-                "is in eval mode and trained. Call `model.train()` where you build it, or freeze "
-                "it.": not module.training,
-                "has no rule for clip=ClipSettings(form='ghost'). Use form='auto'.": (
-                    clipping == "ghost" and rule not in GHOST_RULES and has_matrix
-                ),
-            }
-        refuse(layer, refusals)
-    check_adapted(adapted)
+        refuse(f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) ", refusals)
 
 
 def planned_steps(context: DefenseContext, per_epoch: int) -> int:

@@ -380,8 +380,10 @@ class WatchedStep:
         have a finite gradient.
 
         Raises:
-            DefenseError: Names the buffer or the weights.
+            DefenseError: Names the buffer or the weights; or no batch has run since a release.
         """
+        if not self._has_unreleased_batch:
+            raise DefenseError("DPSGD: take one optimizer step on each batch; nothing was released")
         clipped, weights = self.clipped(parameters, context), self.trained_weights
         buffers = self._buffers.comparisons.values()
         flags = (clipped.finite, *buffers, *weights.compare(parameters))

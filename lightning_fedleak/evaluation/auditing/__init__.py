@@ -38,6 +38,7 @@ from lightning_fedleak.evaluation.auditing.one_run import (
 from lightning_fedleak.evaluation.auditing.one_run import audit_one_run as audit_one_run
 from lightning_fedleak.evaluation.auditing.one_run import one_run_p_value as one_run_p_value
 from lightning_fedleak.evaluation.auditing.one_run import refutes as refutes
+from lightning_fedleak.evaluation.auditing.own_training import PlantedGradients as PlantedGradients
 from lightning_fedleak.evaluation.auditing.private_training import (
     PrivateTrainingCheck as PrivateTrainingCheck,
 )

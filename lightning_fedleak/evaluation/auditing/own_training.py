@@ -14,13 +14,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.defenses import DPSGD, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import check_integer
+from lightning_fedleak.defenses.dpsgd.poisson import Sampling
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing.private_training import Gradients, PrivateTrainingCheck
 from lightning_fedleak.evaluation.auditing.training_checks import PrivacyClaim
@@ -32,29 +35,81 @@ Rehearsal = Callable[[Any, ReadGradients, ReadGradients], None]
 """Runs a batch up to its release, and calls functions right before and after it."""
 
 
+@dataclass(frozen=True)
+class PlantedGradients:
+    """Let planted gradients try to refute a training under DPSGD.
+
+    :attr:`.DPSGD.verdict` says what was found. A look takes about as long as six steps.
+
+    Examples:
+        >>> from lightning_fedleak import DPSGD, PlantedGradients
+        >>> DPSGD(1.0, noise_multiplier=1.0, check=PlantedGradients(every_n_steps=50)).name
+        'dpsgd'
+
+    Attributes:
+        every_n_steps: The number of steps from one look to the next; 160 take about 4% more time.
+
+    Raises:
+        DefenseError: The number is no whole number above 0. At the start of a fit: each batch holds
+            all examples.
+    """
+
+    every_n_steps: int = 160
+
+    def __post_init__(self) -> None:
+        check_integer("PlantedGradients: every_n_steps", self.every_n_steps)
+
+    def begin(self, defense: Any, context: Any, sampling: Any, save: Any) -> OwnTrainingCheck:
+        """Return the audit of one fit; for the arguments see :class:`.OwnTrainingCheck`."""
+        return OwnTrainingCheck(defense, context, sampling, save, self.every_n_steps)
+
+
 class OwnTrainingCheck(PrivateTrainingCheck):
     """Run probes in a training under DPSGD, and try to refute its claim.
 
     Args:
-        root: the module that is trained.
-        host: the trainer or loop.
-        sampler: the sampler of the batches; its ``rows`` is wrapped until :meth:`close`.
-        claim: the privacy that DPSGD claims.
+        defense: the DPSGD, whose claim is tested.
+        context: the client and the process.
+        sampling: the Poisson sampling; ``rows`` of its sampler is wrapped until :meth:`close`.
         save: saves the state of DPSGD, and returns a function that restores it after a rehearsal.
         every_n_steps: the number of steps from one look to the next.
+
+    Raises:
+        DefenseError: each batch holds all examples.
     """
 
     def __init__(
         self,
-        root: nn.Module,
-        host: Host,
-        sampler: Any,
-        claim: PrivacyClaim,
+        defense: DPSGD,
+        context: DefenseContext,
+        sampling: Sampling,
         save: Callable[[], Callable[[], None]],
         every_n_steps: int,
     ) -> None:
-        super().__init__(self._rehearse, root, host.optimizers, claim, every_n_steps=every_n_steps)
-        self._host, self._save, self._sampler = host, save, sampler
+        if sampling.rate == 1:
+            raise DefenseError(
+                "DPSGD: check needs a smaller batch_size, because each batch holds all examples"
+            )
+
+        def noise_multiplier() -> float:
+            return defense.noise_std(context) * sampling.expected / defense.clip_norm
+
+        claim = PrivacyClaim(
+            noise_multiplier=noise_multiplier(),
+            max_grad_norm=defense.clip_norm,
+            sample_rate=sampling.rate,
+            divisor=sampling.expected,
+            delta=defense.privacy.delta,
+            epsilon=lambda: defense.privacy.epsilon,
+        )
+        models = context.root, context.host.optimizers
+        super().__init__(self._rehearse, *models, claim, every_n_steps=every_n_steps)
+        self._noise_multiplier = noise_multiplier
+        self._is_single = context.clients == context.processes == 1
+        if context.processes > 1:
+            self._observations.obstacle = "probes are not supported: several processes, one client"
+        sampler: Any = sampling.loader.batch_sampler
+        self._host, self._save, self._sampler = context.host, save, sampler
         self._pending_draws: deque[Sequence[int]] = deque()
         self._rehearsal: Rehearsal | None = None
         self._state_before: dict[str, Tensor] = {}
@@ -71,6 +126,13 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         sampler.rows = rows
 
     @property
+    def finding(self) -> str:
+        """Return the verdict in one line; of several processes none has the results of all."""
+        if self._is_single:
+            return self.verdict().in_short
+        return "unknown: several processes trained, and none has the results of all probes"
+
+    @property
     def is_probing(self) -> bool:
         """Return whether the current step is a probe."""
         return self._scales is not None
@@ -84,6 +146,8 @@ class OwnTrainingCheck(PrivateTrainingCheck):
             rehearsal: A function that runs such a batch up to its release.
         """
         self._discovery_hooks.close()
+        # Half precision that the first step has found, or a gate, may have raised the noise.
+        self._claim = replace(self._claim, noise_multiplier=self._noise_multiplier())
         self._rehearsal, self._draws = rehearsal, []
         while self._pending_draws and not self._draws:  # the loop may have skipped some draws
             drawn = self._pending_draws.popleft()
@@ -104,10 +168,6 @@ class OwnTrainingCheck(PrivateTrainingCheck):
             stack.enter_context(self._host.without_logs())
             stack.enter_context(preserve_model(self._model))
             super()._run_probes(batch)
-
-    def give_up(self, reason: str) -> None:
-        """Run no more probes; the verdict gives the reason."""
-        self._observations.obstacle = reason
 
     def released(self) -> None:
         """Count a release of the training."""

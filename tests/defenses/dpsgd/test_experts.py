@@ -99,7 +99,7 @@ def compare(model: Any, clipping: Any = "auto", samples: int = 5) -> None:
 def test_norms_and_clipped_sums_are_exact(name: str) -> None:
     model = model_of(name).double()
     assert any(experts.is_experts(module) for module in model.modules())
-    check_model(model, "ghost" if name == "Mixtral" else "auto")
+    check_model(model)
     for clipping in CLIPPINGS:
         compare(model, clipping)
 
@@ -108,7 +108,7 @@ def test_norms_and_clipped_sums_are_exact(name: str) -> None:
 def test_experts_that_multiply_all_rows_at_once_are_exact(samples: int) -> None:
     model = model_of("GPT-OSS").double()
     model.set_experts_implementation("batched_mm")
-    check_model(model, "auto")
+    check_model(model)
     compare(model, samples=samples)
 
 
@@ -118,7 +118,7 @@ def test_a_part_of_the_experts_may_be_frozen(name: str, trained: str) -> None:
     model = model_of(name).double()
     for key, parameter in model.named_parameters():
         parameter.requires_grad_("embed" in key or (".mlp." in key and trained in key))
-    check_model(model, "auto")
+    check_model(model)
     compare(model)
 
 
@@ -126,13 +126,8 @@ def test_a_part_of_the_experts_may_be_frozen(name: str, trained: str) -> None:
 def test_a_lora_beside_whole_experts_is_exact(saved: str) -> None:
     settings = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
     model = adapted(init_lora_weights=False, **settings).double()
-    check_model(model, "auto")
+    check_model(model)
     compare(model)
-
-
-def test_weights_in_half_precision_pass_the_check_at_setup() -> None:
-    check_model(tiny_mixtral("grouped_mm").bfloat16().train(), "auto")
-    check_model(model_of("GPT-OSS").bfloat16(), "auto")
 
 
 def test_checkpointed_blocks_are_exact() -> None:
@@ -271,49 +266,19 @@ class BiasedRouter(MixtralTopKRouter):
         return logits, scores * self.scale, index
 
 
-def changed(kind: type, path: str) -> Any:
-    model = tiny_mixtral().train()
-    if kind is BiasedRouter:
-        model.get_submodule(path).scale = nn.Parameter(torch.ones(1))
-    model.get_submodule(path).__class__ = kind
-    return model
-
-
-def test_what_computes_otherwise_is_refused_at_setup() -> None:
-    with pytest.raises(DefenseError, match=r"experts' \(Scaled\).*not add up.*Freeze"):
-        check_model(changed(Scaled, "model.layers.1.mlp.experts"), "auto")
-    with pytest.raises(DefenseError, match=r"gate' \(WarmRouter\).*not add up.*Freeze"):
-        check_model(changed(WarmRouter, "model.layers.1.mlp.gate"), "auto")
-    with pytest.raises(DefenseError, match=r"\(BiasedRouter\).*gradients of 'scale' do not add up"):
-        check_model(changed(BiasedRouter, "model.layers.1.mlp.gate"), "auto")
-    model = tiny_mixtral("grouped_mm").double().train()
-    with pytest.raises(DefenseError, match="grouped_mm has no float64"):
-        check_model(model, "auto")
-
-
-@pytest.mark.parametrize("kind", [Scaled, WarmRouter])
-def test_what_setup_did_not_see_is_refused_in_the_first_step(
-    kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experts, "check", lambda *_: None)
+@pytest.mark.parametrize("kind", [Scaled, WarmRouter, BiasedRouter])
+def test_what_computes_otherwise_is_refused_in_the_first_step(kind: type) -> None:
     block = ExpertBlock()
     inner = block.mlp.experts if kind is Scaled else block.mlp.gate
     inner.__class__ = kind
+    if kind is BiasedRouter:
+        inner.scale = nn.Parameter(torch.ones(1))
+        block.mlp.requires_grad_(False).gate.scale.requires_grad_(True)
+        for parameter in block.parameters():  # its gradient is small beside others
+            parameter.data *= 5
     run = BlockRun(DPSGD(0.3, noise_multiplier=0.0), block)
-    with pytest.raises(
-        DefenseError, match=r"is not the sum of its recorded|came from no recorded layer"
-    ):
+    with pytest.raises(DefenseError, match=r"is not the sum of its recorded"):
         run.step(a_batch(5))
-
-
-def test_setup_leaves_the_random_state_and_the_model_as_they_are() -> None:
-    model = model_of("GPT-OSS")
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    before = torch.get_rng_state()
-    check_model(model, "auto")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -366,7 +331,7 @@ def test_what_couples_examples_or_is_not_known_is_refused_at_setup(name: str) ->
     with own_rng(0):
         model = build()
     with pytest.raises(DefenseError, match=message):
-        check_model(model, "auto")
+        check_model(model)
 
 
 class Balanced(Run):

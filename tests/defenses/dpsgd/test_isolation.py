@@ -12,14 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertTokenizerFast,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from benchmarks.defenses.isolation import (
+    GROUPED,
     HOSTS,
     MODELS,
+    SIZES,
     UNSOUND,
     Rows,
     collate,
+    model_of,
     moved,
     own_loss,
     train,
@@ -240,8 +248,8 @@ def test_what_cannot_be_measured_is_said() -> None:
 
     def loss(batch: Any) -> Tensor:
         logits = model(batch)
-        logits = logits + torch.randn(len(batch), 1, 1)  # noise of its own
-        return mean_of_sample_means(logits * torch.rand(len(batch), 1, 1), batch, causal=True)
+        scale = torch.randn(len(batch), 1, 1).abs()  # of its own
+        return mean_of_sample_means(logits * scale, batch, causal=True)
 
     with pytest.warns(
         UserWarning, match=f"{WARNING}: the step or the collate function draws random numbers"
@@ -257,6 +265,76 @@ def test_what_cannot_be_measured_is_said() -> None:
             rows,
             lambda chosen: torch.stack([numbers[row["name"]] for row in chosen]),
         )
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_random_masks_of_a_collate_function_are_planted(side: str) -> None:
+    """A row has the same masks alone and in company, unless padding moves them."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(100))]
+    tokenizer = BertTokenizerFast(
+        vocab={word: i for i, word in enumerate(words)}, padding_side=side
+    )
+    ids = [[2, *torch.randint(5, 100, (8 + i % 3,)).tolist(), 3] for i in range(8)]
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids]
+    model = MODELS["BERT, masked"]()
+    mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+
+    def step() -> DPSGD:
+        return first_step(model, lambda batch: model(**batch).loss, rows, mask)
+
+    if side == "left":
+        with pytest.raises(DefenseError, match="padding_side"):
+            step()
+        return
+    isolated = step()._isolation
+    assert (isolated.reason, isolated.moved < 1e-6) == ("", True)
+
+
+SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "whole": lambda loss, count: loss / count,
+    "share": lambda loss, count: loss * (count.float() / 100).mean(),
+    "Python": lambda loss, count: loss * (12 / count.item()),
+    "alpha": lambda loss, count: torch.add(loss, loss, alpha=1 / count.item()),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_factor_that_counts_the_batch_is_refused(name: str) -> None:
+    model = MODELS["Llama"]()
+
+    def loss(batch: Any) -> Tensor:
+        return SCALED[name](model(**batch).loss, (batch["labels"] != -100).sum())
+
+    with pytest.raises(DefenseError, match="division by all labels"):
+        first_step(model, loss, Rows(5, "longer", True), collate)
+
+
+def test_a_factor_that_follows_a_schedule_is_taken() -> None:
+    model, factors = MODELS["Llama"](), iter(torch.linspace(1, 0.5, 9).tolist())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
+    loader = DataLoader(Rows(8, "longer", True), 3, collate_fn=collate)
+    with DefendedLoop(model, optimizer, loader, [defense], steps=3) as private:
+        for batch, factor in zip(private, factors, strict=False):
+            private.loss(lambda rows, f=factor: f * model(**rows).loss, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert defense.releases == 3
+
+
+def test_the_long_row_is_as_long_as_a_batch_s_tokens_allow() -> None:
+    model = model_of("Llama", **{**SIZES, "max_position_embeddings": 600}, **GROUPED)()
+    ids, widths = torch.randint(3, 120, (8, 200)), list[int]()
+    rows = [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids
+    ]
+
+    def loss(batch: Any) -> Tensor:
+        widths.append(batch["input_ids"].shape[1])
+        return model(**batch).loss  # type: ignore[no-any-return]
+
+    first_step(model, loss, rows, collate)
+    assert max(widths) == 200  # 4 rows of 200 tokens, as many as an expected batch has
 
 
 def test_sound_rows_give_no_warning() -> None:
@@ -286,7 +364,7 @@ def test_longrope_is_taken_up_to_the_length_at_which_it_changes() -> None:
         rope_parameters=rope,
     )
     model = LlamaForCausalLM(config).train()
-    lengths = [n for n, _ in isolation._row_lengths(model, _Collate(), {"input_ids": [1, 2, 3]})]
+    lengths = [n for n, _ in isolation._row_lengths(model, _Collate(), {"input_ids": [1, 2, 3]}, 8)]
     assert max(map(max, lengths)) == 16
 
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fedleak import DPSGD, DefendedLoop, DefenseError, FlatChat, Users
+from lightning_fedleak import (
+    DPSGD,
+    DefendedLoop,
+    DefenseError,
+    FlatChat,
+    PlantedGradients,
+    Users,
+)
 from lightning_fedleak.defenses import accounting, noise
 from lightning_fedleak.defenses.dpsgd import clipped_sum, per_sample
 from lightning_fedleak.evaluation.auditing import PrivateTrainingCheck, private_training
@@ -22,6 +29,10 @@ from tests.trainers import hosts
 STEPS, LOOK = 6, 2
 
 
+def every(steps: int) -> PlantedGradients | None:
+    return PlantedGradients(steps) if steps else None
+
+
 def train(
     check: int = LOOK, norm: float = hosts.CLIP, folder: Path | None = None, **settings: Any
 ) -> tuple[list[torch.Tensor], DPSGD]:
@@ -30,7 +41,7 @@ def train(
     model = hosts.tiny_gpt2(dropout=0.0).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(hosts.rows(64), batch_size=16)
-    dp = DPSGD(norm, noise_multiplier=1.0, target_delta=1e-3, check=check, **settings)
+    dp = DPSGD(norm, noise_multiplier=1.0, target_delta=1e-3, check=every(check), **settings)
     watch: Any = None
     if folder is not None:
         watch = Watch(model, optimizer, [FlatChat(n_types=5)], folder=folder, every_n_steps=STEPS)
@@ -47,6 +58,16 @@ def train(
                 if dp.releases == STEPS:
                     break
     return [p.detach().clone() for p in model.parameters()], dp
+
+
+def test_the_claim_has_the_noise_that_half_precision_adds(tmp_path: Path) -> None:
+    """Autocast within the model alone is found by the first step, after the audit has begun."""
+    model = hosts.tiny_gpt2(dropout=0.0)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    dp = DPSGD(hosts.CLIP, noise_multiplier=1.0, target_delta=1e-3, check=PlantedGradients(LOOK))
+    settings = {"per_device_train_batch_size": 16, "num_train_epochs": 1}
+    hosts.in_lightning(tmp_path, model, [dp], 0.1, **settings)
+    assert dp._audit._claim.noise_multiplier == pytest.approx(1 + 0.01 * 16**0.5)
 
 
 def results(dp: DPSGD) -> dict[str, str]:
@@ -67,7 +88,7 @@ def test_a_sound_loop_is_not_refuted_and_trains_as_without_the_check(settings: A
 def test_other_hosts_are_checked_and_train_as_without_the_check(host: Any, tmp_path: Path) -> None:
     weights = []
     for check in (LOOK, 0):
-        dp = DPSGD(hosts.CLIP, noise_multiplier=1.0, target_delta=1e-3, seed=1, check=check)
+        dp = DPSGD(hosts.CLIP, noise_multiplier=1.0, target_delta=1e-3, seed=1, check=every(check))
         torch.manual_seed(0)
         model = hosts.tiny_gpt2(dropout=0.0)
         settings = {"per_device_train_batch_size": 16, "num_train_epochs": 2}
@@ -155,10 +176,12 @@ def test_a_fault_in_dpsgd_is_refuted(
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    known = {"noise_multiplier": 1.0, "check": True}
-    for settings in ({"noise_multiplier": 0.0}, {"unit": Users("author")}, {"check": 2.5}):
+    known = {"noise_multiplier": 1.0, "check": PlantedGradients()}
+    for settings in ({"noise_multiplier": 0.0}, {"unit": Users("author")}, {"check": True}):
         with pytest.raises(DefenseError, match="check"):
             DPSGD(1.0, **(known | settings))
+    with pytest.raises(DefenseError, match="every_n_steps"):
+        PlantedGradients(2.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", [None, "no clipping", "too few rows", "several processes", "off"])
@@ -170,12 +193,12 @@ def test_the_record_and_the_report_say_what_was_found(
     if fault == "too few rows":
         monkeypatch.setattr(private_training, "MIN_COPIES", 100)
     if fault == "several processes":
-        check = DPSGD._begin_check
+        begin = PlantedGradients.begin
 
-        def begin(self: Any, context: Any, sampling: Any) -> None:
-            check(self, replace(context, clients=2), sampling)
+        def begin_as_two(self: Any, defense: Any, context: Any, *more: Any) -> Any:
+            return begin(self, defense, replace(context, clients=2), *more)
 
-        monkeypatch.setattr(DPSGD, "_begin_check", begin)
+        monkeypatch.setattr(PlantedGradients, "begin", begin_as_two)
     _, dp = train(0 if fault == "off" else LOOK, norm=0.25, seed=1, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     [spent] = lines[-1]["privacy"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import norm as normal
 
-from lightning_fedleak import DPSGD, DefenseError, QuantileClip
+from lightning_fedleak import DPSGD, DefenseError, PlantedGradients, QuantileClip
 from lightning_fedleak.private_files import load_state, save_state
 from tests.defenses.dpsgd.test_dpsgd import Net, Run, first, trainer
 from tests.defenses.dpsgd.test_logical import Pieces
@@ -194,8 +194,8 @@ def test_harden_keeps_the_two_noises_in_proportion() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DefenseError, match="count_noise"):
         QuantileClip(1.0, count_noise=0.5)
-    with pytest.raises(DefenseError, match="check needs noise, a fixed clip norm"):
-        DPSGD(QuantileClip(1.0), noise_multiplier=1.0, check=True)
+    with pytest.raises(DefenseError, match="needs noise, a fixed clip norm"):
+        DPSGD(QuantileClip(1.0), noise_multiplier=1.0, check=PlantedGradients())
     with pytest.raises(DefenseError, match="client='world'"):
         Run(DPSGD(QuantileClip(1.0), noise_multiplier=1.0), clients=2)
 
@@ -206,3 +206,8 @@ def test_noise_far_above_the_batch_moves_the_norm_to_an_end_of_its_range(
 ) -> None:
     clip = QuantileClip(initial=0.1)
     assert clip.next_norm(0.1, counted, 1.0, 1.0, b"k" * 32) == pytest.approx(end)
+
+
+def test_half_precision_that_is_known_is_refused_at_setup() -> None:
+    with pytest.raises(DefenseError, match="in half precision other rows move an example's norm"):
+        Run(DPSGD(QuantileClip(1.0), noise_multiplier=1.0), precision="bf16-mixed")

@@ -29,7 +29,14 @@ from lightning_fedleak.engine.channels.released.weights import WeightLooks
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Report, UserMetrics
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import (
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+    Waiting,
+    pending,
+)
 from lightning_fedleak.engine.record import privacy_values
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Refusal, contained, reason
@@ -234,6 +241,10 @@ class StepEngine:
             results = dict.fromkeys(scope, Unknown(fit.failure))
         outcomes, look.next_look = fit.pool(results, cadence.next_step)
         cadence.next_step = look.next_look
+        failed = {s.attack for s, o in (outcomes or {}).items() if o.unknown is not None}
+        spared = {a.name: a.second_to for a in fit.lineup.spared if a.second_to in failed}
+        for series in (s for s in fit.series if outcomes and s.attack in spared):
+            outcomes[series] = pending(f"{spared[series.attack]} has no result here", soon=True)
         return outcomes
 
     @contained
@@ -261,6 +272,10 @@ class StepEngine:
         spent = privacy_values(defenses) if defenses else {}
         shared = bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
+        playing = fit.lineup.playing
+        if fit.lineup.doubt(self.results.doubted(fit.controls.limit)):
+            fit.follow()
+            self.results.forget(playing - fit.lineup.playing)
         fit.run.publish(self.results.latest)
         self._has_news = True
         assert self.report is not None

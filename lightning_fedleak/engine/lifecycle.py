@@ -302,6 +302,9 @@ class Engine(StepEngine):
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
+        # A gate needs what it watches. Under DP the choice of attacks must not depend on the data.
+        gated = {part for gate in self._gates for part in gate.metric.split("/")}
+        lineup.needed = names if record.accounting(run.defenses) else gated
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         return lineup

@@ -173,6 +173,8 @@ class Lineup:
         calibrating_seconds: The duration of all calibrations.
         set_up_seconds: The computation time of each calibration, by the attack's name.
         is_sharded: Whether each process holds a part of every layer.
+        needed: The names of attacks that run although another one reads as much.
+        spared: The attacks that do not run because another one reads as much.
 
     Raises:
         ValueError: An attack does not fit the model or the run.
@@ -206,6 +208,9 @@ class Lineup:
         self._too_slow: dict[str, str] = {}  # why attacks are left out, by name
         self._slow_runs: Counter[str] = Counter()  # looks in a row at which an attack was slow
         self._looks_out: dict[str, int] = {}  # looks for which an attack stays left out
+        self.needed: Collection[str] = ()
+        self._doubted: set[str] = set()  # attacks without which another one is not spared
+        self.spared: list[Attack] = []
         reshard(run.anatomy.root)  # FSDP2 leaves layers unsharded after an evaluation
         self.is_sharded = run.is_sharded
         work: dict[Hashable, Any] = {}  # results that the checks of several attacks share
@@ -301,6 +306,13 @@ class Lineup:
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._is_auto:  # an attack whose gradients were never shared is not logged
             by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}
+            readers = {n for n, p in by_name.items() if p.exposed and n not in self._doubted}
+            self.spared = [
+                p.attack
+                for n, p in by_name.items()
+                if p.attack.second_to in readers and n not in self.needed
+            ]
+            by_name = {n: p for n, p in by_name.items() if p.attack not in self.spared}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
         if plans == self.plans:
             return False
@@ -310,6 +322,12 @@ class Lineup:
             channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
         self._give_run_facts()
         return True
+
+    def doubt(self, names: Collection[str]) -> bool:
+        """Set the attacks whose newest number is unknown, and return whether that changes plans."""
+        others = {a.second_to for c in self._channels for a in c.attacks} & {*names}
+        changed, self._doubted = others != self._doubted, others
+        return changed
 
     def _warn_of_untested(self) -> None:
         """Warn of attacks that have nothing to read, and of parameters that no attack reads."""
@@ -348,30 +366,41 @@ class Lineup:
             ValueError: An attack does not fit the model.
         """
         costs: dict[str, float] = {}
-        with (
-            saved_once(not self.is_sharded), self._gathered(self.exposed),
-            share_work(), bars(self._run.shows_progress),
-        ):  # fmt: skip
-            title = f"{self._run.watcher} calibrates"
-            for plan in track(self.exposed, title, lambda plan: plan.attack.name):
-                with self._excluding_failures(plan.attack):
-                    saved = restored.get(plan.attack.name)
-                    costs |= self._calibrated(plan.attack, saved)
+        done: list[Plan] = []
+        # An attack that is excluded may have spared another one, which is calibrated then.
+        while plans := [plan for plan in self.exposed if plan not in done]:
+            done += plans
+            with (
+                saved_once(not self.is_sharded), self._gathered(plans),
+                share_work(), bars(self._run.shows_progress),
+            ):  # fmt: skip
+                title = f"{self._run.watcher} calibrates"
+                for plan in track(plans, title, lambda plan: plan.attack.name):
+                    with self._excluding_failures(plan.attack):
+                        saved = restored.get(plan.attack.name)
+                        costs |= self._calibrated(plan.attack, saved)
+            if self._is_auto:
+                costs = self._exclude(costs)
+                follow()
         for channel in self._channels:
-            exclude(channel, self._refused.keys())
             for attack in channel.attacks:
                 with self._excluding_failures(attack):
                     channel.check(attack)
         if self._is_auto:
-            self._choose(costs, follow)
+            costs = self._exclude(costs)
+            follow()
+            self._list(costs)
 
     @property
     def texts(self) -> int:
         """Return the number of texts that a membership attack scores at a look of a small batch."""
         return 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
 
-    def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
-        """Exclude attacks that failed or take too long. The first process decides for all."""
+    def _exclude(self, costs: Mapping[str, float]) -> Mapping[str, float]:
+        """Exclude attacks that failed or take too long, and return the seconds of attacks.
+
+        The first process decides for all.
+        """
         for name, seconds in costs.items():
             if seconds > self._max_seconds:
                 self._refused.setdefault(
@@ -381,7 +410,10 @@ class Lineup:
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
         for channel in self._channels:
             exclude(channel, self._refused.keys())
-        follow()
+        return costs
+
+    def _list(self, costs: Mapping[str, float]) -> None:
+        """Set the decision about each attack."""
         plans = {plan.attack.name: plan for plan in self.plans}
         anatomy = self._run.anatomy
         self.rows = [
@@ -400,6 +432,8 @@ class Lineup:
         """Return why an attack does not run; None if it does."""
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
+        if attack in self.spared:
+            return f"{attack.second_to} reads as much; it runs where that one has no result"
         return _NOT_SHARED_REASON
 
     def _never_reads(self, name: str) -> str | None:

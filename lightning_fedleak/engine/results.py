@@ -11,7 +11,7 @@ the highest one is the family's *worst* value. A *gate* is a threshold on a logg
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
@@ -297,6 +297,28 @@ class Results:
     def new_values(self) -> dict[str, float]:
         """Return the values that the newest look updated, by log name."""
         return {name: value for name, value in self.latest.items() if name in self.look_values}
+
+    def doubted(self, limit: Callable[[Channel], float]) -> set[str]:
+        """Return the names of the attacks whose newest number is unknown, or is by its control.
+
+        Args:
+            limit: Returns the value up to which a number of a channel's attacks is low.
+        """
+        return {
+            series.attack
+            for series, outcome in self._newest.items()
+            if outcome.pending is None and _counts_for_worst(series)
+            for channel in [self._channels[series]]
+            for rate in [outcome.rate(channel.headline, of_look=True)]
+            for name in [f"{series.log_name}/{channel.headline}"]
+            if math.isnan(self.judge(name, rate, limit(channel)).value)
+        }
+
+    def forget(self, attacks: Collection[str]) -> None:
+        """Forget the newest outcomes of attacks that do not run any more."""
+        for series in (series for series in self._channels if series.attack in attacks):
+            for kept in (self._newest, self._waits, self._waiting_since):
+                kept.pop(series, None)
 
     def lose_look(self, names: Sequence[str]) -> None:
         """Count a look whose results could not be added, and set the named values to unknown."""

@@ -256,6 +256,7 @@ class Engine(StepEngine):
             options=options,
             watch={
                 "attacks": "auto" if self.selection.auto else "listed",
+                **({"shares": records.STATED.format(options.shares)} if options.shares else {}),
                 **(destination.watch or {"reveal": options.reveal}),
             },
             resumed=earlier,
@@ -340,6 +341,12 @@ class Engine(StepEngine):
         self._fit.controls.needs = self._needs
         if self.weights is not None:
             self._begin_weights(self.weights)
+        if self.options.shares == "model" and not (self.weights and self.weights.attacks):
+            refused = self._refused if self.weights is None else self.weights.refused
+            raise ValueError(
+                "with shares='model' only attacks on the trained weights run, and none can: "
+                f"{'; '.join(dict.fromkeys(refused.values()))}"
+            )
         if self.report is not None:
             self._show(self.report, run)
 

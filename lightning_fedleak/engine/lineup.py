@@ -272,8 +272,9 @@ class Lineup:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Return the names of the trained parameters whose gradient no attack reads."""
-        return unread_names(self.plans, self._run.anatomy)
+        """Return the names of the shared parameters whose gradient no attack reads."""
+        shared = self._options.shares in (None, "gradients")
+        return unread_names(self.plans, self._run.anatomy) if shared else ()
 
     def unread_family(self, family: str) -> str | None:
         """Return the message that no attack on a family reads anything shared; None if one does."""
@@ -288,7 +289,7 @@ class Lineup:
 
     def show(self) -> None:
         """Log which attacks are played, with ``attacks="auto"``."""
-        if self._is_auto:
+        if self.rows:
             watcher = self._run.watcher
             rank_zero_info(table(self.rows, self.unread, writes=self._self_text, watcher=watcher))
 

@@ -222,6 +222,10 @@ class WatchSettings:
         client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes together;
             the reduced gradient is then what is shared). None: as the strategy says, under FSDP2
             and ZeRO ``"world"``, else ``"rank"``.
+        shares: what leaves this machine during training, which nothing checks: ``"gradients"`` (or
+            updates), ``"states"`` (hidden states of a split model), or the trained ``"model"``
+            alone, so that only attacks on trained weights run, and rows must be held out
+            (``leave_out``). None: not stated, and gradients are attacked.
         assume: capabilities of the adversary besides seeing what is shared. None:
             :data:`~lightning_fedleak.attacks.base.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); if a :class:`MembershipAttack` is listed
@@ -260,6 +264,7 @@ class WatchSettings:
     upload_report: bool = False
     utility: str | Sequence[str] | None = None
     client: Literal["rank", "world"] | None = None
+    shares: Literal["gradients", "states", "model"] | None = None
     assume: Collection[Capability] | None = None
     anatomy: Mapping[str, Any] | None = None
     batch_adapter: BatchAdapter | None = None
@@ -274,6 +279,7 @@ class WatchSettings:
     def __post_init__(self) -> None:
         check_number("look_seconds", self.look_seconds, above=0)
         check_choice("client", self.client, ("rank", "world"), optional=True)
+        check_choice("shares", self.shares, ("gradients", "states", "model"), optional=True)
         check_choice("precision", self.precision, PRECISIONS, optional=True)
         check_choice("report", self.report, (False, True, "live"))
         finders_of(self.entities)
@@ -444,8 +450,26 @@ def selected(
         )
     else:  # `check_attacks` refuses a class or a name that was passed instead of an instance
         chosen = [attacks] if isinstance(attacks, Attack | type | str) else [*attacks]
+    if settings.shares is not None:
+        unread = [a for a in chosen if isinstance(a, Attack) and not _reads(a, settings.shares)]
+        if is_auto and settings.shares == "states":
+            raise ValueError("attacks='auto' has no attack on hidden states: list one, at a layer")
+        if unread and not is_auto:
+            raise ValueError(
+                f"attack '{unread[0].name}' reads what does not leave with "
+                f"shares='{settings.shares}': remove one of both"
+            )
+        chosen = [attack for attack in chosen if attack not in unread]
     check_attacks(chosen)
     return Selection(tuple(chosen), is_auto, capabilities, text_passed)
+
+
+def _reads(attack: Attack, shares: str) -> bool:
+    """Return whether an attack reads what leaves; a trained model always does in the end."""
+    needs = attack.threat_model.needs
+    if Capability.HAS_RELEASED_MODEL in needs:
+        return True
+    return shares == ("states" if Capability.SEES_ACTIVATIONS in needs else "gradients")
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:

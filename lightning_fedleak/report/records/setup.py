@@ -286,6 +286,10 @@ class ModelFacts(fields.Record):
     dtype: str | None = None
 
 
+STATED = "{}, stated by the user, not checked"
+"""What leaves the machine, as the record has it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MonitorFacts(fields.Record):
     """The settings of the monitor of a fit.
@@ -306,6 +310,12 @@ class MonitorFacts(fields.Record):
     local_steps: int | None = None
     stages: tuple[str, ...] | None = None
     more: fields.JsonObject = field(default_factory=dict, metadata=fields.OTHER_KEYS)
+
+    @property
+    def stated(self) -> str:
+        """Return what the user says leaves the machine, in a sentence; empty if nothing."""
+        shares = self.more.get("shares")
+        return f"what leaves the machine: {shares}" if shares else ""
 
 
 @dataclass(frozen=True, kw_only=True)

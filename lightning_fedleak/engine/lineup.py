@@ -367,40 +367,32 @@ class Lineup:
             ValueError: An attack does not fit the model.
         """
         costs: dict[str, float] = {}
-        done: list[Plan] = []
-        # An attack that is excluded may have spared another one, which is calibrated then.
-        while plans := [plan for plan in self.exposed if plan not in done]:
-            done += plans
-            with (
-                saved_once(not self.is_sharded), self._gathered(plans),
-                share_work(), bars(self._run.shows_progress),
-            ):  # fmt: skip
-                title = f"{self._run.watcher} calibrates"
-                for plan in track(plans, title, lambda plan: plan.attack.name):
-                    with self._excluding_failures(plan.attack):
-                        saved = restored.get(plan.attack.name)
-                        costs |= self._calibrated(plan.attack, saved)
-            if self._is_auto:
-                costs = self._exclude(costs)
-                follow()
+        with (
+            saved_once(not self.is_sharded), self._gathered(self.exposed),
+            share_work(), bars(self._run.shows_progress),
+        ):  # fmt: skip
+            title = f"{self._run.watcher} calibrates"
+            for plan in track(self.exposed, title, lambda plan: plan.attack.name):
+                with self._excluding_failures(plan.attack):
+                    saved = restored.get(plan.attack.name)
+                    costs |= self._calibrated(plan.attack, saved)
         for channel in self._channels:
+            exclude(channel, self._refused.keys())
             for attack in channel.attacks:
                 with self._excluding_failures(attack):
                     channel.check(attack)
         if self._is_auto:
-            costs = self._exclude(costs)
-            follow()
-            self._list(costs)
+            self._choose(costs, follow)
 
     @property
     def texts(self) -> int:
         """Return the number of texts that a membership attack scores at a look of a small batch."""
         return 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
 
-    def _exclude(self, costs: Mapping[str, float]) -> Mapping[str, float]:
-        """Exclude attacks that failed or take too long, and return the seconds of attacks.
+    def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
+        """Exclude attacks that failed or take too long. The first process decides for all.
 
-        The first process decides for all.
+        One that an excluded attack spared is calibrated at its first look.
         """
         for name, seconds in costs.items():
             if seconds > self._max_seconds:
@@ -411,10 +403,7 @@ class Lineup:
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
         for channel in self._channels:
             exclude(channel, self._refused.keys())
-        return costs
-
-    def _list(self, costs: Mapping[str, float]) -> None:
-        """Set the decision about each attack."""
+        follow()
         plans = {plan.attack.name: plan for plan in self.plans}
         anatomy = self._run.anatomy
         self.rows = [

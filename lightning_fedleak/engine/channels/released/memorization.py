@@ -184,10 +184,7 @@ class MemorizationChannel(WeightChannel):
             show=self.run.shows_progress,
         )
         if self.settings.shares == "model" and pool.way == "not yet seen":
-            raise UnplayableGame(
-                "rows to compare with are left out before the training: train on "
-                "train, others = leave_out(data, 1000, seed=1)"
-            )
+            raise UnplayableGame("leave rows out: train, others = leave_out(data, 1000, seed=1)")
         account = AccountGame(self.run, pool.no_game)
         self._account = account if account.why_not is None else None
         self._account_words = account.describe()

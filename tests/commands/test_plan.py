@@ -147,7 +147,7 @@ def test_prices_are_extended_by_the_block_and_by_the_token(
     def measure(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, str], float]:
         sizes.append((len(probe.blocks), probe.vocab_size))
         named = {("words", "set-up"): 4.0, ("words", "look"): price(*sizes[-1])}
-        return named | {("", "control"): 2 * price(*sizes[-1]), ("", "memory"): 7e9}
+        return named | {("", "control"): 2 * price(*sizes[-1])}
 
     monkeypatch.setattr(plan, "measure_prices", measure)
     monkeypatch.setitem(TINY, "num_hidden_layers", 7)

@@ -34,7 +34,7 @@ from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
-from lightning_fedleak.progress import measure_seconds, peak_bytes
+from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.trainers import Watch
 from lightning_fedleak.trainers.loop import LoopRun
 
@@ -185,9 +185,9 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
 
     Returns:
         The seconds of ``"set-up"`` and ``"look"`` by the name of the attack. Under the name ``""``
-        the seconds of the gradients of a ``"control"``, and the bytes of ``"memory"`` of all.
+        the seconds of the gradients of a ``"control"``.
     """
-    device, used = probe.device, peak_bytes(probe.device, begin=True)
+    device = probe.device
     generator = torch.Generator(device).manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in probe.model.parameters() if p.requires_grad], lr=1e-3)
     prices: dict[tuple[str, str], float] = {}
@@ -204,7 +204,7 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
                 calibration = max(0.0, prices.get((name, "look"), 0.0) - seconds)
                 prices[name, "set-up"] = fit.lineup.set_up_seconds.get(name, 0.0) + calibration
                 prices[name, "look"] = seconds
-    return prices | {("", "memory"): peak_bytes(device) - used}
+    return prices
 
 
 def _backward(probe: Anatomy, ids: Tensor) -> None:
@@ -266,8 +266,7 @@ def print_prices(
         "tokens with random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
         f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
-        "again, and one on known words, which each attack must find. Together they add about "
-        f"{prices['', 'memory'] / 1e9:.2g} GB of memory (nan: not known on this system).\n",
+        "again, and one on known words, which each attack must find.\n",
         soft_wrap=True,
     )
 

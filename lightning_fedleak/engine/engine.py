@@ -29,14 +29,7 @@ from lightning_fedleak.engine.channels.released.weights import WeightLooks
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Report, UserMetrics
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import (
-    Outcome,
-    Result,
-    Series,
-    Unknown,
-    Waiting,
-    pending,
-)
+from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.record import privacy_values
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Refusal, contained, reason
@@ -44,6 +37,8 @@ from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.model_state import saved_once
 from lightning_fedleak.model.snapshots import AVERAGED, ON_THE_WAY, Stage
 from lightning_fedleak.report.records.lines import is_validation
+
+_STANDS_IN = "it runs in the next step, as the attack that reads as much has no result"
 
 
 class StepEngine:
@@ -242,10 +237,9 @@ class StepEngine:
         outcomes, look.next_look = fit.pool(results, cadence.next_step)
         cadence.next_step = look.next_look
         failed = {s.attack for s, o in (outcomes or {}).items() if o.unknown is not None}
-        spared = {a.name: a.second_to for a in fit.lineup.spared if a.second_to in failed}
-        for series in (s for s in fit.series if outcomes and s.attack in spared):
-            outcomes[series] = pending(f"{spared[series.attack]} has no result here", soon=True)
-        return outcomes
+        spared = {a.name for a in fit.lineup.spared if a.second_to in failed}
+        waits = {s: pending(_STANDS_IN, soon=True) for s in fit.series if s.attack in spared}
+        return outcomes and {**outcomes, **waits}
 
     @contained
     def _results(self, look: Look) -> dict[Series, Result]:

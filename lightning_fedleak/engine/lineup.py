@@ -384,11 +384,6 @@ class Lineup:
         if self._is_auto:
             self._choose(costs, follow)
 
-    @property
-    def texts(self) -> int:
-        """Return the number of texts that a membership attack scores at a look of a small batch."""
-        return 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
-
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
         """Exclude attacks that failed or take too long. The first process decides for all.
 
@@ -445,7 +440,8 @@ class Lineup:
                 self.prepared.add(attack.name)
             self._give_run_facts()
         is_priced = self._is_auto and not self.is_sharded
-        seconds = attack.estimate(self._run.anatomy, self.texts) if is_priced else None
+        texts = 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
+        seconds = attack.estimate(self._run.anatomy, texts) if is_priced else None
         if seconds is None or seconds <= self._max_seconds:
             self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}

@@ -452,12 +452,10 @@ def selected(
         chosen = [attacks] if isinstance(attacks, Attack | type | str) else [*attacks]
     if settings.shares is not None:
         unread = [a for a in chosen if isinstance(a, Attack) and not _reads(a, settings.shares)]
-        if is_auto and settings.shares == "states":
-            raise ValueError("attacks='auto' has no attack on hidden states: list one, at a layer")
-        if unread and not is_auto:
+        if unread and not (is_auto and settings.shares == "model"):
             raise ValueError(
-                f"attack '{unread[0].name}' reads what does not leave with "
-                f"shares='{settings.shares}': remove one of both"
+                f"attack '{unread[0].name}' reads nothing that leaves with "
+                f"shares='{settings.shares}': list attacks that do"
             )
         chosen = [attack for attack in chosen if attack not in unread]
     check_attacks(chosen)
@@ -467,9 +465,8 @@ def selected(
 def _reads(attack: Attack, shares: str) -> bool:
     """Return whether an attack reads what leaves; a trained model always does in the end."""
     needs = attack.threat_model.needs
-    if Capability.HAS_RELEASED_MODEL in needs:
-        return True
-    return shares == ("states" if Capability.SEES_ACTIVATIONS in needs else "gradients")
+    read = "states" if Capability.SEES_ACTIVATIONS in needs else "gradients"
+    return Capability.HAS_RELEASED_MODEL in needs or shares == read
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:

@@ -308,11 +308,13 @@ class Results:
             series.attack
             for series, outcome in self._newest.items()
             if outcome.pending is None and _counts_for_worst(series)
-            for channel in [self._channels[series]]
-            for rate in [outcome.rate(channel.headline, of_look=True)]
-            for name in [f"{series.log_name}/{channel.headline}"]
-            if math.isnan(self.judge(name, rate, limit(channel)).value)
+            if self._is_doubted(series, outcome, limit(self._channels[series]))
         }
+
+    def _is_doubted(self, series: Series, outcome: Outcome, limit: float) -> bool:
+        headline = self._channels[series].headline
+        value = outcome.rate(headline, of_look=True)
+        return math.isnan(self.judge(f"{series.log_name}/{headline}", value, limit).value)
 
     def forget(self, attacks: Collection[str]) -> None:
         """Forget the newest outcomes of attacks that do not run any more."""

@@ -174,9 +174,7 @@ class Cadence:
             at = f"{'up to ' * (n is None)}{looks:,} of {steps - self.first_step:,} steps"
         cost = f", about {look_seconds:.2g} s each" * bool(look_seconds)
         most = MAX_CURVE_SHARE if self.max_overhead is None else self.max_overhead
-        limit = (
-            f"; set-up and the first look aside, the run takes at most {1 + most:.3g} times as long"
-        )
+        limit = f"; with more than one, the run takes at most {1 + most:.3g} times as long"
         return f"measures {at}{cost}{limit if n is None else ''}"
 
 

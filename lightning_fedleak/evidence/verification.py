@@ -75,8 +75,8 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / records.RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-        if fit.begin is not None and fit.begin.monitor is not None and fit.begin.monitor.stated:
-            not_checked.append(fit.begin.monitor.stated)
+    monitors = [fit.begin.monitor for fit in fits if fit.begin is not None]
+    not_checked += sorted({m.stated for m in monitors if m is not None and m.stated})
     _check_report(run / REPORT, run, fits, records.as_json, verdict)
     if heads:
         checked.append("noted hashes")

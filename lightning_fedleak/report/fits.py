@@ -439,7 +439,7 @@ def _not_tested(
     families = (*records.STANDARD_FAMILIES, *begin.families)
     tried = {a.family.name for a in attacks}
     stated = "" if begin.monitor is None else begin.monitor.stated
-    if records.STATED.format("model") in stated:  # the others are on what does not leave
+    if stated == records.STATED.format("model"):  # the others are on what does not leave
         families = (records.MEMORIZATION,)
     sentences = [stated] if stated else []
     sentences += [_untested(f, f.name in tried) for f in families if f.name not in tested]

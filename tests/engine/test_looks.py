@@ -490,7 +490,7 @@ def test_one_sentence_says_how_often_a_run_is_measured_and_what_it_may_take() ->
         cadence.begin(first, steps)
         return cadence.describe(look_seconds)
 
-    longer = "; set-up and the first look aside, the run takes at most {} times as long"
+    longer = "; with more than one, the run takes at most {} times as long"
     assert sentence(Cadence(50), 0, None, 0.0) == "measures one step in 50"
     assert sentence(Cadence(50), 0, 200, 3.0) == "measures 4 of 200 steps, about 3 s each"
     curve, share = Cadence(), Cadence(max_overhead=0.1)

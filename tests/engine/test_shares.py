@@ -24,7 +24,7 @@ from lightning_fedleak.trainers import Threshold
 from tests.helpers.loops import check_undisturbed, watched
 from tests.helpers.models import tiny_gpt2
 
-SAID = "model, stated by the user, not checked"
+SAID = "what leaves the machine: model, stated by the user, not checked"
 OF_WEIGHTS = Memorization(max_overhead=4.0)
 
 
@@ -57,12 +57,12 @@ def test_only_the_trained_model_is_attacked_where_only_it_leaves(
     assert not begin["unread"]
     found = findings(read([tmp_path]))
     not_tested = found.runs[0].not_tested
-    assert f"what leaves the machine: {SAID}" in not_tested
+    assert SAID in not_tested
     assert not [sentence for sentence in not_tested if "words" in sentence or "batch" in sentence]
     assert SAID in model_card(found)
     verdict = verify_run(tmp_path)
     assert verdict.status == 0
-    assert f"what leaves the machine: {SAID}" in verdict.not_checked
+    assert SAID in verdict.not_checked
 
 
 @pytest.mark.parametrize("given", ["rows", "no rows"])
@@ -85,7 +85,7 @@ def test_attacks_on_what_does_not_leave_are_refused() -> None:
     for shares, attack in (("model", BagOfWords()), ("states", BagOfWords())):
         with pytest.raises(ValueError, match=f"'bag_of_words' .*shares='{shares}'"):
             LeakageMonitor([attack], settings=WatchSettings(shares=shares))
-    with pytest.raises(ValueError, match="no attack on hidden states"):
+    with pytest.raises(ValueError, match="reads nothing that leaves with shares='states'"):
         LeakageMonitor(settings=WatchSettings(shares="states"))
     stated = LeakageMonitor(settings=WatchSettings(shares="gradients"))
     assert [a.name for a in stated.attacks] == [a.name for a in LeakageMonitor().attacks]

@@ -286,8 +286,8 @@ class ModelFacts(fields.Record):
     dtype: str | None = None
 
 
-STATED = "{}, stated by the user, not checked"
-"""What leaves the machine, as the record has it."""
+STATED = "what leaves the machine: {}, stated by the user, not checked"
+"""What the user says of a run, as the record has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,9 +313,8 @@ class MonitorFacts(fields.Record):
 
     @property
     def stated(self) -> str:
-        """Return what the user says leaves the machine, in a sentence; empty if nothing."""
-        shares = self.more.get("shares")
-        return f"what leaves the machine: {shares}" if shares else ""
+        """Return what the user says leaves the machine; empty if it is not stated."""
+        return str(self.more.get("shares", ""))
 
 
 @dataclass(frozen=True, kw_only=True)

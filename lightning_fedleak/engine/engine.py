@@ -38,8 +38,6 @@ from lightning_fedleak.model.model_state import saved_once
 from lightning_fedleak.model.snapshots import AVERAGED, ON_THE_WAY, Stage
 from lightning_fedleak.report.records.lines import is_validation
 
-_STANDS_IN = "it runs in the next step, as the attack that reads as much has no result"
-
 
 class StepEngine:
     """Look at the steps of a run. An internal error makes results unknown and ends no training.
@@ -238,7 +236,7 @@ class StepEngine:
         cadence.next_step = look.next_look
         failed = {s.attack for s, o in (outcomes or {}).items() if o.unknown is not None}
         spared = {a.name for a in fit.lineup.spared if a.second_to in failed}
-        waits = {s: pending(_STANDS_IN, soon=True) for s in fit.series if s.attack in spared}
+        waits = {s: pending("it runs next", soon=True) for s in fit.series if s.attack in spared}
         return outcomes and {**outcomes, **waits}
 
     @contained

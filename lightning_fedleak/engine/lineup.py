@@ -307,13 +307,8 @@ class Lineup:
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._is_auto:  # an attack whose gradients were never shared is not logged
             by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}
-            readers = {n for n, p in by_name.items() if p.exposed and n not in self._doubted}
-            self.spared = [
-                p.attack
-                for n, p in by_name.items()
-                if p.attack.second_to in readers and n not in self.needed
-            ]
-            by_name = {n: p for n, p in by_name.items() if p.attack not in self.spared}
+            self.spared = [p.attack for p in by_name.values() if self._is_spared(p, by_name)]
+            by_name = {n: plan for n, plan in by_name.items() if plan.attack not in self.spared}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
         if plans == self.plans:
             return False
@@ -323,6 +318,12 @@ class Lineup:
             channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
         self._give_run_facts()
         return True
+
+    def _is_spared(self, plan: Plan, plans: Mapping[str, Plan]) -> bool:
+        """Return whether another one of the planned attacks reads as much as this one."""
+        other = plans.get(plan.attack.second_to)
+        is_read = other is not None and other.exposed and other.attack.name not in self._doubted
+        return is_read and plan.attack.name not in self.needed
 
     def doubt(self, names: Collection[str]) -> bool:
         """Set the attacks whose newest number is unknown, and return whether that changes plans."""

@@ -450,23 +450,29 @@ def selected(
         )
     else:  # `check_attacks` refuses a class or a name that was passed instead of an instance
         chosen = [attacks] if isinstance(attacks, Attack | type | str) else [*attacks]
-    if settings.shares is not None:
-        unread = [a for a in chosen if isinstance(a, Attack) and not _reads(a, settings.shares)]
-        if unread and not (is_auto and settings.shares == "model"):
-            raise ValueError(
-                f"attack '{unread[0].name}' reads nothing that leaves with "
-                f"shares='{settings.shares}': list attacks that do"
-            )
-        chosen = [attack for attack in chosen if attack not in unread]
     check_attacks(chosen)
+    chosen = _readers(chosen, settings.shares, choosing=is_auto)
     return Selection(tuple(chosen), is_auto, capabilities, text_passed)
 
 
-def _reads(attack: Attack, shares: str) -> bool:
-    """Return whether an attack reads what leaves; a trained model always does in the end."""
-    needs = attack.threat_model.needs
-    read = "states" if Capability.SEES_ACTIVATIONS in needs else "gradients"
-    return Capability.HAS_RELEASED_MODEL in needs or shares == read
+def _readers(attacks: Sequence[Attack], shares: str | None, *, choosing: bool) -> list[Attack]:
+    """Return the attacks that read what leaves; a trained model always does in the end.
+
+    Raises:
+        ValueError: A listed attack does not, or ``"auto"`` has no attack on hidden states.
+    """
+    readers = []
+    for attack in attacks:
+        needs = attack.threat_model.needs
+        read = "states" if Capability.SEES_ACTIVATIONS in needs else "gradients"
+        if shares in (None, read) or Capability.HAS_RELEASED_MODEL in needs:
+            readers.append(attack)
+        elif not choosing or shares == "states":
+            raise ValueError(
+                f"attack '{attack.name}' reads nothing that leaves with shares='{shares}': list "
+                "attacks that do"
+            )
+    return readers
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:

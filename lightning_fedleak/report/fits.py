@@ -438,10 +438,9 @@ def _not_tested(
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     families = (*records.STANDARD_FAMILIES, *begin.families)
     tried = {a.family.name for a in attacks}
-    stated = "" if begin.monitor is None else begin.monitor.stated
-    if stated == records.STATED.format("model"):  # the others are on what does not leave
+    if begin.stated == records.STATED.format("model"):  # the others are on what does not leave
         families = (records.MEMORIZATION,)
-    sentences = [stated] if stated else []
+    sentences = [begin.stated] * bool(begin.stated)
     sentences += [_untested(f, f.name in tried) for f in families if f.name not in tested]
     sentences += [f"{names}: {reason}" for reason, names in records.by_reason(not_played).items()]
     if unread := begin.unread:

@@ -94,17 +94,15 @@ def print_memory(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple
         runs: The same model, or a small model of the same architecture that can be run.
         batch: The number of texts, and of tokens of each.
     """
-    parameters = list(anatomy.model.parameters())
-    weights = sum(p.nbytes for p in parameters)
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+    weights = sum(p.nbytes for p in anatomy.model.parameters())
+    trained = sum(p.nbytes for p in anatomy.model.parameters() if p.requires_grad)
     embeddings = anatomy.parameter(EMBEDDING_WEIGHT)
     known_inputs = row_space.find_known_inputs(runs, row_space.find_linear_maps(runs))
     trained_maps = (m for known_input in known_inputs for m in known_input.trainable_maps(runs))
     readers = [m for m in trained_maps if m.factor != "B"]
     if embeddings is None or not readers:
         console.print(
-            "No trained linear map has an input that depends on single tokens: the memory is "
-            "unknown.\n"
+            "No trained linear map reads inputs of single tokens: the memory is unknown.\n"
         )
         return
     width, tokens = known_inputs[0].width, embeddings.shape[0]
@@ -115,21 +113,20 @@ def print_memory(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple
     basis, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
     # Bytes of three matrices of logits in float32.
     control = 12 * min(n_tokens * anatomy.vocab_size, LOGITS_AT_ONCE)
-    printed = Table("per process", "one device", f"FSDP2 or ZeRO-3 over {RANKS}")
+    printed = Table("per process", "memory")
     training = weights + 3 * trained  # a gradient and two moments of AdamW for each trained weight
-    for name, size, sharded in (
-        ("weights, gradients, AdamW", training, training / RANKS),
-        ("calibration adds", basis + making, basis + making),
-        ("a look adds", basis + products, basis + products),
-        ("its control adds at least", *[basis + max(control, products)] * 2),
+    for name, size in (
+        ("weights, gradients, AdamW", training),
+        (f"the same, FSDP2 or ZeRO-3 over {RANKS}", training / RANKS),
+        ("calibration adds", basis + making),
+        ("a look adds", basis + products),
+        ("its control adds at least", basis + max(control, products)),
     ):
-        printed.add_row(name, f"{size / 1e9:.3g} GB", f"{sharded / 1e9:.3g} GB")
+        printed.add_row(name, f"{size / 1e9:.3g} GB")
     print_table(console, printed)
-    numbers = sum(p.numel() for p in parameters)
     console.print(
-        f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
-        f"{batch[1]} tokens a process, without activations. Attacks that run the model gather all "
-        "of it; SubspaceWords does not run it.\n",
+        f"Estimated, for SubspaceWords on {batch[0]} x {batch[1]} tokens, without activations. "
+        "Attacks that run the model gather all of it; SubspaceWords does not run it.\n",
         soft_wrap=True,
     )
 
@@ -220,8 +217,7 @@ def print_prices(
     block = sum(p.numel() for p in shapes.blocks[0].parameters())
     if block > MAX_MEASURED:
         console.print(
-            f"A block has {block:,} parameters: attacks are priced up to {MAX_MEASURED:,}.\n",
-            soft_wrap=True,
+            f"Attacks are priced up to {MAX_MEASURED:,} parameters a block, not {block:,}.\n"
         )
         return
     n_tokens, n_blocks = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
@@ -243,13 +239,13 @@ def print_prices(
             smaller = measure(*sizes)
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
-    names = list(dict.fromkeys(name for name, _ in prices if name))
-    set_up, look = (sum(prices[name, part] for name in names) for part in ("set-up", "look"))
-    control = prices["", "control"]
+    control = prices.pop(("", "control"))
     table = Table("seconds of computation", "set-up", "a look", "its control, at most")
-    for name in names:
+    for name in dict.fromkeys(name for name, _ in prices):
         table.add_row(name, *(f"{prices[name, part]:.2g}" for part in ("set-up", "look")))
     table.add_row("two gradients", "", "", f"{control:.2g}")
+    both = ("set-up", "look")
+    set_up, look = (sum(prices[key] for key in prices if key[1] == part) for part in both)
     table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
     print_table(console, table)
     console.print(

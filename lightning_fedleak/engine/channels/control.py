@@ -567,7 +567,9 @@ class Controls:
         )
         self._controlled.add(name)
         rate = control.part.get(channel.headline, control.rates.get(channel.headline, math.nan))
-        fails = not (rate > self.limit(channel) or control.bound <= self.limit(channel))
+        answers, limit = self._answers(look, plan), self.limit(channel)
+        has_number = any(not isinstance(a, Unknown | Waiting | None) for a in answers)
+        fails = has_number and not (rate > limit or control.bound <= limit)
         self._uncontrolled[name] = 0
         self._period[name] = min(2 * self._period.get(name, 1), MAX_PERIOD) if fails else 1
 

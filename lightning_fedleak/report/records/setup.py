@@ -311,11 +311,6 @@ class MonitorFacts(fields.Record):
     stages: tuple[str, ...] | None = None
     more: fields.JsonObject = field(default_factory=dict, metadata=fields.OTHER_KEYS)
 
-    @property
-    def stated(self) -> str:
-        """Return what the user says leaves the machine; empty if it is not stated."""
-        return str(self.more.get("shares", ""))
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttackFacts(fields.Record):
@@ -418,6 +413,11 @@ class BeginLine(RunLine):
     settings_hash: str | None = None
     next_look: fields.Count | None = None
     weights: Mapping[str, str] | None = None
+
+    @property
+    def stated(self) -> str:
+        """What the user says leaves the machine; empty if it is not stated."""
+        return "" if self.monitor is None else str(self.monitor.more.get("shares", ""))
 
     @property
     def is_federation(self) -> bool:

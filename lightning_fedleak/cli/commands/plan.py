@@ -101,9 +101,7 @@ def print_memory(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple
     trained_maps = (m for known_input in known_inputs for m in known_input.trainable_maps(runs))
     readers = [m for m in trained_maps if m.factor != "B"]
     if embeddings is None or not readers:
-        console.print(
-            "No trained linear map reads inputs of single tokens: the memory is unknown.\n"
-        )
+        console.print("No trained linear map reads single tokens: the memory is unknown.\n")
         return
     width, tokens = known_inputs[0].width, embeddings.shape[0]
     words, n_tokens = tokens * width * embeddings.itemsize, batch[0] * batch[1]
@@ -216,9 +214,7 @@ def print_prices(
     blocks, tokens = len(shapes.blocks), shapes.vocab_size
     block = sum(p.numel() for p in shapes.blocks[0].parameters())
     if block > MAX_MEASURED:
-        console.print(
-            f"Attacks are priced up to {MAX_MEASURED:,} parameters a block, not {block:,}.\n"
-        )
+        console.print(f"Attacks are priced up to {MAX_MEASURED:,} parameters a block.\n")
         return
     n_tokens, n_blocks = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -167,6 +167,7 @@ class Results:
         self._waiting_since: dict[Series, int] = {}  # first step of the retries
         self._newest: dict[Series, Outcome] = {}  # of this fit
         self._with_result: set[Series] = set()
+        self._forgotten: set[Series] = set()  # their values are kept until the next look
         self.controls: dict[Series, Control] = {}
         self._p_values: dict[Series, tuple[int, float]] = {}  # looks, lowest p-value over them
         self.families = {
@@ -317,8 +318,9 @@ class Results:
         return math.isnan(self.judge(f"{series.log_name}/{headline}", value, limit).value)
 
     def forget(self, attacks: Collection[str]) -> None:
-        """Forget the newest outcomes of attacks that do not run any more."""
-        for series in (series for series in self._channels if series.attack in attacks):
+        """Forget the newest outcomes of attacks that do not run any more, from the next look on."""
+        self._forgotten = {series for series in self._channels if series.attack in attacks}
+        for series in self._forgotten:
             for kept in (self._newest, self._waits, self._waiting_since):
                 kept.pop(series, None)
 
@@ -351,7 +353,8 @@ class Results:
         self, outcomes: Mapping[Series, Outcome], families_read: Collection[str]
     ) -> dict[str, float]:
         """Return the latest values of the series and families that a look did not run."""
-        prefixes = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
+        kept = self._channels.keys() - outcomes.keys() - self._forgotten
+        prefixes = tuple(f"{s.log_name}/" for s in kept)
         prefixes += (UNEXPLAINED,)  # kept as long as its controls
         prefixes += tuple(
             f"{WORST}/{family}" for family in self.families if family not in families_read

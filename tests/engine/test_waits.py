@@ -469,6 +469,7 @@ def test_an_attack_runs_while_one_that_reads_as_much_has_no_result(
     newest = watch.latest["leakage/gradient_membership/auc"]
     assert watch.latest["leakage/worst/membership"] == newest
     assert gate.fired is None or not math.isnan(gate.fired.value)
+    assert "leakage/subspace_membership/auc" not in watch.latest  # nothing judges an old value
 
 
 def test_a_gate_on_an_attack_lets_it_run_beside_one_that_reads_as_much(tmp_path: Path) -> None:

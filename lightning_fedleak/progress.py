@@ -1,14 +1,12 @@
-"""Measures time and memory of work on a device, and shows progress bars of long work."""
+"""Measures the time of work on a device, and shows progress bars of long work."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -89,29 +87,6 @@ def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     watch = Stopwatch()
     work()
     return watch.seconds
-
-
-def peak_bytes(device: torch.device, *, begin: bool = False) -> float:
-    """Return the peak memory in bytes since the last call with ``begin``; NaN if unknown.
-
-    On a CPU it is the memory of the process (Linux only), on a GPU the memory that PyTorch has
-    allocated.
-
-    Args:
-        device: The device.
-        begin: Whether to reset the peak first, so that the memory in use now is returned.
-    """
-    if device.type == "cuda":
-        if begin:
-            torch.cuda.reset_peak_memory_stats(device)
-        return float(torch.cuda.max_memory_allocated(device))
-    try:
-        if begin:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
-    except (OSError, IndexError):  # not Linux, or a kernel that reports no peak
-        return math.nan
 
 
 @cache

@@ -36,7 +36,7 @@ from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import (
     AUTOCAST,
@@ -139,11 +139,11 @@ class Fit:
         try:
             if self.run.unit == "step":
                 self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
-            self._follow()
+            self.follow()
         except Exception:
             self.close()
             raise
-        self.lineup.calibrate(restored, self._follow)
+        self.lineup.calibrate(restored, self.follow)
 
     def close(self) -> None:
         """Remove all taps except those of the channels, which the engine removes."""
@@ -273,9 +273,9 @@ class Fit:
 
     def _follow_changes(self) -> bool:
         """Plan again if other parameters are trained now; return whether other ones are read."""
-        return self._planned_for != self._trained() and self._follow()
+        return self._planned_for != self._trained() and self.follow()
 
-    def _follow(self) -> bool:
+    def follow(self) -> bool:
         """Plan the attacks again, and return whether other parameters are read than before."""
         self._planned_for = self._trained()
         anatomy = self.run.anatomy
@@ -488,7 +488,10 @@ class Fit:
             results = dict.fromkeys(scope, Unknown(self.failure))
         outcomes, look.next_look = self.pool(results, cadence.next_step)
         cadence.next_step = look.next_look
-        return outcomes
+        failed = {s.attack for s, o in (outcomes or {}).items() if o.unknown is not None}
+        spared = {a.name for a in self.lineup.spared if a.second_to in failed}
+        waits = {s: pending("it runs next", soon=True) for s in self.series if s.attack in spared}
+        return outcomes and {**outcomes, **waits}
 
     @contained
     def _results(self, look: Look) -> dict[Series, Result]:

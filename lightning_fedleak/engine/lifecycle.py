@@ -235,7 +235,6 @@ class Engine:
         self.record = report.record = record.RunRecord(
             folder / "run.jsonl", self.jsonl.run, report.warn_once, run
         )
-        watched = {"attacks": "auto" if self.selection.auto else "listed"}
         facts = record.facts_of(
             run,
             lineup,
@@ -243,7 +242,11 @@ class Engine:
             training=destination.training,
             gates=self.gates,
             options=options,
-            watch={**watched, **(destination.watch or {"reveal": options.reveal})},
+            watch={
+                "attacks": "auto" if self.selection.auto else "listed",
+                **({"shares": records.STATED.format(options.shares)} if options.shares else {}),
+                **(destination.watch or {"reveal": options.reveal}),
+            },
             resumed=earlier,
         )
         next_look = run.step if run.unit == "step" and self.current.series else None
@@ -282,6 +285,9 @@ class Engine:
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
+        # A gate needs what it watches. Under DP the choice of attacks must not depend on the data.
+        gated = {part for gate in self.gates for part in gate.metric.split("/")}
+        lineup.needed = names if record.accounting(run.defenses) else gated
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         return lineup
@@ -317,6 +323,12 @@ class Engine:
         self.current.controls.needs = self.results.needs(self.gates)
         if self.weights is not None:
             self._begin_weights(self.weights)
+        if self.options.shares == "model" and not (self.weights and self.weights.attacks):
+            refused = self._refused if self.weights is None else self.weights.refused
+            raise ValueError(
+                "with shares='model' only attacks on the trained weights run, and none can: "
+                f"{'; '.join(dict.fromkeys(refused.values()))}"
+            )
         if self.report is not None:
             self._show(self.report, run)
 
@@ -376,6 +388,10 @@ class Engine:
         utility = self._metrics.changed(fit.run, validation=False)
         spent, shared = record.privacy_values(fit.accounting), bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
+        playing = fit.lineup.playing
+        if fit.lineup.doubt(self.results.doubted(fit.controls.limit)):
+            fit.follow()
+            self.results.forget(playing - fit.lineup.playing)
         fit.run.publish(self.results.latest)
         self._has_news = True
         assert self.report is not None

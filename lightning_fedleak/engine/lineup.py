@@ -173,6 +173,8 @@ class Lineup:
         calibrating_seconds: The duration of all calibrations.
         set_up_seconds: The computation time of each calibration, by the attack's name.
         is_sharded: Whether each process holds a part of every layer.
+        needed: The names of attacks that run although another one reads as much.
+        spared: The attacks that do not run because another one reads as much.
 
     Raises:
         ValueError: An attack does not fit the model or the run.
@@ -206,6 +208,9 @@ class Lineup:
         self._too_slow: dict[str, str] = {}  # why attacks are left out, by name
         self._slow_runs: Counter[str] = Counter()  # looks in a row at which an attack was slow
         self._looks_out: dict[str, int] = {}  # looks for which an attack stays left out
+        self.needed: Collection[str] = ()
+        self._doubted: set[str] = set()  # attacks without which another one is not spared
+        self.spared: list[Attack] = []
         reshard(run.anatomy.root)  # FSDP2 leaves layers unsharded after an evaluation
         self.is_sharded = run.is_sharded
         work: dict[Hashable, Any] = {}  # results that the checks of several attacks share
@@ -267,8 +272,9 @@ class Lineup:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Return the names of the trained parameters whose gradient no attack reads."""
-        return unread_names(self.plans, self._run.anatomy)
+        """Return the names of the shared parameters whose gradient no attack reads."""
+        shared = self._options.shares in (None, "gradients")
+        return unread_names(self.plans, self._run.anatomy) if shared else ()
 
     def unread_family(self, family: str) -> str | None:
         """Return the message that no attack on a family reads anything shared; None if one does."""
@@ -283,7 +289,7 @@ class Lineup:
 
     def show(self) -> None:
         """Log which attacks are played, with ``attacks="auto"``."""
-        if self._is_auto:
+        if self.rows:
             watcher = self._run.watcher
             rank_zero_info(table(self.rows, self.unread, writes=self._self_text, watcher=watcher))
 
@@ -301,6 +307,8 @@ class Lineup:
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._is_auto:  # an attack whose gradients were never shared is not logged
             by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}
+            self.spared = [p.attack for p in by_name.values() if self._is_spared(p, by_name)]
+            by_name = {n: plan for n, plan in by_name.items() if plan.attack not in self.spared}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
         if plans == self.plans:
             return False
@@ -310,6 +318,18 @@ class Lineup:
             channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
         self._give_run_facts()
         return True
+
+    def _is_spared(self, plan: Plan, plans: Mapping[str, Plan]) -> bool:
+        """Return whether another one of the planned attacks reads as much as this one."""
+        other = plans.get(plan.attack.second_to)
+        is_read = other is not None and other.exposed and other.attack.name not in self._doubted
+        return is_read and plan.attack.name not in self.needed
+
+    def doubt(self, names: Collection[str]) -> bool:
+        """Set the attacks whose newest number is unknown, and return whether that changes plans."""
+        others = {a.second_to for c in self._channels for a in c.attacks} & {*names}
+        changed, self._doubted = others != self._doubted, others
+        return changed
 
     def _warn_of_untested(self) -> None:
         """Warn of attacks that have nothing to read, and of parameters that no attack reads."""
@@ -365,13 +385,11 @@ class Lineup:
         if self._is_auto:
             self._choose(costs, follow)
 
-    @property
-    def texts(self) -> int:
-        """Return the number of texts that a membership attack scores at a look of a small batch."""
-        return 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
-
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
-        """Exclude attacks that failed or take too long. The first process decides for all."""
+        """Exclude attacks that failed or take too long. The first process decides for all.
+
+        One that an excluded attack spared is calibrated at its first look.
+        """
         for name, seconds in costs.items():
             if seconds > self._max_seconds:
                 self._refused.setdefault(
@@ -400,6 +418,8 @@ class Lineup:
         """Return why an attack does not run; None if it does."""
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
+        if attack in self.spared:
+            return f"{attack.second_to} reads as much; it runs where that one has no result"
         return _NOT_SHARED_REASON
 
     def _never_reads(self, name: str) -> str | None:
@@ -421,7 +441,8 @@ class Lineup:
                 self.prepared.add(attack.name)
             self._give_run_facts()
         is_priced = self._is_auto and not self.is_sharded
-        seconds = attack.estimate(self._run.anatomy, self.texts) if is_priced else None
+        texts = 2 * min(self._options.games.targets, _MAX_ESTIMATE_TEXTS)
+        seconds = attack.estimate(self._run.anatomy, texts) if is_priced else None
         if seconds is None or seconds <= self._max_seconds:
             self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}

@@ -230,6 +230,10 @@ class WatchSettings:
         client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes together;
             the reduced gradient is then what is shared). None: as the strategy says, under FSDP2
             and ZeRO ``"world"``, else ``"rank"``.
+        shares: what leaves this machine during training, which nothing checks: ``"gradients"`` (or
+            updates), ``"states"`` (hidden states of a split model), or the trained ``"model"``
+            alone, so that only attacks on trained weights run, and rows must be held out
+            (``leave_out``). None: not stated, and gradients are attacked.
         assume: capabilities of the adversary besides seeing what is shared. None:
             :data:`~lightning_fedleak.attacks.base.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); if a :class:`MembershipAttack` is listed
@@ -268,6 +272,7 @@ class WatchSettings:
     upload_report: bool = False
     utility: str | Sequence[str] | None = None
     client: Literal["rank", "world"] | None = None
+    shares: Literal["gradients", "states", "model"] | None = None
     assume: Collection[Capability] | None = None
     anatomy: Mapping[str, Any] | None = None
     batch_adapter: BatchAdapter | None = None
@@ -282,6 +287,7 @@ class WatchSettings:
     def __post_init__(self) -> None:
         check_number("look_seconds", self.look_seconds, above=0)
         check_choice("client", self.client, ("rank", "world"), optional=True)
+        check_choice("shares", self.shares, ("gradients", "states", "model"), optional=True)
         check_choice("precision", self.precision, PRECISIONS, optional=True)
         check_choice("report", self.report, (False, True, "live"))
         finders_of(self.entities)
@@ -453,7 +459,28 @@ def selected(
     else:  # `check_attacks` refuses a class or a name that was passed instead of an instance
         chosen = [attacks] if isinstance(attacks, Attack | type | str) else [*attacks]
     check_attacks(chosen)
+    chosen = _readers(chosen, settings.shares, choosing=is_auto)
     return Selection(tuple(chosen), is_auto, capabilities, text_passed)
+
+
+def _readers(attacks: Sequence[Attack], shares: str | None, *, choosing: bool) -> list[Attack]:
+    """Return the attacks that read what leaves; a trained model always does in the end.
+
+    Raises:
+        ValueError: A listed attack does not, or ``"auto"`` has no attack on hidden states.
+    """
+    readers = []
+    for attack in attacks:
+        needs = attack.threat_model.needs
+        read = "states" if Capability.SEES_ACTIVATIONS in needs else "gradients"
+        if shares in (None, read) or Capability.HAS_RELEASED_MODEL in needs:
+            readers.append(attack)
+        elif not choosing or shares == "states":
+            raise ValueError(
+                f"attack '{attack.name}' reads nothing that leaves with shares='{shares}': list "
+                "attacks that do"
+            )
+    return readers
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:

@@ -195,6 +195,7 @@ class Results:
         self._waiting_since: dict[Series, int] = {}  # first step of the retries
         self._newest: dict[Series, Outcome] = {}  # of this fit
         self._with_result: set[Series] = set()
+        self._forgotten: set[Series] = set()  # their values are kept until the next look
         self.controls: dict[Series, Control] = {}
         self._p_values: dict[Series, tuple[int, float]] = {}  # looks, lowest p-value over them
         self.families = {
@@ -326,6 +327,31 @@ class Results:
         """Return the values that the newest look updated, by log name."""
         return {name: value for name, value in self.latest.items() if name in self.look_values}
 
+    def doubted(self, limit: Callable[[Channel], float]) -> set[str]:
+        """Return the names of the attacks whose newest number is unknown, or is by its control.
+
+        Args:
+            limit: Returns the value up to which a number of a channel's attacks is low.
+        """
+        return {
+            series.attack
+            for series, outcome in self._newest.items()
+            if outcome.pending is None and _counts_for_worst(series)
+            if self._is_doubted(series, outcome, limit(self._channels[series]))
+        }
+
+    def _is_doubted(self, series: Series, outcome: Outcome, limit: float) -> bool:
+        headline = self._channels[series].headline
+        value = outcome.rate(headline, of_look=True)
+        return math.isnan(self.judge(f"{series.log_name}/{headline}", value, limit).value)
+
+    def forget(self, attacks: Collection[str]) -> None:
+        """Forget the newest outcomes of attacks that do not run any more, from the next look on."""
+        self._forgotten = {series for series in self._channels if series.attack in attacks}
+        for series in self._forgotten:
+            for kept in (self._newest, self._waits, self._waiting_since):
+                kept.pop(series, None)
+
     def lose_look(self, names: Sequence[str]) -> None:
         """Count a look whose results could not be added, and set the named values to unknown."""
         self.latest = dict.fromkeys(names, math.nan)
@@ -355,7 +381,8 @@ class Results:
         self, outcomes: Mapping[Series, Outcome], families_read: Collection[str]
     ) -> dict[str, float]:
         """Return the latest values of the series and families that a look did not run."""
-        prefixes = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
+        kept = self._channels.keys() - outcomes.keys() - self._forgotten
+        prefixes = tuple(f"{s.log_name}/" for s in kept)
         prefixes += (UNEXPLAINED,)  # kept as long as its controls
         prefixes += tuple(
             f"{WORST}/{family}" for family in self.families if family not in families_read

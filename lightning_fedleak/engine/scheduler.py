@@ -154,48 +154,28 @@ class Cadence:
         return f"max_overhead={self.max_overhead:g}"
 
     def describe(self, look_seconds: float) -> str:
-        """Return in words at which steps of the run looks are made, as known at its begin.
+        """Return in a sentence how often the run is measured, as known at its begin.
 
         Args:
             look_seconds: The estimated duration of a look; 0 if it is not known.
         """
-        n, steps = self.every_n_steps, self.steps
-        limit = f"{self.max_overhead or 0.0:.1%} of the training time"
-        if self.max_overhead is None:
-            limit = (
-                f"{CURVE_SHARE:.0%} of the training, or {CURVE_SECONDS:g} s if that is more, and "
-                f"never more than {MAX_CURVE_SHARE:.0%} of it"
-            )
+        n, steps, first = self.every_n_steps, self.steps, self.next_step + 1
         if steps is None:
+            at = f"one step in {n}" if n else f"steps {first}, {2 * first}, {4 * first} or later"
+        else:
+            looks, step = 1, self.next_step
+            while n is None and step < steps - 1:
+                looks, step = looks + 1, self._even_step(step)
             if n is not None:
-                return "looks at every step" if n == 1 else f"looks at one step in {n}"
-            if self.max_overhead is not None:
-                return f"looks in {limit}"
-            n = self.next_step + 1
-            return (
-                f"looks at steps {n}, {2 * n}, {4 * n}, ..., or later: they take at most "
-                f"{CURVE_SECONDS:g} s and {OPEN_SHARE:.1%} of the training time, and never more "
-                f"than {MAX_CURVE_SHARE:.0%} of it, but one is always made"
-            )
-        run_steps = f"{steps - self.first_step:,} steps"
-        if n is not None:
-            looks = 1 + max(0, (steps - 1) // n - self.next_step // n)
-            return f"looks at {looks:,} of {run_steps}"
-        looks, step = 1, self.next_step
-        while step < steps - 1:
-            looks, step = looks + 1, self._even_step(step)
-        if self.max_overhead is None:
-            seconds = max(0.0, CURVE_SECONDS - self.spent)
-            looks = min(looks, max(2, int(seconds // max(look_seconds, 1e-9))))
-        costs = [f"set-up took {self.spent:.2g} s"] if self.spent >= 1 else []
-        costs += [f"a look takes about {look_seconds:.2g} s"] if look_seconds else []
-        return "; ".join(
-            (
-                f"looks at up to {looks} of {run_steps}, the last among them; with the set-up they "
-                f"take at most {limit}, but one is always made",
-                *costs,
-            )
-        )
+                looks += max(0, (steps - 1) // n - self.next_step // n)
+            elif self.max_overhead is None:
+                paid = max(0.0, CURVE_SECONDS - self.spent) // max(look_seconds, 1e-9)
+                looks = min(looks, max(2, int(paid)))
+            at = f"{'up to ' * (n is None)}{looks:,} of {steps - self.first_step:,} steps"
+        cost = f", about {look_seconds:.2g} s each" * bool(look_seconds)
+        most = MAX_CURVE_SHARE if self.max_overhead is None else self.max_overhead
+        limit = f"; with more than one, the run takes at most {1 + most:.3g} times as long"
+        return f"measures {at}{cost}{limit if n is None else ''}"
 
 
 class Phase(Enum):

@@ -161,7 +161,7 @@ class RoundObserver:
         settings = settings or RoundSettings()
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
-        unused = ("stages", "reveal", "report", "utility", "client", "scaler")
+        unused = ("stages", "reveal", "report", "utility", "client", "scaler", "shares")
         settings.refuse(type(self).__name__, *unused, "memorization")
         self.engine = core.Engine(*core.parts_of(attacks, settings, games, local_steps=local_steps))
         if any(c.attacks for c in self.engine.channels if c.at_weights):

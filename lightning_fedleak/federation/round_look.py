@@ -76,7 +76,7 @@ class ClientEngine(Engine):
             channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
         channels = [channel for channel in channels if channel.attacks]
         self.fit = Fit(run, lineup, self.options, self.series, channels)
-        self._needs = lambda: origin.results.needs(origin.gates)
+        self._origin = origin
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()
@@ -101,7 +101,7 @@ class ClientEngine(Engine):
         """
         fit = self.current
         # What a control must reach follows from the thresholds of the federation's gates so far.
-        fit.controls.needs = self._needs()
+        fit.controls.needs = self._origin.results.needs(self._origin.gates)
         all_series = [series for series in fit.series if series.attack in fit.lineup.playing]
         # `followed`: the observer has adapted the attacks to the sent model already.
         look.followed, look.training_step = True, Step(look.step)

@@ -438,7 +438,10 @@ def _not_tested(
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     families = (*records.STANDARD_FAMILIES, *begin.families)
     tried = {a.family.name for a in attacks}
-    sentences = [_untested(f, f.name in tried) for f in families if f.name not in tested]
+    if begin.stated == records.STATED.format("model"):  # the others are on what does not leave
+        families = (records.MEMORIZATION,)
+    sentences = [begin.stated] * bool(begin.stated)
+    sentences += [_untested(f, f.name in tried) for f in families if f.name not in tested]
     sentences += [f"{names}: {reason}" for reason, names in records.by_reason(not_played).items()]
     if unread := begin.unread:
         sentences.append(

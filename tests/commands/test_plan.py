@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import row_space
-from lightning_fedleak.attacks.row_space import pursuit
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import plan
 from lightning_fedleak.engine import WatchSettings
@@ -76,19 +74,16 @@ def test_a_configuration_alone_gives_time_and_memory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape))
     output = printed(model=str(tmp_path), batch=(4, 512))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
-    gigabytes = {
-        line[0]: [float(cell.split(" GB")[0]) for cell in line[1:]] for line in lines if line
-    }
+    gigabytes = {line[0]: float(line[1].split(" GB")[0]) for line in lines if line}
     trained, look = gigabytes["weights, gradients, AdamW"], gigabytes["a look adds"]
-    assert trained[0] == pytest.approx(2 * billions, rel=0.01)
-    assert trained[1] == trained[2] == pytest.approx(trained[0] / 8, rel=0.01)
+    assert trained == pytest.approx(2 * billions, rel=0.01)
+    sharded = gigabytes["the same, FSDP2 or ZeRO-3 over 8"]
+    assert sharded == pytest.approx(trained / 8, rel=0.01)
     embedding = 2 * shape["vocab_size"] * shape["hidden_size"] / 1e9
-    assert embedding < look[0] < 1.3 * embedding
+    assert embedding < look < 1.3 * embedding  # no weights but those read
     calibration, control = gigabytes["calibration adds"], gigabytes["its control adds at least"]
-    for one_device, fsdp2, zero3 in (calibration, look, control):  # no weights but those read
-        assert zero3 == fsdp2 == one_device
-    assert max(calibration[1], look[1], control[1]) < 2.2 * embedding
-    assert "attacks besides SubspaceWords are priced up to 250,000,000" in output
+    assert max(calibration, look, control) < 2.2 * embedding
+    assert "Attacks are priced up to 250,000,000" in output
 
 
 TINY = {
@@ -108,42 +103,6 @@ def save_config(
     shape = TINY | {"architectures": [architecture], "model_type": model_type}
     (folder / "config.json").write_text(json.dumps(shape))
     return str(folder)
-
-
-@pytest.mark.parametrize("rank", [8, 0])
-def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (plan, pursuit):
-        monkeypatch.setattr(module, "operations_per_second", lambda _: 1e6)
-    output = printed(model=save_config(tmp_path), batch=(2, 4), lora_r=rank)
-    seconds: dict[str, list[float]] = {}
-    gigabytes: dict[str, list[float]] = {}
-    for cells in (line.split("│") for line in output.splitlines()):
-        if len(cells) > 3 and "GB, " in cells[2]:
-            both = [cell.split(" GB, ") for cell in cells[2:-1]]
-            gigabytes[cells[1].strip()] = [float(one) for one, _ in both]
-            seconds[cells[1].strip()] = [float(other.split(" s")[0]) for _, other in both]
-    # A LoRA of 8 on q_proj and v_proj shares 16 rows; the whole block those of q, k and v, of
-    # which no more than 64 count.
-    rows = 16 if rank else 64
-    capacity = 64 / (1 + math.log(1000) / (2.5 * rows))
-
-    def pursue(types: float) -> float:
-        """Scorings of the vocabulary and of candidates, and two exact terms, at .25 of the rate."""
-        scores = 2 * types * 64 * 0.33 * (min(rows, types) + 60) * (1000 / 8 + 1000)
-        return (scores + 4 * types * 8 * 64 * (64 + types) + 40 * 64 * types**2) / 0.25e6
-
-    spans = 2 * 1000 * 64**2 / 0.25e6  # of whole rows: each token once
-    look = [pursue(min(n, capacity)) if rank else spans for n in (8, 64, 64)]
-    assert seconds["a look adds"] == pytest.approx(look, rel=0.05)
-    numbers = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
-    numbers += 2 * 2 * rank * (64 + 64)
-    passes = (4 if rank else 6) * numbers * 8 / 1e6
-    assert seconds["its control adds at least"] == pytest.approx(
-        [passes + each for each in look], rel=0.05
-    )
-    assert gigabytes["its control adds at least"][0] >= gigabytes["a look adds"][0]
 
 
 def priced(output: str) -> dict[str, list[float]]:
@@ -185,7 +144,7 @@ def test_prices_are_extended_by_the_block_and_by_the_token(
     def measure(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, str], float]:
         sizes.append((len(probe.blocks), probe.vocab_size))
         named = {("words", "set-up"): 4.0, ("words", "look"): price(*sizes[-1])}
-        return named | {("", "control"): 2 * price(*sizes[-1]), ("", "memory"): 7e9}
+        return named | {("", "control"): 2 * price(*sizes[-1])}
 
     monkeypatch.setattr(plan, "measure_prices", measure)
     monkeypatch.setitem(TINY, "num_hidden_layers", 7)

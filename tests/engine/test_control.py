@@ -275,15 +275,27 @@ def test_after_its_first_control_an_attack_without_a_result_needs_none(
     assert math.isnan(watch.latest["leakage/refusing/f1"])
 
 
+class Raising(Partial):
+    """Names no word of a step, and fails on its control."""
+
+    default_name = "blind"
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        if view.gradients[-1].step == self.newest:
+            raise Inapplicable("it does no better than random")
+        return super().run(view, query)
+
+
+@pytest.mark.parametrize(("attack", "control"), [(Blind(), 0), (Raising(0.0, 0.0), None)])
 def test_an_attack_that_fails_on_its_controls_gets_them_ever_more_rarely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attack: Attack, control: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = played_steps(monkeypatch)
     gate = Threshold("leakage/blind/f1", at_most=0.5, action="warn")
-    watch = watched(tmp_path, Blind(), [gate], steps=16)
+    watch = watched(tmp_path, attack, [gate], steps=16)
     assert played == [0, 2, 6, 14]
     assert len(gate_lines(tmp_path)) == 16  # the looks between are unknown too
-    assert watch.latest["leakage/blind/control"] == 0
+    assert watch.latest.get("leakage/blind/control") == control
 
 
 class Noisy(SubspaceWords):

@@ -482,31 +482,25 @@ def test_as_many_looks_are_announced_as_are_made_if_they_are_paid_for(
     sentence = cadence.describe(1.0 if known else 0.0)
     made = len(looks_of(cadence, steps, 1.0, 60.0))
     some = f"{made:,}" if n else f"up to {made:,}"
-    assert sentence.startswith(f"looks at {some} of {steps - first:,} steps")  # of this run
+    assert sentence.startswith(f"measures {some} of {steps - first:,} steps")  # of this run
 
 
-def test_the_line_says_how_many_looks_there_may_be_and_what_they_may_take() -> None:
-    share = Cadence(max_overhead=0.25)
-    assert share.describe(1.0) == "looks in 25.0% of the training time"
-    share.begin(0, 1200)
-    assert share.describe(0.0) == (
-        "looks at up to 10 of 1,200 steps, the last among them; with the set-up they take at most "
-        "25.0% of the training time, but one is always made"
-    )
-    assert Cadence(50).describe(0.0) == "looks at one step in 50"
-    curve = Cadence()
-    curve.begin(3, None)
-    assert curve.describe(0.0) == (
-        "looks at steps 4, 8, 16, ..., or later: they take at most 30 s and 0.5% of the training "
-        "time, and never more than 25% of it, but one is always made"
-    )
-    curve.begin(0, 1000)
-    assert curve.describe(0.1) == (
-        "looks at up to 10 of 1,000 steps, the last among them; with the set-up they take at most "
-        "5% of the training, or 30 s if that is more, and never more than 25% of it, but one is "
-        "always made; a look takes about 0.1 s"
-    )
+def test_one_sentence_says_how_often_a_run_is_measured_and_what_it_may_take() -> None:
+    def sentence(cadence: Cadence, first: int, steps: int | None, look_seconds: float) -> str:
+        cadence.begin(first, steps)
+        return cadence.describe(look_seconds)
+
+    longer = "; with more than one, the run takes at most {} times as long"
+    assert sentence(Cadence(50), 0, None, 0.0) == "measures one step in 50"
+    assert sentence(Cadence(50), 0, 200, 3.0) == "measures 4 of 200 steps, about 3 s each"
+    curve, share = Cadence(), Cadence(max_overhead=0.1)
+    assert sentence(share, 0, 1200, 0.0) == f"measures up to 10 of 1,200 steps{longer.format(1.1)}"
+    unknown = f"measures steps 4, 8, 16 or later{longer.format(1.25)}"
+    assert sentence(curve, 3, None, 0.0) == unknown
+    known = f"measures up to 10 of 1,000 steps, about 0.1 s each{longer.format(1.25)}"
+    assert sentence(curve, 0, 1000, 0.1) == known
     assert len(looks_of(curve, 1000, 0.1, 1.0)) == 10
+    assert sentence(curve, 0, 1000, 10.0).startswith("measures up to 3 of 1,000 steps")
 
 
 def test_listed_attacks_are_looked_at_as_a_curve_unless_the_user_rules() -> None:

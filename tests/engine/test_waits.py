@@ -436,25 +436,44 @@ def test_layers_that_are_replaced_are_followed(tmp_path: Path) -> None:
 def test_members_are_recognised_where_no_adapter_shows_words(tmp_path: Path) -> None:
     model = get_peft_model(seeded(), config(layers_to_transform=[1]))
     watch = watched(tmp_path, "auto", model, **settings(model, steps=5))
-    for name in ("subspace_membership", "gradient_membership"):
-        aucs = values(watch.lines(name), "auc", start=3)
-        assert aucs.keys() == {3, 4}
-        assert min(aucs.values()) > 0.8
+    aucs = values(watch.lines("gradient_membership"), "auc", start=3)
+    assert aucs.keys() == {3, 4}
+    assert min(aucs.values()) > 0.8
 
 
-def test_an_attack_whose_looks_fail_leaves_the_others_running(
+def test_an_attack_runs_while_one_that_reads_as_much_has_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a layer of another kind")
+    run = GradientMembership.run
 
-    monkeypatch.setattr(SubspaceMembership, "run", fail)
+    def fail(attack: Any, view: Any, query: Any = None) -> Any:
+        if view.gradients[-1].step in (4, 6):
+            raise RuntimeError("a layer of another kind")
+        return run(attack, view, query)
+
+    monkeypatch.setattr(GradientMembership, "run", fail)
     model = get_peft_model(seeded(), config())
-    watch = watched(tmp_path, "auto", model, **settings(model, steps=5))
-    reasons = {line["unknown"] for line in watch.lines("subspace_membership")}
-    assert {reason[:12] for reason in reasons} == {"RuntimeError"}
-    assert values(watch.lines("subspace_words"), "f1", start=3) == {3: 1.0, 4: 1.0}
-    assert values(watch.lines("gradient_membership"), "auc", start=3).keys() == {3, 4}
+    gate = Threshold("leakage/worst/membership", at_most=0.99, action="warn")
+    given = settings(model, steps=13) | {"every_n_steps": 2}
+    watch = watched(tmp_path, "auto", model, gates=[gate], **given)
+    first = {line["step"]: line["unknown"] for line in watch.lines("gradient_membership")}
+    assert {step for step, why in first.items() if why} == {4, 6}
+    # Step 5 is looked at for it alone; at step 8 it runs as the other one was unknown at step 6.
+    second = values(watch.lines("subspace_membership"), "auc", start=1)
+    assert second.keys() == {5, 6, 8}
+    assert values(watch.lines("subspace_words"), "f1", start=3) == ones(range(4, 13, 2))
+    newest = watch.latest["leakage/gradient_membership/auc"]
+    assert watch.latest["leakage/worst/membership"] == newest
+    assert gate.fired is None or not math.isnan(gate.fired.value)
+    assert "leakage/subspace_membership/auc" not in watch.latest  # nothing judges an old value
+
+
+def test_a_gate_on_an_attack_lets_it_run_beside_one_that_reads_as_much(tmp_path: Path) -> None:
+    model = get_peft_model(seeded(), config())
+    gate = Threshold("leakage/subspace_membership/auc", at_most=0.99, action="warn")
+    watch = watched(tmp_path, "auto", model, gates=[gate], **settings(model, steps=5))
+    for name in ("subspace_membership", "gradient_membership"):
+        assert values(watch.lines(name), "auc", start=3).keys() == {3, 4}
 
 
 @pytest.mark.parametrize("method", ["needs", "meet", "estimate", "prepare"])

@@ -61,6 +61,7 @@ class SubspaceMembership(PassiveMembership):
     """
 
     default_name = "subspace_membership"
+    second_to = "gradient_membership"
     needs_float64 = True  # for spans of rows
     refresh_every = 500  # steps after which public text is run again; not tuned
 

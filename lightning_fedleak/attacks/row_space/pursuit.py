@@ -59,6 +59,13 @@ LOST = 3
 # x86-64 with 74 to 512 types, LoRAs of rank 8 and 64 and whole matrices, vocabularies of 1,000 to
 # 50,000, and widths of 256 to 1,024. Single runs had .18 to .4 (November 2026).
 EFFICIENCY = 0.25
+# Time of the pursuits of a look over that of one: it goes on after an early end, and reads the rows
+# above a gap again.
+#
+# Looks at 8 x 64 random tokens had 2.0 to 6.8 (six LoRAs of rank 1 to 64, widths of 64 to 256,
+# vocabularies of 1,000 to 64,000, one core, November 2026). Smaller: looks take longer than
+# ``look_seconds``. Larger: attacks that would fit are left out.
+PURSUITS = 4.5
 # A product of all atoms with k directions takes the time of .33 (k + 60) directions: memory bounds
 # the speed of products with few columns.
 _FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33
@@ -474,7 +481,7 @@ class _Pool:
 def pursuit_seconds(
     device: torch.device, width: int, tokens: int, rows: int, types: float
 ) -> float:
-    """Return an estimate of the seconds of a pursuit that chooses ``types`` types.
+    """Return an estimate of the seconds of a look's pursuits that choose ``types`` types.
 
     The pursuit (:mod:`~lightning_fedleak.attacks.row_space.pursuit`) goes in cycles. It scores all
     tokens of the vocabulary, of which the :data:`POOL` best form a pool. The pool is
@@ -502,5 +509,5 @@ def pursuit_seconds(
         # For each choice the best atoms are compared again in float64, with the rows and with the
         # types so far, and the basis of the types grows. The 4 and the 40 are rough counts.
         operations += 4 * types * RESCORED * width * (width + types)
-        operations += 40 * width * types**2
+        operations = PURSUITS * (operations + 40 * width * types**2)
     return operations / (EFFICIENCY * operations_per_second(device))

@@ -14,44 +14,35 @@ from __future__ import annotations
 import logging
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from lightning_utilities.core import rank_zero
 from rich.console import Console
 from rich.table import Table
+from torch.optim import Optimizer
 
-from lightning_fedleak.attacks import Attack, Query, UnusableObservation, row_space
-from lightning_fedleak.attacks.public_text import share_work
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.printing import print_table
 from lightning_fedleak.cli.studies import models
 from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.lineup import Lineup
+from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.progress import measure_seconds, operations_per_second, peak_bytes
+from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.trainers import Watch
 
 RANKS = 8
 """Number of processes of the sharded trainings in the table."""
-DICTIONARY = 4
-"""Operations of SubspaceWords' calibration, in units of vocabulary size times squared width.
-
-Fitted to 32,000 tokens of width 1,024 and 2,048, and 128,000 of 512, on one core (November 2026).
-"""
-SECONDS = 30.0
+SECONDS = 5.0
 """Seconds after which no further random set of tokens is tested; not tuned, more take longer."""
 MAX_MEASURED = 250_000_000
 """Parameters of the largest block that is run; not tuned. More: ``plan`` takes minutes."""
 PROBE_TOKENS, PROBE_BLOCKS = 1 << 14, 3
 """Largest vocabulary and number of blocks that are run. More: slower, with better estimates."""
-LINK = 1e10
-"""Assumed bytes a second of an all-gather to a process, below the 2.5e10 of PCIe 4."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -77,7 +68,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
             shapes = build()
         models.check_context(shapes, options.batch[1], option)
         # A model of the smallest sizes shows which linear maps read known inputs.
-        print_costs(console, shapes, build(blocks=1, tokens=64, mlp=64), options.batch)
+        print_memory(console, shapes, build(blocks=1, tokens=64, mlp=64), options.batch)
         print_prices(console, shapes, build, options.batch)
         return 0
     bare = models.find_model(options.model)
@@ -89,16 +80,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
     anatomy = models.with_lora(bare, rank, options.targets, options.seed)
     models.check_context(anatomy, options.batch[1], option)
     console.print(f"{explain_capacity(anatomy, options.batch[1], options.seed)}\n")
-    print_costs(console, anatomy, anatomy, options.batch)
+    print_memory(console, anatomy, anatomy, options.batch)
     show_attacks(anatomy)
     return 0
 
 
-def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[int, int]) -> None:
-    """Print estimates of the time and memory of ``SubspaceWords`` and its control.
-
-    All processes of a sharded training are one client, whose gradient depends on the tokens of all
-    processes. All experts of a mixture of experts are counted as if they ran on each token.
+def print_memory(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[int, int]) -> None:
+    """Print estimates of the memory of ``SubspaceWords`` and its control.
 
     Args:
         console: The console to print on.
@@ -106,61 +94,37 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         runs: The same model, or a small model of the same architecture that can be run.
         batch: The number of texts, and of tokens of each.
     """
-    parameters = list(anatomy.model.parameters())
-    weights = sum(p.nbytes for p in parameters)
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+    weights = sum(p.nbytes for p in anatomy.model.parameters())
+    trained = sum(p.nbytes for p in anatomy.model.parameters() if p.requires_grad)
     embeddings = anatomy.parameter(EMBEDDING_WEIGHT)
     known_inputs = row_space.find_known_inputs(runs, row_space.find_linear_maps(runs))
     trained_maps = (m for known_input in known_inputs for m in known_input.trainable_maps(runs))
     readers = [m for m in trained_maps if m.factor != "B"]
     if embeddings is None or not readers:
-        console.print(
-            "No trained linear map has an input that depends on single tokens: the costs are "
-            "unknown.\n"
-        )
+        console.print("No trained linear map reads single tokens: the memory is unknown.\n")
         return
     width, tokens = known_inputs[0].width, embeddings.shape[0]
     words, n_tokens = tokens * width * embeddings.itemsize, batch[0] * batch[1]
     rows = min(width, sum(anatomy.root.get_parameter(m.name).shape[1 - m.axis] for m in readers))
-    capacity = row_space.predict_capacity(width, tokens, rows)
     # Bytes of the dictionary with the whitening matrix in float64 and float32, of four more
     # matrices while the whitening matrix is computed, and of the products with the update's rows.
     basis, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
     # Bytes of three matrices of logits in float32.
     control = 12 * min(n_tokens * anatomy.vocab_size, LOGITS_AT_ONCE)
-    numbers = sum(p.numel() for p in parameters)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rate = operations_per_second(device)
-    processes = (1, RANKS, RANKS)
-    # Operations of a step: 2 for each number and token in the forward pass, 2 in the backward pass
-    # to the inputs, and 2 to the weights if all are trained.
-    passes = (4 + 2 * (trained == weights)) * numbers * n_tokens
-    types = [min(n * n_tokens, capacity) for n in processes]
-    looks = [row_space.pursuit_seconds(device, width, tokens, rows, n) for n in types]
-    controls = [passes / rate + look for look in looks]
-    printed = Table("per process", "one device", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
-    # For each trained weight a gradient and two moments of AdamW.
-    training = [(weights + 3 * trained) / n / 1e9 for n in processes]
-    printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
-    by_rows = 2 * words  # a ring all-reduce sends each row twice
-    by_layers = (2 + (trained == weights)) * weights  # as in a training step
-    for name, memory, sent, seconds in (
-        ("calibration adds", basis + making, by_rows, [DICTIONARY * tokens * width**2 / rate] * 3),
-        ("a look adds", basis + products, by_rows, looks),
-        ("its control adds at least", basis + max(control, products), by_layers, controls),
+    printed = Table("per process", "memory")
+    training = weights + 3 * trained  # a gradient and two moments of AdamW for each trained weight
+    for name, size in (
+        ("weights, gradients, AdamW", training),
+        (f"the same, FSDP2 or ZeRO-3 over {RANKS}", training / RANKS),
+        ("calibration adds", basis + making),
+        ("a look adds", basis + products),
+        ("its control adds at least", basis + max(control, products)),
     ):
-        cells = [
-            f"{memory / 1e9:.3g} GB, {float(f'{here + sent_bytes / LINK:.2g}'):g} s"
-            for here, sent_bytes in zip(seconds, (0, sent, sent), strict=True)
-        ]
-        printed.add_row(name, *cells)
+        printed.add_row(name, f"{size / 1e9:.3g} GB")
     print_table(console, printed)
     console.print(
-        f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
-        f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
-        f"on this machine's {device.type}, and {LINK / 1e9:.0f} GB/s of gathering. A control is "
-        "counted as one backward pass and one attack; often it is two, and more for parts of a "
-        "batch. Attacks that run the model gather all of it; SubspaceWords does not run it.\n",
+        f"Estimated, for SubspaceWords on {batch[0]} x {batch[1]} tokens, without activations. "
+        "Attacks that run the model gather all of it; SubspaceWords does not run it.\n",
         soft_wrap=True,
     )
 
@@ -213,48 +177,27 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
 
     Returns:
         The seconds of ``"set-up"`` and ``"look"`` by the name of the attack. Under the name ``""``
-        the seconds of the gradients of a ``"control"``, and the bytes of ``"memory"`` of all.
+        the seconds of the gradients of a ``"control"``.
     """
-    device, used = probe.device, peak_bytes(probe.device, begin=True)
+    device = probe.device
     generator = torch.Generator(device).manual_seed(0)
-    ids = torch.randint(probe.vocab_size, batch, generator=generator, device=device)
-    prices: dict[tuple[str, str], float] = {}
     optimizer = torch.optim.AdamW([p for p in probe.model.parameters() if p.requires_grad], lr=1e-3)
-
-    def backward() -> None:
-        probe.model(input_ids=ids, labels=ids).loss.backward()
-
-    with _attack_plan(probe, lambda _: False) as lineup:
-        for step in range(3):  # LoRA's A has a gradient after a step, and is calibrated then
-            optimizer.zero_grad()
-            # A control computes two gradients: of the step again, and of known words.
-            prices["", "control"] = 2 * measure_seconds(backward, device)
-            query = Query(ids.repeat(-(-lineup.texts // len(ids)), 1)[: lineup.texts])
-            with share_work(), torch.no_grad():
-                view = _gradients(probe, lineup.exposed, step)
-                for plan in lineup.exposed:
-                    name, before = plan.attack.name, prices.get((plan.attack.name, "look"), 0.0)
-                    run = partial(_run_attack, plan.attack, probe, view, query)
-                    prices[name, "look"] = measure_seconds(run, device)
-                    calibration = max(0.0, before - prices[name, "look"]) if step == 2 else 0.0
-                    set_up = lineup.set_up_seconds.get(name, 0.0)
-                    prices[name, "set-up"] = set_up + calibration
-            optimizer.step()
-    return prices | {("", "memory"): peak_bytes(device) - used}
-
-
-def _gradients(probe: Anatomy, plans: Sequence[Plan], step: int) -> GradientSnapshot:
-    """Return the gradients that the attacks read, from the parameters' ``.grad``."""
-    parameters = {role: probe.parameter(role) for plan in plans for role in plan.roles}
-    tensors = {r: p.grad for r, p in parameters.items() if p is not None and p.grad is not None}
-    return GradientSnapshot(step, Stage.SHARED, tensors, tied=probe.tied)
-
-
-def _run_attack(attack: Attack, probe: Anatomy, view: GradientSnapshot, query: Query) -> None:
-    """Run an attack on gradients, as in a look."""
-    attack.refresh(probe, view.step)
-    with suppress(UnusableObservation):  # such as too many words for the rows
-        attack.run(Observation((view,)), query)
+    prices: dict[tuple[str, str], float] = {}
+    with _attack_plan(probe, optimizer, lambda _: False) as (watch, fit):
+        for _ in range(3):  # LoRA's A has a gradient after a step, and is calibrated then
+            ids = torch.randint(probe.vocab_size, batch, generator=generator, device=device)
+            with watch.step({"input_ids": ids, "labels": ids}):
+                # A control computes two gradients: of the step again, and of known words. A forward
+                # pass is counted as a backward pass, which takes up to twice as long.
+                loss = probe.model(input_ids=ids, labels=ids).loss
+                prices["", "control"] = 4 * measure_seconds(loss.backward, device)
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, seconds in fit.run.longest.items():
+                calibration = max(0.0, prices.get((name, "look"), 0.0) - seconds)
+                prices[name, "set-up"] = fit.lineup.set_up_seconds.get(name, 0.0) + calibration
+                prices[name, "look"] = seconds
+    return prices
 
 
 def print_prices(
@@ -271,11 +214,7 @@ def print_prices(
     blocks, tokens = len(shapes.blocks), shapes.vocab_size
     block = sum(p.numel() for p in shapes.blocks[0].parameters())
     if block > MAX_MEASURED:
-        console.print(
-            f"A block has {block:,} parameters: attacks besides SubspaceWords are priced up to "
-            f"{MAX_MEASURED:,}.\n",
-            soft_wrap=True,
-        )
+        console.print(f"Attacks are priced up to {MAX_MEASURED:,} parameters a block.\n")
         return
     n_tokens, n_blocks = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -296,13 +235,13 @@ def print_prices(
             smaller = measure(*sizes)
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
-    names = list(dict.fromkeys(name for name, _ in prices if name))
-    set_up, look = (sum(prices[name, part] for name in names) for part in ("set-up", "look"))
-    control = prices["", "control"]
+    control = prices.pop(("", "control"))
     table = Table("seconds of computation", "set-up", "a look", "its control, at most")
-    for name in names:
+    for name in dict.fromkeys(name for name, _ in prices):
         table.add_row(name, *(f"{prices[name, part]:.2g}" for part in ("set-up", "look")))
     table.add_row("two gradients", "", "", f"{control:.2g}")
+    both = ("set-up", "look")
+    set_up, look = (sum(prices[key] for key in prices if key[1] == part) for part in both)
     table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
     print_table(console, table)
     console.print(
@@ -311,34 +250,34 @@ def print_prices(
         "tokens with random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
         f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
-        "again, and one on known words, which each attack must find. Together they add about "
-        f"{prices['', 'memory'] / 1e9:.2g} GB of memory (nan: not known on this system).\n",
+        "again, and one on known words, which each attack must find.\n",
         soft_wrap=True,
     )
 
 
 def show_attacks(anatomy: Anatomy) -> None:
     """Calibrate the attacks that a run on this model would choose, and log their costs."""
+    optimizer = torch.optim.SGD([p for p in anatomy.model.parameters() if p.requires_grad], lr=0.0)
     # A run logs its plan before its first step; no other line is shown.
-    with _attack_plan(anatomy, lambda record: "plays these attacks" in record.getMessage()):
+    with _attack_plan(anatomy, optimizer, lambda record: "these attacks" in record.getMessage()):
         pass
 
 
 @contextmanager
-def _attack_plan(anatomy: Anatomy, logged: Callable[[logging.LogRecord], bool]) -> Iterator[Lineup]:
-    """Yield the calibrated attacks that a run on this model would choose.
+def _attack_plan(
+    anatomy: Anatomy, optimizer: Optimizer, logged: Callable[[logging.LogRecord], bool]
+) -> Iterator[tuple[Watch, Fit]]:
+    """Yield a watch that has calibrated the attacks that a run on this model would choose.
 
     Args:
         anatomy: The anatomy of the model.
+        optimizer: The optimizer of the trained weights.
         logged: A filter of log records, which is in force until the end.
     """
-    optimizer = torch.optim.SGD([p for p in anatomy.model.parameters() if p.requires_grad], lr=0.0)
     settings = WatchSettings(tensorboard=False, report=False)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        watch = Watch(anatomy.model, optimizer, folder=folder, settings=settings)
-        # Messages name it, as in a training with Lightning.
-        watch.watcher = "LeakageMonitor"  # type: ignore[misc]
+        watch = Watch(anatomy.model, optimizer, folder=folder, every_n_steps=1, settings=settings)
         rank_zero.log.addFilter(logged)
         stack.callback(rank_zero.log.removeFilter, logged)
         stack.enter_context(watch)
-        yield watch.engine.current.lineup
+        yield watch, watch.engine.current

@@ -225,7 +225,7 @@ class Controls:
             return not all(isinstance(answer, Waiting) for answer in answers)
         if all(isinstance(answer, Unknown | Waiting | None) for answer in answers):
             return False
-        if self._number(look, plan) > self._limit(self._channels[name]):
+        if self._number(look, plan) > self.limit(self._channels[name]):
             return False
         self._uncontrolled[name] += 1
         return self._uncontrolled[name] >= self._period.get(name, 1)
@@ -374,7 +374,7 @@ class Controls:
             if control is not None:
                 self._store(look, plan, control)
                 channel = self._channels[plan.attack.name]
-                is_low = not control.rates.get(channel.headline, math.nan) > self._limit(channel)
+                is_low = not control.rates.get(channel.headline, math.nan) > self.limit(channel)
             if self._anywhere(is_low):
                 self._run_on_part(look, plan, controls[-1], remainder)
 
@@ -480,7 +480,7 @@ class Controls:
         is_written = any(defense.acts_on_batches for defense in self._run.defenses)
         if is_written and step.written:
             written = replace(look, training_step=replace(step, calls=step.written))
-            if self._number(written, plan) > self._limit(channel):
+            if self._number(written, plan) > self.limit(channel):
                 return math.nan
         if "bound" not in look.work:
             try:
@@ -549,7 +549,7 @@ class Controls:
         part = whole.part(max(MIN_LABELS, int(share * self._count_labels(whole))))
         rates = self._rates(look, part, [plan], remainder)[name]
         # A part must exceed the default limit even if a gate has a lower threshold.
-        need = max(self._limit(channel), default_limit(channel.leak.chance))
+        need = max(self.limit(channel), default_limit(channel.leak.chance))
         if isinstance(rates, Mapping) and rates.get(channel.headline, math.nan) > need:
             self._store(look, plan, replace(look.controls[name], part=rates))
 
@@ -567,7 +567,9 @@ class Controls:
         )
         self._controlled.add(name)
         rate = control.part.get(channel.headline, control.rates.get(channel.headline, math.nan))
-        fails = rate <= self._limit(channel) and not control.bound <= self._limit(channel)
+        answers, limit = self._answers(look, plan), self.limit(channel)
+        has_number = any(not isinstance(a, Unknown | Waiting | None) for a in answers)
+        fails = has_number and not (rate > limit or control.bound <= limit)
         self._uncontrolled[name] = 0
         self._period[name] = min(2 * self._period.get(name, 1), MAX_PERIOD) if fails else 1
 
@@ -579,7 +581,7 @@ class Controls:
         """Restore what :meth:`state` returned."""
         self._controlled = set(state)
 
-    def _limit(self, channel: Channel) -> float:
+    def limit(self, channel: Channel) -> float:
         """Return the value that a control must exceed for a low number to count."""
         return self.needs.get(channel.family, default_limit(channel.leak.chance))
 

@@ -44,6 +44,7 @@ from lightning_fedleak.report.records.setup import MEMBERSHIP as MEMBERSHIP
 from lightning_fedleak.report.records.setup import MEMORIZATION as MEMORIZATION
 from lightning_fedleak.report.records.setup import PLANTED as PLANTED
 from lightning_fedleak.report.records.setup import STANDARD_FAMILIES as STANDARD_FAMILIES
+from lightning_fedleak.report.records.setup import STATED as STATED
 from lightning_fedleak.report.records.setup import TEXTS as TEXTS
 from lightning_fedleak.report.records.setup import WORDS as WORDS
 from lightning_fedleak.report.records.setup import AttackFacts as AttackFacts

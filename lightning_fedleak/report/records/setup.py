@@ -301,6 +301,10 @@ class ModelFacts(fields.Record):
     dtype: str | None = None
 
 
+STATED = "what leaves the machine: {}, stated by the user, not checked"
+"""What the user says of a run, as the record has it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MonitorFacts(fields.Record):
     """The settings of the monitor of a fit.
@@ -424,6 +428,11 @@ class BeginLine(RunLine):
     settings_hash: str | None = None
     next_look: fields.Count | None = None
     weights: Mapping[str, str] | None = None
+
+    @property
+    def stated(self) -> str:
+        """What the user says leaves the machine; empty if it is not stated."""
+        return "" if self.monitor is None else str(self.monitor.more.get("shares", ""))
 
     @property
     def is_federation(self) -> bool:

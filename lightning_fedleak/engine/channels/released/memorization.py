@@ -183,6 +183,8 @@ class MemorizationChannel(WeightChannel):
             forwards=self.cost * (1 if self._mask is None else MASKS),
             show=self.run.shows_progress,
         )
+        if self.settings.shares == "model" and pool.way == "not yet seen":
+            raise UnplayableGame("leave rows out: train, others = leave_out(data, 1000, seed=1)")
         account = AccountGame(self.run, pool.no_game)
         self._account = account if account.why_not is None else None
         self._account_words = account.describe()

@@ -238,7 +238,7 @@ def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
     return parts
 
 
-class _Strength(NamedTuple):
+class Strength(NamedTuple):
     """How far a reference was trained, compared with the watched model.
 
     Attributes:
@@ -261,7 +261,7 @@ class _Strength(NamedTuple):
 
 def measure_strength(
     game: ReleasedModel, members: Tensor, rows: int | None, trained: int
-) -> _Strength:
+) -> Strength:
     """Return whether a reference is weak, so that a low score with it is *unknown*.
 
     The gain of a model is the mean rise of the log-probability of a token over the base model. It
@@ -293,19 +293,14 @@ def measure_strength(
         weak = f"{gained}: it may have seen them"
     elif math.isnan(share) and rows is None:
         weak = "nothing shows how far it was trained: say how many rows it had"
-    return _Strength(share, weak, fit_base(game)[1])
+    return Strength(share, weak, fit_base(game)[1])
 
 
-def beside(
-    strength: _Strength, values: Mapping[str, float], watcher: str | None = None
-) -> dict[str, float]:
+def beside(strength: Strength, values: Mapping[str, float]) -> dict[str, float]:
     """Return the values of a score with a reference, and the strength of that reference.
 
-    With a weak reference the upper ends of intervals are NaN: the leakage may be higher. If a
-    ``watcher`` is named, what is wrong with the reference is logged.
+    With a weak reference the upper ends of intervals are NaN: the leakage may be higher.
     """
-    if watcher and strength.note:
-        rank_zero_info(f"{watcher}: of the reference: {strength.note}")
     facts = {WEAK: float(bool(strength.weak)), STRENGTH: strength.share}
     unbounded = {n: math.nan for n in values if n.endswith("_high")} if strength.weak else {}
     return {**values, **unbounded, **facts}

@@ -12,10 +12,12 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, copy_values, find_copies
+from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, count_copies, find_copies
 from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.memorization import used_up_mark
+from lightning_fedleak.evaluation.canaries.repeats import RUN
+from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
+from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.taps import Text
 from tests.engine.channels.test_heads import WORDS, words
 from tests.helpers.commands import run_command
@@ -249,9 +251,11 @@ def test_copies_of_others_are_counted_against_those_of_members() -> None:
     rows = [Text(ids, ids) for ids in torch.arange(40 * 15).view(40, 15)]
     members = torch.arange(40) < 20
     for texts, p_value in ((rows[:12], 2e-5), (rows[14:26], 0.65)):
-        values = copy_values(find_copies(rows, texts), members, 0.05)
-        assert values["copied"]["p_value"] == pytest.approx(p_value, rel=0.3)
-        assert (values["longest_copy"]["auc_low"] > 0.5) is (p_value < 0.01)
+        longest = find_copies(rows, texts).longest
+        copied = count_copies(longest >= RUN, members)
+        assert copied["p_value"] == pytest.approx(p_value, rel=0.3)
+        values = membership_values(longest.double(), members, exact=True)
+        assert (values["auc_low"] > 0.5) is (p_value < 0.01)
 
 
 def test_rows_that_are_copied_in_other_words_decide(folder: Path, tmp_path: Path) -> None:

@@ -37,10 +37,15 @@ from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
 from lightning_fedleak.attacks.memorization.scores import blind_scores
 from lightning_fedleak.callbacks import WatchSettings
-from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels.released.pool import affordable, collect, forwards_of
+from lightning_fedleak.engine.channels.released.audit import Audit
+from lightning_fedleak.engine.channels.released.pool import (
+    Pool,
+    affordable,
+    collect,
+    forwards_of,
+)
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -169,20 +174,17 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(whole: Any) 
     pool, base = query_base(whole.data)
     after = token_log_probs(find_anatomy(whole.module.model), pool.texts)
     [facts] = of_kind(whole.folder, "pool")
-    counts = int(pool.members.sum()), int((~pool.members).sum())
+    counts = int(pool.trains.sum()), int((~pool.trains).sum())
     assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
     assert (facts["repeated"], facts["short"], facts["searched"]) == (0, 0, 1)
     line = lines(whole.folder)[-1]
-    assert line["pool"] == pool.digest
-    single, joint = (
-        pool.compare(base, after, [Combined()], look=5, alpha=alpha).values["combined"]
-        for alpha in (0.05, 0.05 / 2)
-    )
+    assert line["pool"] == pool.digest(*pool.everyone("long"))
+    values, _ = Audit(pool, base).part("long", after, look=5).measure(Combined(), 0.05 / 2)
     logged = line["metrics"]
-    assert logged["auc"]["value"] == pytest.approx(single["auc"])
-    assert logged["auc"]["low"] == pytest.approx(single["auc_low"], abs=1e-9)
-    assert logged["p_value"]["value"] == pytest.approx(single["p_value"])
-    assert logged["auc_joint_low"]["value"] == pytest.approx(joint["auc_low"])
+    assert logged["auc"]["value"] == pytest.approx(values["auc"])
+    assert logged["auc"]["low"] == pytest.approx(values["auc_low"], abs=1e-9)
+    assert logged["p_value"]["value"] == pytest.approx(values["p_value"])
+    assert logged["auc_joint_low"]["value"] == pytest.approx(values["auc_joint_low"])
 
 
 def test_what_scores_know_without_the_training_is_logged(whole: Any) -> None:
@@ -199,15 +201,15 @@ def test_what_scores_know_without_the_training_is_logged(whole: Any) -> None:
     assert lines(whole.folder)[-1]["metrics"]["blind/auc"]["value"] == logged
 
 
-def query_base(data: Any) -> tuple[ReleasedPool, Any]:
-    """Return the pool that the channel draws of some data, and the base model's answers."""
+def query_base(data: Any) -> tuple[Pool, Any]:
+    """Return the rows that the channel draws of some data, as the command pools them."""
     drawn = collect(DataLoader(data, batch_size=8, shuffle=True), SETTINGS, READ)
     members = drawn.trains.tolist()
     sides = [
         [text for text, inside in zip(drawn.texts, members, strict=True) if inside is side]
         for side in (True, False)
     ]
-    pool = ReleasedPool(*sides)
+    pool = Pool.of_sides(*sides)
     return pool, token_log_probs(find_anatomy(tiny()), pool.texts)
 
 

@@ -21,6 +21,7 @@ from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.released.account import too_few_non_members
+from lightning_fedleak.engine.channels.released.audit import Comparison
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.released.pool import CanaryPool, Pool
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
@@ -33,9 +34,7 @@ from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.snapshots import (
     CandidateSnapshot,
     Observation,
-    ReleasedModel,
     Stage,
-    TokenSnapshot,
 )
 from lightning_fedleak.model.taps import candidate_log_probs
 from lightning_fedleak.report.records import CANARIES, ENTITIES
@@ -137,12 +136,10 @@ class CanaryChannel(MemorizationChannel):
             self._planted.load_state_dict(committed)
 
     def _score_texts(
-        self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
+        self, compared: Comparison, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
-        assert self._base is not None
-        # Compressed sizes of 1, because no score of a canary uses them.
-        observation = Observation(released=ReleasedModel(now, self._base, torch.ones(len(rows))))
+        observation = Observation(released=compared.released)
         values: dict[str, dict[str, float] | str] = {}
         record = self._planted.record
         for attack in attacks:
@@ -152,10 +149,10 @@ class CanaryChannel(MemorizationChannel):
                     attack,
                     record.times,
                     torch.tensor(record.repeats),
-                    members,
+                    compared.members,
                     ~self._planted.included,
-                    look=self._looks,
-                    alpha=self.settings.memorization.alpha,
+                    look=compared.look,
+                    alpha=compared.alpha,
                 )
                 tiers |= {n: f"{why}. {_MEND}" for n, why in tiers.items() if isinstance(why, str)}
             except Exception as error:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -31,8 +32,6 @@ from lightning_fedleak.attacks.memorization import (
     CombinedReference,
     Extraction,
     MemorizationAttack,
-    RewardGain,
-    blind_scores,
 )
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.released.account import (
@@ -40,9 +39,11 @@ from lightning_fedleak.engine.channels.released.account import (
     AccountGame,
     too_few_non_members,
 )
+from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.pool import (
     FORWARD_SHARE,
     NO_CONTROLS,
+    PACKED,
     Pool,
     collect,
     forwards_of,
@@ -55,39 +56,26 @@ from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
     announce_references,
     ask_reference,
-    beside,
     digest_answers,
     load_answers,
-    measure_strength,
     save_answers,
     train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
+from lightning_fedleak.evaluation.canaries.repeats import Part
 from lightning_fedleak.evaluation.entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     FPR,
     FPRS,
     TIERS,
-    blind_aucs,
-    check_unseen,
-    distribution_shift,
-    extraction_values,
     highest_auc,
-    membership_values,
     rate_name,
     spent_at,
 )
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.model.taps import (
-    MASKS,
-    Text,
-    answer_groups,
-    compressed_bytes,
-    label_places,
-    rejected_places,
-    token_log_probs,
-)
+from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.model.snapshots import Stage, TokenSnapshot
+from lightning_fedleak.model.taps import MASKS, Text, token_log_probs
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
 BLIND = "blind/auc"
@@ -162,7 +150,8 @@ class MemorizationChannel(WeightChannel):
         self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
         self._reference: TokenSnapshot | None = None  # the answers of the reference
         self._facts: ReferenceFacts | None = None  # how the reference was trained
-        self._why_void = ""  # why no comparison of this fit is valid; empty if they are
+        self._void: dict[Part, str] = {}  # why no comparison of a part is valid
+        self._seen_is_lost = False  # whether a checkpoint of several processes was resumed
         self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
         # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
         self._rewards: Tensor | None = None
@@ -269,8 +258,8 @@ class MemorizationChannel(WeightChannel):
                     source = settings.reference, settings.reference_rows
                     self._reference, self._facts = ask_reference(*source, self.run, self._query)
         # Rows that are not yet seen are of the training data, so that nothing else can differ.
-        if self._base is not None and pool.way != "not yet seen":
-            self._compare_untrained(self._base)
+        if self._base is not None and pool.way != "not yet seen" and not self.planted:
+            self._compare_untrained()
 
     def _train_references(self, seconds: float) -> None:
         """Train references on rows that they do not score, and query them with the pool.
@@ -295,29 +284,44 @@ class MemorizationChannel(WeightChannel):
         self._reference, self._facts = trained
         self.reference_seconds = time.perf_counter() - start
 
-    def _compare_untrained(self, base: TokenSnapshot) -> None:
+    def _compare_untrained(self) -> None:
         """Check that only the training can distinguish members from non-members.
 
-        If *blind* scores, without the trained weights, distinguish the user's own non-members from
-        the rows, no attack has a result.
+        If *blind* scores, without the trained weights, refute the draw of a part's members, or
+        distinguish them from the user's own non-members, no attack on the part has a result. Texts
+        that were packed into rows were not drawn one by one, which the test of a draw needs.
 
         Raises:
             ValueError: The reference model distinguishes them: it has seen some of the texts.
         """
-        pool = self.pool
-        rows = (pool.times == 1).nonzero()[:, 0]
-        texts, trains = [pool.texts[row] for row in rows.tolist()], pool.trains[rows]
-        queries = [self._queries[row] for row in rows.tolist()]
-        answers, compressed = _at_labels(base, rows, queries), compressed_bytes(texts, self._decode)
-        if pool.way == "given":
-            scores = blind_scores(answers, compressed, texts, trains)
-            if (finding := distribution_shift(blind_aucs(scores, trains))) is not None:
-                self._why_void = (
-                    f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
-                    "kind"
-                )
-        if self._reference is not None and not self._why_void:
-            check_unseen(_at_labels(self._reference, rows, texts), answers, compressed, trains)
+        pool, side = self.pool, "rows left out"
+        is_drawn, mend = pool.way == "left out", "Leave out rows of one kind, by a new draw"
+        if not is_drawn:
+            side, mend = "texts of others=", "Use leave_out, or more texts of the same kind"
+        for part in dict.fromkeys(attack.part for attack in self.attacks):
+            with suppress(UnplayableGame):  # too few texts: each look says so
+                compared, finding = self._audit.part(part), None
+                if not (is_drawn and pool.no_game == PACKED):
+                    finding = compared.why_unknown(drawn=is_drawn)
+                if finding is not None:
+                    self._void[part] = f"the {side} are {finding}. {mend}"
+                elif part == "long":
+                    compared.check_reference()
+
+    @property
+    def _audit(self) -> Audit:
+        """Return the answers of the base and of the reference to the pool."""
+        assert self._base is not None
+        rows = self.settings.memorization.reference_rows
+        return Audit(
+            self.pool,
+            self._base,
+            self._decode,
+            self._reference,
+            rows if self._facts is None else self._facts.rows,
+            self._queries,
+            self._rewards,
+        )
 
     def _query(self, run: Run | None = None) -> TokenSnapshot:
         """Return a model's answers to the pool; each process queries it with a part of the texts.
@@ -375,40 +379,31 @@ class MemorizationChannel(WeightChannel):
                         f"{unread} batches could not be read, and may have held texts that were to "
                         "be non-members: add leave_out"
                     )
-                if self._why_void:
-                    raise UnplayableGame(self._why_void)
-                rows, members = pool.compared(epoch, n_read, everyone=everyone, part=part)
+                if self._seen_is_lost:
+                    raise UnplayableGame(
+                        "a checkpoint of several processes has only the texts that the first of "
+                        "them has seen: add leave_out"
+                    )
+                if why := self._void.get(part):
+                    raise UnplayableGame(why)
+                chosen = pool.compared(epoch, n_read, everyone=everyone, part=part)
                 now = now or self._query()
             except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
-            values = dict[str, Answer](self._score_texts(now, rows, members, attacks))
-            self._compared |= dict.fromkeys(names, pool.digest(rows, members))
+            compared = self._audit.part(part, now, chosen, look=self._looks, alpha=alpha)
+            values = dict[str, Answer](self._score_texts(compared, attacks))
+            self._compared |= dict.fromkeys(names, pool.digest(*chosen))
             if RECORDS in names.values():
                 self.owes_list, self._n_lists = not lists, self._n_lists + lists
                 values[RECORDS] = BETWEEN
                 if lists:
-                    texts = pool, self._released(now, rows), rows, members
-                    shared = self._n_lists, self._error_share(epoch), alpha
-                    values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
+                    shared = self._n_lists, self._error_share(epoch)
+                    values[RECORDS] = write_list(self.run, self.folder / FILE, compared, *shared)
             if self._entities is not None and any(n.startswith("entity/") for n in names.values()):
-                values |= self._entities.compare(now, self._base, rows, members, self._looks, alpha)
+                values |= self._entities.compare(now, self._base, *chosen, self._looks, alpha)
             answers |= {s: values[name] for s, name in names.items()}
         return answers
-
-    def _released(
-        self, now: TokenSnapshot, rows: Tensor, *, prompts: bool = False
-    ) -> ReleasedModel:
-        """Return all models' answers at the label tokens of some texts, or of their prompts."""
-        assert self._base is not None
-        texts = [self._queries[row] for row in rows.tolist()]
-        texts = [text.prompt for text in texts] if prompts else texts
-        now, base = (_at_labels(answers, rows, texts) for answers in (now, self._base))
-        reference = self._reference and _at_labels(self._reference, rows, texts)
-        compressed = compressed_bytes(texts, self._decode)
-        rewards = None if self._rewards is None else self._rewards[:, rows]
-        groups = answer_groups(texts)
-        return ReleasedModel(now, base, compressed, groups, reference, rewards=rewards)
 
     def _error_share(self, epoch: int) -> float:
         """Return the share of the allowed error of all lists that the newest list spends.
@@ -421,77 +416,45 @@ class MemorizationChannel(WeightChannel):
         return 0.5 if is_first else spent_at(self._n_lists, 0.5)
 
     def _score_texts(
-        self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
+        self, compared: Comparison, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
-        """Return the values of each attack on some of the texts, by the name of its series.
-
-        Membership is scored only on texts that occur in one row, extraction on all.
-        """
-        part, texts, times = attacks[0].part, self.pool.texts, self.pool.times[rows]
-        released = self._released(now, rows, prompts=part == "prompts")
-        if part == "pairs":
-            picked, columns = [texts[row] for row in rows.tolist()], released.now.labels.shape[1]
-            released = replace(released, rejected=rejected_places(picked, columns))
+        """Return the values of each attack on some of the texts, by the name of its series."""
         values: dict[str, dict[str, float] | str] = {}
-        look, alpha = self._looks, self.settings.memorization.alpha
-        single = (times == 1).nonzero()[:, 0]
-        game = released.rows(single)  # the texts of the membership game
         shared = {} if self._account is None else self._account.limits()
-        if part in ("long", "pairs"):  # data has only one of them, so that the value is logged once
-            compared = [texts[row] for row in rows[single].tolist()]
-            blind = blind_scores(game.base, game.compressed, compared, members[single])
-            shared[BLIND] = highest_auc(blind, members[single])
+        if compared.part in ("long", "pairs"):  # data has only one of them: it is logged once
+            shared[BLIND] = highest_auc(compared.blind, compared.sides)
         for attack in attacks:
             try:
-                if isinstance(attack, Extraction):
-                    guess: Any = attack.run(Observation(released=released))
-                    rates = extraction_values(guess, attack, members, times, look=look, alpha=alpha)
-                    values[attack.name] = rates | self._count_compared(members)
-                else:
-                    values[attack.name] = self._membership(attack, game, members[single], shared)
+                values[attack.name] = self._measure(attack, compared, shared)
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
 
-    def _membership(
-        self, attack: Any, game: ReleasedModel, members: Tensor, shared: Mapping[str, float]
+    def _measure(
+        self, attack: Any, compared: Comparison, shared: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the values of a membership attack by name.
+        """Return the values of an attack by name.
 
         Args:
             attack: The attack.
-            game: The answers of the models to n texts.
-            members: (n,) bool, which of them are members.
-            shared: Values that all attacks of the look have in common; they are included.
+            compared: The texts.
+            shared: Values that all attacks on membership have in common; they are included.
         """
-        look, alpha = self._looks, self.settings.memorization.alpha
+        look, alpha, members = compared.look, compared.alpha, compared.members
         ranked = sum(not isinstance(a, Extraction) for a in self.attacks)  # attacks that score
-        guess = attack.run(Observation(released=game))
-        exact = attack.part == "short" or isinstance(attack, RewardGain)  # scores may be coarse
-        values, joint = (
-            membership_values(guess.scores, members, look=look, alpha=error, exact=exact)
-            for error in (alpha, alpha / ranked)
-        )
-        values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
-        if type(attack) is CombinedReference and game.reference is not None:
-            facts, stated = self._facts, self.settings.memorization.reference_rows
-            rows = (stated if facts is None else facts.rows), self.pool.length
-            strength = measure_strength(game, members, *rows)
-            values = beside(strength, values, self.run.watcher if look == 1 else None)
-        if self._account is not None:
-            error = spent_at(look, alpha / ranked)
-            values["refuted"] = self._account.refuted(
-                attack.name, guess.scores, members, error, alpha
-            )
-        return {**values, **shared, **self._count_compared(members)}
-
-    def _count_compared(self, members: Tensor) -> dict[str, float]:
-        """Return how many texts are compared, and the probability of error that the look spends."""
-        return {
-            "members": float(members.sum()),
-            "others": float((~members).sum()),
-            "alpha": spent_at(self._looks, self.settings.memorization.alpha),
-        }
+        error = alpha / max(1, ranked)
+        values, scores = compared.measure(attack, error)
+        if scores is not None:
+            members, values = compared.sides, values | shared
+            if (account := self._account) is not None:
+                spent = spent_at(look, error)
+                values["refuted"] = account.refuted(attack.name, scores, members, spent, alpha)
+        strength = compared.strength if STRENGTH in values else None
+        if strength is not None and strength.note and look == 1:
+            rank_zero_info(f"{self.run.watcher}: of the reference: {strength.note}")
+        counts = float(members.sum()), float((~members).sum())
+        names = "members", "others", "alpha"
+        return values | dict(zip(names, (*counts, spent_at(look, alpha)), strict=True))
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the outcome without the values that the attack of the series does not compute.
@@ -579,19 +542,4 @@ class MemorizationChannel(WeightChannel):
             pool.seen = torch.as_tensor(saved["seen"]).bool()
             self._looks_due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
-            if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
-                self._why_void = (
-                    "a checkpoint of several processes has only the texts that the first of them "
-                    "has seen: add leave_out"
-                )
-
-
-def _at_labels(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
-    """Select the answers at the label tokens of some texts from those to the whole pool.
-
-    Args:
-        answers: The model's answers to the whole pool.
-        rows: (n,) indices of the texts in the pool.
-        texts: These n texts, or their prompts.
-    """
-    return answers.rows(rows).within(label_places(texts, answers.labels.shape[1]))
+            self._seen_is_lost = pool.way == "not yet seen" and saved.get("processes", 1) > 1

@@ -65,7 +65,7 @@ MIN_POOL = 200  # texts that a pool needs; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations that recognised rows may lie below their expected number;
 # beyond that rows are read differently in batches. Not tuned
 # Why packed texts cannot be compared with a DP account.
-_PACKED = "several texts are packed into a row, and share its inclusion bit"
+PACKED = "several texts are packed into a row, and share its inclusion bit"
 # Why rows "not yet seen" are no non-members once the first epoch has come to all rows.
 NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
 MAX_ROWS = 10_000  # rows searched for repeats: 4 to 8 s on a core; more rows take longer
@@ -99,6 +99,7 @@ class Pool:
         unread: The number of batches that could not be read so far, on this process.
         rows: Which rows of the user's data the texts are, for the list of members; None for
             canaries.
+        indices: The index of each text among those that the pool was chosen from.
         references: The rows that references are trained on; None if none is trained.
         is_short: (N,) bool, whether a text has 1 to 7 label tokens. Short ones are compared with
             each other only.
@@ -121,9 +122,68 @@ class Pool:
     short: int = 0
     searched: float = 1.0
     rows: PoolRows | None = None
+    indices: Sequence[int] = ()
     references: ReferenceRows | None = None
     passed: int = 0
     unread: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        texts: Sequence[Text],
+        trains: Sequence[bool],
+        numbers: Sequence[int],
+        elsewhere: Iterable[tuple[Text, bool]] = (),
+        *,
+        short: bool = True,
+        **facts: Any,
+    ) -> Pool:
+        """Return the pool of those texts that can be compared.
+
+        Args:
+            texts: The texts that may be in it.
+            trains: Whether each of them is in the training data.
+            numbers: The number of each text's row; -1 if it is not in the training data.
+            elsewhere: All other rows of the data, and whether each was trained on.
+            short: Whether texts with 1 to 7 label tokens are queried too.
+            facts: Further attributes of the pool.
+        """
+        scored = scored_texts(texts, trains, elsewhere)
+        indices = scored.rows + (scored.short_rows if short else [])
+        rows = PoolRows.of(texts, scored, numbers, short=short)
+        is_short = torch.arange(len(indices)) >= len(scored.rows)
+        prompt_rows = {*scored.prompt_rows}
+        has_prompt = torch.tensor([row in prompt_rows for row in indices], dtype=torch.bool)
+        return cls(
+            texts=[texts[row] for row in indices],
+            trains=torch.tensor([trains[row] for row in indices], dtype=torch.bool),
+            times=rows.times,
+            is_short=is_short,
+            has_prompt=has_prompt & (rows.times == 1),
+            repeated=scored.repeated,
+            short=scored.short - int(is_short.sum()),
+            rows=rows,
+            indices=indices,
+            **facts,
+        )
+
+    @classmethod
+    def of_sides(
+        cls, members: Sequence[Text], others: Sequence[Text], numbers: Sequence[int] | None = None
+    ) -> Pool:
+        """Return the pool of a finished model, whose members have all been trained on.
+
+        Args:
+            members: The texts that were trained on.
+            others: The texts that were not.
+            numbers: The numbers of the members' rows; None: 0, 1, and so on.
+        """
+        sides = [True] * len(members) + [False] * len(others)
+        rows = [*(range(len(members)) if numbers is None else numbers), *[-1] * len(others)]
+        no_game = "an account is compared by the monitor of a run"
+        return cls.of(
+            [*members, *others], sides, rows, way="given", length=len(members), no_game=no_game
+        )
 
     def __post_init__(self) -> None:
         self.seen = torch.zeros_like(self.trains)
@@ -139,6 +199,11 @@ class Pool:
     def alone(self) -> Tensor:
         """Return (N,) bool, the long texts in a single row: those that membership attacks score."""
         return (self.times == 1) & ~self.is_short
+
+    @property
+    def n_short(self) -> int:
+        """Return the number of texts with fewer than 8 label tokens, queried or excluded."""
+        return self.short + int(self.is_short.sum())
 
     @property
     def has_pairs(self) -> bool:
@@ -242,14 +307,18 @@ class Pool:
                 "(padded with an attention_mask, or cut to a fixed length), and a round of a "
                 "federation must not begin with the same rows as the one before"
             )
-        members = self.trains & in_part if everyone else members
-        n, n_non_members = int((members & comparable).sum()), int(non_members.sum())
-        if min(n, n_non_members) < MIN_TEXTS:
-            raise UnplayableGame(
-                f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
-            )
-        index = (members | non_members).nonzero()[:, 0]
-        return index, members[index]
+        if everyone:
+            return self.everyone(part)
+        return _index_of(members, non_members, comparable)
+
+    def everyone(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return all texts of a part, (n,) indices, and which of them are members, (n,) bool.
+
+        Raises:
+            UnplayableGame: There are too few on a side.
+        """
+        comparable, in_part = self._part_masks(part)
+        return _index_of(self.trains & in_part, ~self.trains & comparable, comparable)
 
     def line(self, base: str | None) -> PoolLine | None:
         """Return the record of the pool, with the hash of the base's answers if there are any."""
@@ -284,6 +353,17 @@ class Pool:
             f"{copied * (n_copied > 0)}"
             f"{f'; {n_short} with 1 to 7 label tokens are a pool of their own' * (n_short > 0)}"
         )
+
+
+def _index_of(members: Tensor, non_members: Tensor, comparable: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of members and non-members, and which are members, if they are enough."""
+    n, n_non_members = int((members & comparable).sum()), int(non_members.sum())
+    if min(n, n_non_members) < MIN_TEXTS:
+        raise UnplayableGame(
+            f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
+        )
+    index = (members | non_members).nonzero()[:, 0]
+    return index, members[index]
 
 
 class CanaryPool(Pool):
@@ -432,38 +512,29 @@ def collect(
             if len(extra) > MAX_ROWS:
                 seconds = (time.perf_counter() - start) / len(sample) * len(extra)
                 rank_zero_info(f"entities: {len(extra):,} more rows are searched, ~{seconds:.0f} s")
-        scored = scored_texts(texts, in_data, other_texts)
-    indices = scored.rows + (scored.short_rows if short else [])
+        number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
+        # The row number of each text in the user's data; -1: held out.
+        numbers = [number_of(sample[n][1]) if sample[n][0] is dataset else -1 for n in row_of]
+        pool = Pool.of(
+            texts,
+            in_data,
+            numbers,
+            other_texts,
+            short=short,
+            way=way,
+            length=round(length * len(texts) / max(1, len(read_rows))),
+            no_game=PACKED if packed else no_game,
+            once=way == "not yet seen"
+            and not isinstance(loader.batch_sampler, PoissonBatchSampler),
+            searched=len(extra) / n_extra if n_extra else 1.0,
+        )
     if entities is not None:
-        entities.locate([texts[row] for row in indices])
-    trains = torch.tensor([in_data[row] for row in indices], dtype=torch.bool)
-    prompt_rows = {*scored.prompt_rows}
-    has_prompt = torch.tensor([row in prompt_rows for row in indices], dtype=torch.bool)
-    has_prompt[: len(scored.rows)] &= scored.times == 1  # the texts after these are short ones
-    is_short = torch.arange(len(indices)) >= len(scored.rows)
-    number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
-    # The row number of each text in the user's data; -1: held out.
-    numbers = [number_of(sample[n][1]) if sample[n][0] is dataset else -1 for n in row_of]
-    references = None
+        entities.locate(pool.texts)
     if trains_reference:
         drawn = draw_references(len(sample), len(extra), n_reference, settings.seed)
-        references = ReferenceRows(sample + extra, drawn, torch.tensor(row_of)[indices])
-    return Pool(
-        way=way,
-        texts=[texts[row] for row in indices],
-        trains=trains,
-        length=round(length * len(texts) / max(1, len(read_rows))),
-        times=torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
-        is_short=is_short,
-        has_prompt=has_prompt,
-        no_game=_PACKED if packed else no_game,
-        once=way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
-        repeated=scored.repeated,
-        short=scored.short - int(is_short.sum()),
-        searched=len(extra) / n_extra if n_extra else 1.0,
-        rows=PoolRows.of(texts, scored, numbers, short=short),
-        references=references,
-    )
+        places = torch.tensor(row_of)[pool.indices]
+        pool.references = ReferenceRows(sample + extra, drawn, places)
+    return pool
 
 
 def _no_game(dataset: Any, way: _Way) -> str | None:

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.attacks.public_text import share_work
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.engine.channels.base import results_of
 from lightning_fedleak.engine.channels.released.weights import WeightLooks
+from lightning_fedleak.engine.channels.steps import results_of
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Report, UserMetrics
 from lightning_fedleak.engine.options import Options

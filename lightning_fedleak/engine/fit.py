@@ -22,9 +22,9 @@ from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.defenses.processes import reshard
-from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.channels.exchange import Exchange
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown
@@ -78,8 +78,8 @@ class Fit:
         run: Run,
         lineup: Lineup,
         options: Options,
-        series: Mapping[Series, Channel],
-        channels: Sequence[Channel],
+        series: Mapping[Series, StepChannel],
+        channels: Sequence[StepChannel],
     ) -> None:
         self.run = run
         self.lineup = lineup
@@ -292,7 +292,7 @@ class Fit:
         self.look = None
         self.each(self.tap.end)
 
-    def channels_in(self, look: Look) -> list[Channel]:
+    def channels_in(self, look: Look) -> list[StepChannel]:
         """Return the channels whose attacks take part in a look."""
         if look.scope is None:
             return [*self.channels]

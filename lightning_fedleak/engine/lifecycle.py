@@ -16,10 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
 from lightning_fedleak.engine.channels.released.records import RECORDS
 from lightning_fedleak.engine.channels.released.weights import WeightLooks
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
@@ -163,6 +165,12 @@ class Engine(StepEngine):
         if after_training is not None:
             self._after_training.append(after_training)
 
+    @property
+    def weight_attacks(self) -> list[Attack]:
+        """Return the attacks on the trained weights that the user chose."""
+        channels = (c for c in self.channels if not isinstance(c, StepChannel))
+        return [attack for channel in channels for attack in channel.listed_attacks]
+
     def record_decision(self, decision: records.GateLine) -> None:
         """Write the decision of a gate to ``run.jsonl``, on the first process."""
         if self.record is not None:
@@ -297,12 +305,12 @@ class Engine(StepEngine):
         """
         weights = WeightLooks(run, self.channels, self.series, destination.folder)
         self.weights = weights if weights.attacks else None
-        in_steps = [c for c in self.channels if c.attacks and not c.at_weights]
+        in_steps = [c for c in self.channels if c.attacks and isinstance(c, StepChannel)]
         names = {attack.name for channel in in_steps for attack in channel.attacks}
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
-        series = {s: c for s, c in self.series.items() if not c.at_weights}
+        series = {s: c for s, c in self.series.items() if isinstance(c, StepChannel)}
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         return lineup
 
@@ -324,7 +332,8 @@ class Engine(StepEngine):
         run = self._fit.run
         self.results.begin()
         for channel in self.channels:
-            if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
+            # Process 0 has the games of all clients.
+            if run.rank != 0 and isinstance(channel, StepChannel):
                 channel.load_state_dict({})
         self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence

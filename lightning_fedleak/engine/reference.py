@@ -306,35 +306,45 @@ def beside(strength: Strength, values: Mapping[str, float]) -> dict[str, float]:
     return {**values, **unbounded, **facts}
 
 
+def announce_strength(run: Run, strength: Strength) -> None:
+    """Log what is wrong with a reference, if anything is."""
+    if strength.note:
+        rank_zero_info(f"{run.watcher}: of the reference: {strength.note}")
+
+
 def digest_answers(
-    base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Tensor]
+    key: Tensor, base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Tensor]
 ) -> str:
-    """Return the SHA-256 of the texts' token ids and the answers of the base and the reference."""
+    """Return the SHA-256 of a key, the texts' token ids and the answers to the texts."""
     ids = {f"text{number}": text for number, text in enumerate(texts)}
-    return hash_tensors({**_named(base, reference), **ids})
+    return hash_tensors({"key": key, **_named(base, reference), **ids})
 
 
-def save_answers(path: Path, base: TokenSnapshot, reference: TokenSnapshot | None) -> None:
-    """Write the answers of the base model and of the reference, if any, to a private file.
+def save_answers(
+    path: Path, key: Tensor, base: TokenSnapshot, reference: TokenSnapshot | None
+) -> None:
+    """Write a key and the answers of the base and of the reference, if any, to a private file.
 
     Raises:
         OSError: The file cannot be written.
     """
-    save_private(path, _named(base, reference))
+    save_private(path, {"key": key, **_named(base, reference)})
 
 
-def load_answers(path: Path) -> tuple[TokenSnapshot, TokenSnapshot | None]:
-    """Return the answers that :func:`save_answers` wrote.
+def load_answers(path: Path) -> tuple[Tensor, TokenSnapshot, TokenSnapshot | None]:
+    """Return what :func:`save_answers` wrote.
 
     Raises:
         ValueError: Other users may access the file, or it holds no tensors.
         TypeError: It holds other tensors.
+        KeyError: It holds no key.
         OSError: The file cannot be read.
     """
     tensors = load_private(path)
+    key = tensors.pop("key")
     base = {name: value for name, value in tensors.items() if "." not in name}
     further = {name.partition(".")[2]: value for name, value in tensors.items() if "." in name}
-    return TokenSnapshot(**base), TokenSnapshot(**further) if further else None
+    return key, TokenSnapshot(**base), TokenSnapshot(**further) if further else None
 
 
 def _named(base: TokenSnapshot, reference: TokenSnapshot | None) -> dict[str, Tensor]:

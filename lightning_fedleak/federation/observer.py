@@ -185,7 +185,7 @@ class RoundObserver:
         unused = ("stages", "reveal", "report", "utility", "client", "scaler")
         settings.refuse(type(self).__name__, *unused, "memorization")
         self.engine = core.Engine(*core.parts_of(attacks, settings, games, local_steps=local_steps))
-        if any(c.attacks for c in self.engine.channels if c.at_weights):
+        if self.engine.weight_attacks:
             raise ValueError(
                 "attacks on trained weights read no update of a round: run `fedleak memorization` "
                 "on the trained model"
@@ -536,9 +536,9 @@ class RoundObserver:
         return core.why_never_judged(self.engine, name, fresh=self.settings.fresh)
 
 
-def _in_rounds(engine: core.Engine) -> list[core.Channel]:
+def _in_rounds(engine: core.Engine) -> list[core.StepChannel]:
     """Return the channels that read updates of rounds."""
-    return [channel for channel in engine.channels if not channel.at_weights]
+    return [channel for channel in engine.channels if isinstance(channel, core.StepChannel)]
 
 
 def _state_of(engine: core.Engine) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from functools import partial
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import AUTOCAST, WORST, Channel, Engine, Look, Run, contained, reason
-from lightning_fedleak.engine.channels.base import exclude, family_of, results_of
+from lightning_fedleak.engine import AUTOCAST, WORST, Engine, Look, Run, contained, reason
+from lightning_fedleak.engine.channels.base import exclude, family_of
+from lightning_fedleak.engine.channels.steps import StepChannel, results_of
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Destination, Report
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
@@ -333,7 +334,7 @@ def failed_look(
 
 
 def _not_yet(
-    outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
+    outcomes: Mapping[Series, Outcome], channels: Mapping[Series, StepChannel]
 ) -> dict[str, str]:
     """Return the reasons why nothing can be recovered from the update yet, by log name.
 

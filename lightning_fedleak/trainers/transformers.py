@@ -135,7 +135,7 @@ class LeakageCallback(TrainerCallback, Reported):
         )
         self.engine = self.watch.engine
         bases = _NOT_LIKELIER.keys() & {base.__name__ for base in type(trainer).__mro__}
-        weight_attacks = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        weight_attacks = self.engine.weight_attacks
         refused_names = [attack.name for attack in weight_attacks]
         if bases <= _PAIR_TRAINERS:
             refused_names = [a.name for a in weight_attacks if getattr(a, "part", None) != "pairs"]

@@ -126,7 +126,7 @@ def _measure_model(options: Namespace, console: Console) -> int:
     reader = _reader(options)
     members, others = read_sides(reader, console, options.members, options.others)
     pool = Pool.of_sides([*members.values()], [*others.values()], [*members])
-    parts, not_compared = parts_of(pool, members)
+    parts, not_compared = find_parts(pool, members)
     for sentence in not_compared.values():
         console.print(sentence)
     rows = [*((text, True) for text in members.values())]
@@ -312,9 +312,11 @@ def _query(
         For each group of texts the answers of the base, and those of the trained model; the
         reference's answers to the first group and facts about it, None without a reference.
     """
+    mask = None
     if options.reference is not None:  # checked before the queries, which may take minutes
         with refuse_errors("--reference cannot be loaded", SourceError):
-            models.released_config(options.reference, options.base)
+            _, head = models.released_config(options.reference, options.base)
+            mask = models.mask_of(options.base, head)
     texts = {text.whole.content: text.whole for group in groups for text in group}
     pair = models.log_probs_before_and_after([*texts.values()], options.model, options.base)
     places = {content: n for n, content in enumerate(texts)}
@@ -328,7 +330,6 @@ def _query(
         return before, after, None, None
     reference = models.load_trained(options.reference, options.base, "--reference")
     facts = describe_reference(options.reference, options.reference_rows, reference)
-    mask = models.mask_of(options.base, models.released_config(options.reference, options.base)[1])
     outputs = models.query_texts(reference, [*texts.values()], mask, "--reference")
     return before, after, select(outputs, groups[0]), facts
 
@@ -378,7 +379,7 @@ def _tpr(ranking: RecordList) -> str:
     return f"{sum(p <= max_p for p in p_values) / len(p_values):.0%}"
 
 
-def parts_of(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dict[str, str]]:
+def find_parts(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dict[str, str]]:
     """Return the parts of a pool that have enough texts: long texts, short texts and prompts.
 
     Also return why the members of other parts are not compared, by the names in ``HEADLINES``.

@@ -75,11 +75,6 @@ def _measure_texts(options: Namespace, console: Console) -> int:
         f"An auxiliary model is fitted on {len(generated)} generated texts: {steps} steps at a "
         f"constant rate of {options.lr:g}."
     )
-    if n_cut := sum(len(text.ids) > options.length for text in whole):
-        console.print(
-            f"{n_cut} generated texts are longer than --length {options.length}: it is fitted on "
-            "their beginnings, and copies are searched in the whole texts."
-        )
     before, after = ask_auxiliary(pool.texts, generated, options)
     audit = Audit(pool, before, decode)
     is_known, is_refuted = not used_up_mark(options.rows).exists(), False
@@ -153,11 +148,17 @@ def _read_texts(
             "texts that the model wrote"
         )
 
+    if n_cut := sum(len(text.ids) > options.length for text in whole):
+        console.print(
+            f"{n_cut} generated texts are longer than --length {options.length}: the auxiliary "
+            "model is fitted on their beginnings, and copies are searched in the whole texts."
+        )
+
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
 
     pool = Pool.of_sides([*rows.values()], [*others.values()], [*rows])
-    parts, reasons = memorization.parts_of(pool, rows)
+    parts, reasons = memorization.find_parts(pool, rows)
     reasons = {name: text for name, text in reasons.items() if name in verdicts.HEADLINES[:2]}
     parts = [part for part in parts if part != "prompts"]
     return pool, parts, reasons, generated, whole, decode

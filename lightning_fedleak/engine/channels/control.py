@@ -32,9 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import copied
-from lightning_fedleak.engine.channels.base import Channel, gives_control
+from lightning_fedleak.engine.channels.base import gives_control
 from lightning_fedleak.engine.channels.hidden import HiddenWords, in_float64
 from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -129,13 +130,13 @@ def _explain(
     return min(1.0, math.sqrt(unexplained / square) / factor), remainder
 
 
-def _score(channel: Channel, plan: Plan, answer: Any, truth: Any) -> dict[str, float]:
+def _score(channel: StepChannel, plan: Plan, answer: Any, truth: Any) -> dict[str, float]:
     """Return the rates of a guess against the truth, without their intervals."""
     return values_of(channel.rates(channel.trials(plan, answer, truth)))
 
 
 def _score_control(
-    channel: Channel, plan: Plan, control: Step
+    channel: StepChannel, plan: Plan, control: Step
 ) -> Mapping[str, float] | Unknown | Waiting:
     """Return the rates of an attack on a control, or why there are none (yet)."""
     truth = channel.joined(channel.truth(control))
@@ -156,7 +157,7 @@ class Controls:
             :func:`default_limit`.
     """
 
-    def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
+    def __init__(self, run: Run, series: Mapping[Series, StepChannel]) -> None:
         self._run = run
         self._series = series
         self._channels = {key.attack: channel for key, channel in series.items()}
@@ -579,7 +580,7 @@ class Controls:
         """Restore what :meth:`state` returned."""
         self._controlled = set(state)
 
-    def _limit(self, channel: Channel) -> float:
+    def _limit(self, channel: StepChannel) -> float:
         """Return the value that a control must exceed for a low number to count."""
         return self.needs.get(channel.family, default_limit(channel.leak.chance))
 

@@ -14,22 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization import (
-    Combined,
-    CombinedReference,
-    ErrorZone,
-    Extraction,
-    Loss,
-    LossRatio,
-    MemorizationAttack,
-    MinK,
-    PromptRatio,
-    RewardGain,
-    ShortAnswers,
-    Windows,
-    Zlib,
-    blind_scores,
-)
+from lightning_fedleak.attacks import memorization
 from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.engine.reference import Strength, beside, measure_strength
 from lightning_fedleak.evaluation.canaries.repeats import Part, PoolRows
@@ -52,10 +37,11 @@ from lightning_fedleak.model.taps import (
 )
 
 
-def all_attacks() -> tuple[MemorizationAttack, ...]:
+def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
     """Return every attack on long texts of a finished model: first the headline."""
-    attacks = Combined(), LossRatio(), ErrorZone(), Windows(), MinK(), Zlib(), Loss(), Extraction()
-    return attacks
+    # In the order of the table; only the last one needs a model that predicts the next token.
+    names = "Combined LossRatio ErrorZone Windows MinK Zlib Loss Extraction"
+    return tuple(getattr(memorization, name)() for name in names.split())
 
 
 @dataclass(frozen=True)
@@ -174,7 +160,9 @@ class Comparison:
     @cached_property
     def blind(self) -> dict[str, Tensor]:
         """Return the scores that do not use the trained model, by name."""
-        return blind_scores(self.game.base, self.game.compressed, self.once, self.sides)
+        return memorization.blind_scores(
+            self.game.base, self.game.compressed, self.once, self.sides
+        )
 
     def why_unknown(self, *, drawn: bool) -> str | None:
         """Return why members and non-members may not be exchangeable, or None.
@@ -205,7 +193,7 @@ class Comparison:
         return measure_strength(self.game, self.sides, *rows)
 
     def measure(
-        self, attack: MemorizationAttack, joint: float | None = None
+        self, attack: memorization.MemorizationAttack, joint: float | None = None
     ) -> tuple[dict[str, float], Tensor | None]:
         """Run an attack, and return its values by name, and the scores of texts in one row.
 
@@ -216,12 +204,13 @@ class Comparison:
             joint: The probability of error of a further interval, ``auc_joint``; None for none.
         """
         look, alpha = self.look, self.alpha
-        if isinstance(attack, Extraction):
+        if isinstance(attack, memorization.Extraction):
             guess: Any = attack.run(Observation(released=self.released))
             sides = self.members, self.times
             return extraction_values(guess, attack, *sides, look=look, alpha=alpha), None
         guess = attack.run(Observation(released=self.game))
-        exact = attack.part == "short" or isinstance(attack, RewardGain)  # scores may be coarse
+        # Scores may be coarse.
+        exact = attack.part == "short" or isinstance(attack, memorization.RewardGain)
         values, further = (
             membership_values(guess.scores, self.sides, look=look, alpha=error, exact=exact)
             for error in (alpha, alpha if joint is None else joint)
@@ -229,11 +218,11 @@ class Comparison:
         if joint is not None:
             ends = ("low", "high", "provable")
             values |= {f"auc_joint_{end}": further[f"auc_{end}"] for end in ends}
-        if type(attack) is CombinedReference and self.strength is not None:
+        if type(attack) is memorization.CombinedReference and self.strength is not None:
             values = beside(self.strength, values)
         return values, guess.scores
 
-    def measure_all(self, attacks: Sequence[MemorizationAttack] = ()) -> None:
+    def measure_all(self, attacks: Sequence[memorization.MemorizationAttack] = ()) -> None:
         """Keep the values of some attacks in ``values``.
 
         By default these are the attacks for the part: for long texts :func:`all_attacks`, without
@@ -243,8 +232,9 @@ class Comparison:
         if not attacks and self.part == "long":
             is_aligned, has_reference = self.texts[0].is_aligned, self.audit.reference is not None
             attacks = all_attacks()[: -1 if is_aligned else None]
-            attacks = (*[CombinedReference()] * has_reference, *attacks)
-        for attack in attacks or [ShortAnswers() if self.part == "short" else PromptRatio()]:
+            attacks = (*[memorization.CombinedReference()] * has_reference, *attacks)
+        rest = {"short": memorization.ShortAnswers, "prompts": memorization.PromptRatio}
+        for attack in attacks or (rest[self.part](),):
             self.values[attack.name] = self.measure(attack)[0]
 
     def list_records(self, *, scores: Tensor | None = None, **facts: Any) -> RecordList:

@@ -16,6 +16,7 @@ attack scores texts for membership, or tries to extract them. The order in a fit
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -55,6 +56,7 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
     announce_references,
+    announce_strength,
     ask_reference,
     digest_answers,
     load_answers,
@@ -62,9 +64,7 @@ from lightning_fedleak.engine.reference import (
     train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
-from lightning_fedleak.evaluation.canaries.repeats import Part
 from lightning_fedleak.evaluation.entities import FoundEntities, entity_names
-from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     FPR,
     FPRS,
@@ -73,7 +73,6 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
     spent_at,
 )
-from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage, TokenSnapshot
 from lightning_fedleak.model.taps import MASKS, Text, token_log_probs
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
@@ -148,10 +147,11 @@ class MemorizationChannel(WeightChannel):
         """Forget the texts of an earlier fit."""
         super().open(run)
         self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
+        self._key = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)  # of the digest
         self._reference: TokenSnapshot | None = None  # the answers of the reference
         self._facts: ReferenceFacts | None = None  # how the reference was trained
-        self._void: dict[Part, str] = {}  # why no comparison of a part is valid
-        self._seen_is_lost = False  # whether a checkpoint of several processes was resumed
+        self._void: dict[str, str] = {}  # why no comparison of a part is valid
+        self._why_lost = ""  # why it is not known which texts have been seen; empty if it is
         self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
         # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
         self._rewards: Tensor | None = None
@@ -360,7 +360,7 @@ class MemorizationChannel(WeightChannel):
         Attacks are grouped by the *part* of the pool that they compare: long texts, short ones,
         prompts or pairs. Those on a part without enough texts have no values.
         """
-        pool, now = self.pool, None
+        now = None
         series = {a: self.series(a, (Stage.RELEASED,)) for a in self.attacks}
         if self._base is None:
             why = "the base's answers are not known: the run was resumed without their file"
@@ -368,32 +368,20 @@ class MemorizationChannel(WeightChannel):
             return dict.fromkeys(chain.from_iterable(series.values()), why)
         n_read, unread = self._count_seen()
         self._looks += 1
-        everyone, alpha = self._account is not None, self.settings.memorization.alpha
+        alpha = self.settings.memorization.alpha
         answers: dict[Series, Answer] = {}
         for part in dict.fromkeys(attack.part for attack in self.attacks):
             attacks = [attack for attack in self.attacks if attack.part == part]
             names = {s: s.name for attack in attacks for s in series[attack]}
             try:
-                if unread and pool.way == "not yet seen":
-                    raise UnplayableGame(
-                        f"{unread} batches could not be read, and may have held texts that were to "
-                        "be non-members: add leave_out"
-                    )
-                if self._seen_is_lost:
-                    raise UnplayableGame(
-                        "a checkpoint of several processes has only the texts that the first of "
-                        "them has seen: add leave_out"
-                    )
-                if why := self._void.get(part):
-                    raise UnplayableGame(why)
-                chosen = pool.compared(epoch, n_read, everyone=everyone, part=part)
+                chosen = self._choose(part, epoch, n_read, unread)
                 now = now or self._query()
             except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
             compared = self._audit.part(part, now, chosen, look=self._looks, alpha=alpha)
             values = dict[str, Answer](self._score_texts(compared, attacks))
-            self._compared |= dict.fromkeys(names, pool.digest(*chosen))
+            self._compared |= dict.fromkeys(names, self.pool.digest(*chosen))
             if RECORDS in names.values():
                 self.owes_list, self._n_lists = not lists, self._n_lists + lists
                 values[RECORDS] = BETWEEN
@@ -404,6 +392,22 @@ class MemorizationChannel(WeightChannel):
                 values |= self._entities.compare(now, self._base, *chosen, self._looks, alpha)
             answers |= {s: values[name] for s, name in names.items()}
         return answers
+
+    def _choose(self, part: Any, epoch: int, n_read: int, unread: int) -> tuple[Tensor, Tensor]:
+        """Return the texts of a part that are compared now, see :meth:`Pool.compared`.
+
+        Raises:
+            UnplayableGame: No comparison is valid, or there are too few texts.
+        """
+        why = self._void.get(part, "")
+        if unread and self.pool.way == "not yet seen":
+            why = (
+                f"{unread} batches could not be read, and may have held texts that were to be "
+                "non-members: add leave_out"
+            )
+        if why := self._why_lost or why:
+            raise UnplayableGame(why)
+        return self.pool.compared(epoch, n_read, everyone=self._account is not None, part=part)
 
     def _error_share(self, epoch: int) -> float:
         """Return the share of the allowed error of all lists that the newest list spends.
@@ -449,51 +453,35 @@ class MemorizationChannel(WeightChannel):
             if (account := self._account) is not None:
                 spent = spent_at(look, error)
                 values["refuted"] = account.refuted(attack.name, scores, members, spent, alpha)
-        strength = compared.strength if STRENGTH in values else None
-        if strength is not None and strength.note and look == 1:
-            rank_zero_info(f"{self.run.watcher}: of the reference: {strength.note}")
+        if STRENGTH in values and compared.strength is not None and look == 1:
+            announce_strength(self.run, compared.strength)
         counts = float(members.sum()), float((~members).sum())
         names = "members", "others", "alpha"
         return values | dict(zip(names, (*counts, spent_at(look, alpha)), strict=True))
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome without the values that the attack of the series does not compute.
-
-        All series share one layout. Which values are NaN shows what a series is of: a list of rows,
-        extraction, membership, or values in texts. Rates of the other kinds are left out.
-        """
-        outcome = super().pooled(series, rows)
-        rates, extra = {**outcome.rates}, outcome.extra
-        # "shown" is itself the lower end of its interval.
-        rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
-        optional = {name: rates[name].value for name in (*TIER_NAMES, "at_least") if name in rates}
-        absent = {name for name, value in optional.items() if math.isnan(value)}
-        if "at_least" in optional.keys() - absent:  # a list of rows has no other rates
-            absent |= {"auc", "shown", *TPRS, "extracted", "greedy"}
-        elif math.isnan(extra["p_value"]):  # extraction
-            absent |= {"auc", "shown", *TPRS}
-        elif math.isnan(extra["extracted_base"]):  # membership
-            absent |= {"extracted", "greedy"}
-        if math.isnan(extra["shown_p_value"]):  # series of values in texts have only an AUC
-            absent |= {"shown", *TPRS}
-        return replace(
-            outcome,
-            rates={name: rate for name, rate in rates.items() if name not in absent},
-            extra={name: value for name, value in extra.items() if not math.isnan(value)},
-        )
+    def outcome(self, series: Series, answer: Answer) -> Outcome:
+        """Return the outcome, without tiers of extraction that no text is in."""
+        if isinstance(answer, Mapping):
+            tiers = (*TIER_NAMES, "at_least")
+            known = {n: x for n, x in answer.items() if n not in tiers or not math.isnan(x)}
+            ends = {"shown_low": known["shown"]} if "shown" in known else {}
+            answer = known | ends  # "shown" is itself the lower end of its interval
+        return super().outcome(series, answer)
 
     # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Write the base's answers to a private file, and return its path with the counts.
 
-        ``digest`` hashes the answers and the texts together. No file has the texts themselves.
+        ``digest`` hashes the answers and the texts together, with a key that only the private file
+        has, so that no one can test a guess of the texts by a checkpoint. No file has the texts
+        themselves.
         """
         if self._pool is None or self._base is None:
             return {}
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_answers(file, self._base, self._reference)
+            save_answers(file, self._key, self._base, self._reference)
         return {
             self.family: {
                 "looks": self._looks,
@@ -511,11 +499,10 @@ class MemorizationChannel(WeightChannel):
         }
 
     def pool_line(self) -> PoolLine | None:
-        """Return the record of the pool; None without a pool."""
-        if self._pool is None:
-            return None
-        line = self._pool.line(self._base and self._digest(self._base))
-        return line and replace(line, reference=self._facts)
+        """Return the record of the pool; None without one, or of planted texts."""
+        # Each line of results has the numbers of planted texts.
+        is_recorded = self._pool is not None and not self.planted
+        return replace(self.pool.line(), reference=self._facts) if is_recorded else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the path of the base's answers for :meth:`query_base`, and restore the counts."""
@@ -525,15 +512,16 @@ class MemorizationChannel(WeightChannel):
         self._has_ended = bool(self._saved_state.get("ended", False))
 
     def _digest(self, base: TokenSnapshot) -> str:
-        """Return the SHA-256 of the pool's texts and the base's answers together."""
-        return digest_answers(base, self._reference, [text.ids for text in self.pool.texts])
+        """Return a keyed hash of the pool's texts and the base's answers together."""
+        texts = [text.ids for text in self.pool.texts]
+        return digest_answers(self._key, base, self._reference, texts)
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the pool are those of the run's first fit."""
         pool, saved, self._saved_state, self._base = self.pool, self._saved_state, {}, None
         try:
-            base, self._reference = load_answers(Path(saved["file"]))
-        except (OSError, ValueError, TypeError):  # TypeError: the file holds something else
+            self._key, base, self._reference = load_answers(Path(saved["file"]))
+        except (OSError, ValueError, TypeError, KeyError):  # the last two: it holds something else
             return
         if self._digest(base) == saved["digest"]:
             self._base = base
@@ -542,4 +530,8 @@ class MemorizationChannel(WeightChannel):
             pool.seen = torch.as_tensor(saved["seen"]).bool()
             self._looks_due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
-            self._seen_is_lost = pool.way == "not yet seen" and saved.get("processes", 1) > 1
+            if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
+                self._why_lost = (
+                    "a checkpoint of several processes has only the texts that the first of them "
+                    "has seen: add leave_out"
+                )

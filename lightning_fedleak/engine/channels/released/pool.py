@@ -38,7 +38,6 @@ from lightning_fedleak.engine.channels.released.training_rows import (
 )
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import (
-    CanarySet,
     ReferenceRows,
     TrainingRows,
     draw_references,
@@ -49,7 +48,6 @@ from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
-from lightning_fedleak.private_files import name_content
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import PoolLine
 
@@ -320,8 +318,8 @@ class Pool:
         comparable, in_part = self._part_masks(part)
         return _index_of(self.trains & in_part, ~self.trains & comparable, comparable)
 
-    def line(self, base: str | None) -> PoolLine | None:
-        """Return the record of the pool, with the hash of the base's answers if there are any."""
+    def line(self) -> PoolLine:
+        """Return the record of the pool."""
         train = int(self.trains.sum())
         return PoolLine(
             run="",
@@ -332,7 +330,6 @@ class Pool:
             short=self.short,
             searched=self.searched,
             copied=int((self.times > 1).sum()),
-            base=base and name_content(base.encode()),
         )
 
     @property
@@ -364,51 +361,6 @@ def _index_of(members: Tensor, non_members: Tensor, comparable: Tensor) -> tuple
         )
     index = (members | non_members).nonzero()[:, 0]
     return index, members[index]
-
-
-class CanaryPool(Pool):
-    """Hold the canaries that the model is queried with, in the data or held out."""
-
-    @classmethod
-    def of_canaries(
-        cls, canaries: CanarySet, loader: Any, settings: Memorization | None = None
-    ) -> CanaryPool:
-        """Return a pool of all canaries.
-
-        Raises:
-            UnplayableGame: To query all of them costs more than the budget of the settings, if
-                there are any.
-        """
-        check_loader(loader)
-        length = len(loader.dataset)
-        if settings is not None:
-            affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
-        # The loss is computed on all tokens of a canary, so that its ids are also its labels.
-        texts, included = [Text(row, row) for row in canaries.token_ids], canaries.included
-        times, none = torch.ones(len(included), dtype=torch.long), torch.zeros_like(included)
-        no_game = "canaries are compared with it by audit_canaries"
-        # No canary counts as short, and the prompt of none is compared.
-        return cls("left out", texts, included, length, times, none, none, no_game)
-
-    def _key(self, text: Text) -> bytes:
-        return text.ids.numpy().tobytes()
-
-    @property
-    def seen_in_checkpoints(self) -> Tensor:
-        """Return (N,) False: a checkpoint must not reveal which canaries are in the data."""
-        return torch.zeros_like(self.seen)
-
-    def compared(
-        self, epoch: int, passed: int, *, everyone: bool = False, part: Part = "long"
-    ) -> tuple[Tensor, Tensor]:
-        """Return all canaries, (n,) indices, and whether each was trained on so far, (n,) bool.
-
-        The arguments are not used: the number of canaries was chosen by the user.
-        """
-        return torch.arange(len(self.texts)), self.trains & self.seen
-
-    def line(self, base: str | None) -> None:
-        """Return None, no record: each line of results has the numbers of canaries."""
 
 
 def forwards_of(settings: Memorization, *, last_step: bool) -> int:

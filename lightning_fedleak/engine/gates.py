@@ -204,7 +204,7 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
             never_read(channel, series.attack, fresh=fresh),
         )
         for headline in names
-        for series, channel in engine.series.items()
+        for series, channel in engine.step_series.items()
         if headline.rpartition("/")[0] == series.log_name and rate != "exposed"
     ]
     is_judged = any(why is None and answer is None for why, answer in verdicts)

@@ -27,6 +27,7 @@ from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
+from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.results import (
     MAX_STEPS_WAITED,
     MAX_WAITS,
@@ -164,6 +165,11 @@ class Engine(StepEngine):
             self._before_first.append(before_first)
         if after_training is not None:
             self._after_training.append(after_training)
+
+    @property
+    def step_series(self) -> dict[Series, StepChannel]:
+        """Return the channel of each series of an attack that reads steps."""
+        return {s: c for s, c in self.series.items() if isinstance(c, StepChannel)}
 
     @property
     def weight_attacks(self) -> list[Attack]:
@@ -310,8 +316,7 @@ class Engine(StepEngine):
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
-        series = {s: c for s, c in self.series.items() if isinstance(c, StepChannel)}
-        self.fit = Fit(run, lineup, self.options, series, in_steps)
+        self.fit = Fit(run, lineup, self.options, self.step_series, in_steps)
         return lineup
 
     def _show(self, report: log.Report, run: Run) -> None:

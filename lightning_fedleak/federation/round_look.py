@@ -69,13 +69,13 @@ class ClientEngine(Engine):
         self.report.record = self.record
         lineup = origin._fit.lineup  # the attacks that run, with the plan of each
         plans = {plan.attack.name: plan for plan in lineup.plans}
-        channels = [channel for channel in self.channels if channel.attacks]
+        channels = [c for c in self.channels if c.attacks and isinstance(c, StepChannel)]
         for channel in channels:
             channel.open(run)
             exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
             channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
         channels = [channel for channel in channels if channel.attacks]
-        self.fit = Fit(run, lineup, self.options, self.series, channels)
+        self.fit = Fit(run, lineup, self.options, self.step_series, channels)
         # What a control must reach follows from the thresholds of the federation's gates.
         self.fit.controls.needs = origin._needs
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
@@ -285,7 +285,7 @@ def read_look(
         values,
         now,
         {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None},
-        _not_yet(outcomes, engine.series),
+        _not_yet(outcomes, engine.step_series),
         {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None},
         look.seconds,
         look,

@@ -237,8 +237,9 @@ def _compare(
         if result.part == "long" and shift is None:
             with refuse_errors("--reference", ValueError):
                 result.check_reference()
-        if CombinedReference.default_name in result.values and result.strength.note:
-            console.print(f"Of the reference: {result.strength.note}.")
+        strength = result.strength if CombinedReference.default_name in result.values else None
+        if strength is not None and strength.note:
+            console.print(f"Of the reference: {strength.note}.")
         if (scores := gains.get(result.part)) is not None:
             result.values[f"{BEYOND}{'_short' * is_short}"] = membership_values(
                 scores[result.alone], result.sides, alpha=result.alpha, exact=is_short

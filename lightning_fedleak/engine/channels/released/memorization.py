@@ -449,7 +449,7 @@ class MemorizationChannel(WeightChannel):
         error = alpha / max(1, ranked)
         values, scores = compared.measure(attack, error)
         if scores is not None:
-            members, values = compared.sides, values | shared
+            members, values = compared.sides, {**values, **shared}
             if (account := self._account) is not None:
                 spent = spent_at(look, error)
                 values["refuted"] = account.refuted(attack.name, scores, members, spent, alpha)

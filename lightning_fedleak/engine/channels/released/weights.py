@@ -266,7 +266,7 @@ class WeightChannel(Channel):
             for name in self.metrics
             if name in answer
         }
-        extra = {name: answer[name] for name in self.extras if name in answer}
+        extra = {n: answer[n] for n in self.extras if not math.isnan(answer.get(n, math.nan))}
         n = int(answer["members"] + answer["others"])
         return Outcome(rates, n, extra=extra, pool=self._compared.get(series, ""))
 

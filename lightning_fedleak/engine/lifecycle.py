@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
 from lightning_fedleak.engine.channels.released.records import RECORDS
@@ -170,12 +169,6 @@ class Engine(StepEngine):
     def step_series(self) -> dict[Series, StepChannel]:
         """Return the channel of each series of an attack that reads steps."""
         return {s: c for s, c in self.series.items() if isinstance(c, StepChannel)}
-
-    @property
-    def weight_attacks(self) -> list[Attack]:
-        """Return the attacks on the trained weights that the user chose."""
-        channels = (c for c in self.channels if not isinstance(c, StepChannel))
-        return [attack for channel in channels for attack in channel.listed_attacks]
 
     def record_decision(self, decision: records.GateLine) -> None:
         """Write the decision of a gate to ``run.jsonl``, on the first process."""

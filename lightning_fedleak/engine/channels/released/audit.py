@@ -39,9 +39,9 @@ from lightning_fedleak.model.taps import (
 
 def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
     """Return every attack on long texts of a finished model: first the headline."""
-    # In the order of the table; only the last one needs a model that predicts the next token.
-    names = "Combined LossRatio ErrorZone Windows MinK Zlib Loss Extraction"
-    return tuple(getattr(memorization, name)() for name in names.split())
+    m = memorization
+    scores = m.Combined(), m.LossRatio(), m.ErrorZone(), m.Windows(), m.MinK(), m.Zlib(), m.Loss()
+    return (*scores, m.Extraction())  # the last needs a model that predicts the next token
 
 
 @dataclass(frozen=True)

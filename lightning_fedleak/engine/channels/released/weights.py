@@ -295,7 +295,7 @@ class WeightLooks:
         self._channels = tuple(c for c in channels if isinstance(c, WeightChannel))
         for channel in self._channels:
             channel.folder = folder
-        self._series = {s: c for s, c in series.items() if c in self._channels}
+        self._series = {s: c for s, c in series.items() if isinstance(c, WeightChannel)}
         self.looked_at: int | None = None
         self._weight_sums = torch.zeros(0)  # at the newest look, see _sums_of_weights
         self._chosen_loss = -1, -math.inf  # the step of the newest choice, and its loss

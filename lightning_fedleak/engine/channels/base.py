@@ -52,7 +52,7 @@ class Requirement:
 
 
 class Channel(ABC):
-    """Name the attacks of one family of leak and their rates, and pool the results of clients.
+    """Name the attacks of one family of leak, their rates and their series.
 
     A channel lives as long as its monitor. :meth:`open` begins a fit.
 

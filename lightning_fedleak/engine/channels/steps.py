@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import Attack, Guess, Query, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps, explain_stale_optimizer
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.engine.channels.base import (
-    ENTITY,
-    Channel,
-    family_of,
-    highest,
-    kind_of,
-)
+from lightning_fedleak.engine.channels.base import ENTITY, Channel, family_of, highest, kind_of
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import (

@@ -40,12 +40,7 @@ from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.audit import Audit
-from lightning_fedleak.engine.channels.released.pool import (
-    Pool,
-    affordable,
-    collect,
-    forwards_of,
-)
+from lightning_fedleak.engine.channels.released.pool import Pool, affordable, collect, forwards_of
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out

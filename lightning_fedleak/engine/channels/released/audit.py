@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -209,14 +209,11 @@ class Comparison:
             sides = self.members, self.times
             return extraction_values(guess, attack, *sides, look=look, alpha=alpha), None
         guess = attack.run(Observation(released=self.game))
-        # Scores may be coarse.
-        exact = attack.part == "short" or isinstance(attack, memorization.RewardGain)
-        values, further = (
-            membership_values(guess.scores, self.sides, look=look, alpha=error, exact=exact)
-            for error in (alpha, alpha if joint is None else joint)
-        )
+        is_coarse = attack.part == "short" or isinstance(attack, memorization.RewardGain)
+        rate = partial(membership_values, guess.scores, self.sides, look=look, exact=is_coarse)
+        values = rate(alpha=alpha)
         if joint is not None:
-            ends = ("low", "high", "provable")
+            further, ends = rate(alpha=joint), ("low", "high", "provable")
             values |= {f"auc_joint_{end}": further[f"auc_{end}"] for end in ends}
         if type(attack) is memorization.CombinedReference and self.strength is not None:
             values = beside(self.strength, values)

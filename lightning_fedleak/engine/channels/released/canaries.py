@@ -21,7 +21,7 @@ from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.released.account import too_few_non_members
-from lightning_fedleak.engine.channels.released.audit import Comparison
+from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.released.pool import Pool, affordable, forwards_of
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame, check_loader
@@ -31,11 +31,7 @@ from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import FPR, canary_tiers
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.snapshots import (
-    CandidateSnapshot,
-    Observation,
-    Stage,
-)
+from lightning_fedleak.model.snapshots import CandidateSnapshot, Observation, Stage
 from lightning_fedleak.model.taps import Text, candidate_log_probs
 from lightning_fedleak.report.records import CANARIES, ENTITIES
 
@@ -174,6 +170,12 @@ class CanaryChannel(MemorizationChannel):
         super().load_state_dict(state)
         if self.listed_attacks and (committed := state.get("canary_set")) is not None:
             self._planted.load_state_dict(committed)
+
+    @property
+    def _audit(self) -> Audit:
+        """Return the base's answers; no score of a canary reads its text."""
+        assert self._base is not None
+        return Audit(self.pool, self._base)
 
     def _score_texts(
         self, compared: Comparison, attacks: Sequence[Any]

@@ -29,11 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.attacks.memorization import (
-    CombinedReference,
-    Extraction,
-    MemorizationAttack,
-)
+from lightning_fedleak.attacks.memorization import CombinedReference, Extraction, MemorizationAttack
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.released.account import (
     BOUND,
@@ -295,7 +291,8 @@ class MemorizationChannel(WeightChannel):
             ValueError: The reference model distinguishes them: it has seen some of the texts.
         """
         pool, side = self.pool, "rows left out"
-        is_drawn, mend = pool.way == "left out", "Leave out rows of one kind, by a new draw"
+        is_drawn = pool.way == "left out"
+        mend = "Leave rows out by a new draw, and begin with a base that has seen neither side"
         if not is_drawn:
             side, mend = "texts of others=", "Use leave_out, or more texts of the same kind"
         for part in dict.fromkeys(attack.part for attack in self.attacks):

@@ -37,11 +37,7 @@ from lightning_fedleak.engine.channels.released.training_rows import (
     read_twice,
 )
 from lightning_fedleak.engine.options import Memorization
-from lightning_fedleak.evaluation.canaries import (
-    ReferenceRows,
-    TrainingRows,
-    draw_references,
-)
+from lightning_fedleak.evaluation.canaries import ReferenceRows, TrainingRows, draw_references
 from lightning_fedleak.evaluation.canaries.repeats import Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.entities import FoundEntities
 from lightning_fedleak.messages import rank_zero_info

@@ -43,7 +43,6 @@ def write_list(
         "pool": pool.digest(compared.index, compared.members),
         "account": bool(accounting(run.defenses)),
         "training_rows": pool.length,
-        "short": compared.part == "short",
         "look": number,
         "rate": FALSE_DISCOVERIES * share,
         "alpha": compared.alpha * share,

@@ -36,14 +36,7 @@ from lightning_fedleak.engine.channels.released.training_rows import (
 )
 from lightning_fedleak.engine.lineup import Row, in_short
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import (
-    PREFIX,
-    Outcome,
-    Series,
-    Waiting,
-    pending,
-    unknown,
-)
+from lightning_fedleak.engine.outcomes import PREFIX, Outcome, Series, Waiting, pending, unknown
 from lightning_fedleak.engine.record import RunRecord, accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Run, reason

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
 )
@@ -118,6 +119,22 @@ def test_only_a_head_may_be_missing(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda s: {n: t for n, t in s.items() if "word_emb" not in n}, False)
     with pytest.raises(WrongModel, match="word_embeddings"):
         load_whole(kind, str(tmp_path), may_lack_head=True)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_the_head_is_read_after_the_prefix_too(tmp_path: Path, prefix: str) -> None:
+    torch.manual_seed(0)
+    saved = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+            intermediate_size=8, num_labels=3,
+        )
+    )  # fmt: skip
+    saved.save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda state: {prefix + n: t for n, t in state.items()}, False)
+    model, head = load_whole(AutoModelForSequenceClassification, str(tmp_path), may_lack_head=True)
+    assert not head
+    assert are_equal(weight_sums(model), weight_sums(saved))
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ from benchmarks.shared import print_place, trained, with_lora
 from lightning_fedleak import LeakageCallback, Memorization, WatchSettings, leave_out
 from lightning_fedleak.attacks.memorization import Combined, CombinedReference, MemorizationAttack
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks
+from lightning_fedleak.engine.channels.released.audit import Audit, all_attacks
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.released.pool import MIN_POOL
+from lightning_fedleak.engine.channels.released.pool import MIN_POOL, Pool
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
@@ -107,7 +107,7 @@ class InsteadOfBase(MemorizationAttack):
 
 def trained_pool(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> tuple[ReleasedPool, list[Text]]:
+) -> tuple[Pool, list[Text]]:
     """Return a pool of texts, split by a coin, and the texts of the reference."""
     words = list(dict.fromkeys(t.replace("<br />", " ") for t in read_texts(options.text)))
     order = np.random.default_rng(0).permutation(len(words))
@@ -120,25 +120,23 @@ def trained_pool(
     sides: dict[bool, list[Text]] = {True: [], False: []}
     for text, coin in zip(whole[: options.texts], coins.tolist(), strict=False):
         sides[coin].append(text)
-    pool = ReleasedPool(sides[True], sides[False], lambda ids: str(tokenizer.decode(ids)))
-    return pool, whole[options.texts : options.texts + options.reference]
+    return Pool.of_sides(sides[True], sides[False]), whole[
+        options.texts : options.texts + options.reference
+    ]
 
 
-def describe(
-    pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot, reference: TokenSnapshot | None
-) -> dict[str, str]:
+def describe(audit: Audit, now: TokenSnapshot) -> dict[str, str]:
     """Return one cell for each attack."""
     attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
-    if reference is not None:
+    if audit.reference is not None:
         attacks |= {
             attack.name: attack for attack in (CombinedReference(), InsteadOfBase(), LossBeyond())
         }
-    released = ReleasedModel(now, base, pool.compressed, reference=reference).rows(pool.alone)
-    cells = {}
-    compared = pool.compare(base, now, [*attacks.values()], reference=reference)
-    for name, values in compared.values.items():
-        if "auc" in values:
-            rate = true_positives(attacks[name].score(released), pool.members[pool.alone])
+    compared, cells = audit.part("long", now), {}
+    for name, attack in attacks.items():
+        values, scores = compared.measure(attack)
+        if scores is not None:
+            rate = true_positives(scores, compared.sides)
             low, high = values["auc_low"], values["auc_high"]
             cells[name] = f"{values['auc']:.3f} ({low:.2f}-{high:.2f}){rate}"
         else:
@@ -160,7 +158,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     """Fine-tune once with looks, and print a table."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     pool, others = trained_pool(options, tokenizer, seed)
-    members = [t for t, inside in zip(pool.texts, pool.members.tolist(), strict=True) if inside]
+    members = [t for t, inside in zip(pool.texts, pool.trains.tolist(), strict=True) if inside]
     seconds = {"training": 0.0, "looks": 0.0}
 
     def ask(anatomy: Anatomy) -> TokenSnapshot:
@@ -179,8 +177,9 @@ def train(options: argparse.Namespace, seed: int) -> None:
     for share, anatomy in fine_tune(options, members, seed, seconds):
         answers = ask(anatomy)
         base = answers if base is None else base
-        results[share] = describe(pool, base, answers, reference)
-        losses[share] = _losses(answers, pool.members)
+        audit = Audit(pool, base, lambda ids: str(tokenizer.decode(ids)), reference)
+        results[share] = describe(audit, answers)
+        losses[share] = _losses(answers, pool.trains)
     _print(options, seed, pool, results, losses, seconds)
 
 
@@ -308,16 +307,16 @@ def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float
 def _print(
     options: argparse.Namespace,
     seed: int,
-    pool: ReleasedPool,
+    pool: Pool,
     results: dict[float, dict[str, str]],
     losses: dict[float, tuple[float, float]],
     seconds: dict[str, float],
 ) -> None:
-    n = int(pool.members[pool.alone].sum())
+    n = int(pool.trains[pool.alone].sum())
     kind = f"LoRA r {options.lora}" if options.lora else "whole"
     print(
         f"\n### {Path(options.model).name}, {kind}, lr {options.lr:g}, seed {seed}: "
-        f"{n} members, {int((~pool.members).sum())} others; training "
+        f"{n} members, {int((~pool.trains).sum())} others; training "
         f"{seconds['training']:.0f} s, looks {seconds['looks']:.0f} s CPU"
     )
     print(

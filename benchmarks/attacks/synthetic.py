@@ -37,8 +37,9 @@ from benchmarks.shared import print_place, read_texts, table
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli.commands.options import parse
 from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, ask_auxiliary, compare_generated
-from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
+from lightning_fedleak.engine.channels.released.audit import Audit
+from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.evaluation.canaries import sampled_canaries
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -61,9 +62,7 @@ def text_of(ids: Sequence[int]) -> Text:
     return Text(row, torch.cat([row.new_tensor([-100]), row[1:]]))
 
 
-def drawn_pool(
-    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> ReleasedPool:
+def drawn_pool(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int) -> Pool:
     """Return as many rows as others, dealt by a coin."""
     words = [words for words in dict.fromkeys(read_texts(options.text)) if len(words) > 40]
     order = np.random.default_rng([seed, 3]).permutation(len(words))[: 2 * options.rows]
@@ -71,7 +70,7 @@ def drawn_pool(
     rows = tokenizer([words[i] for i in order], **settings)["input_ids"]
     texts = [text_of([tokenizer.bos_token_id, *row]) for row in rows]
     half = len(texts) // 2
-    return ReleasedPool(texts[:half], texts[half:], lambda ids: str(tokenizer.decode(ids)))
+    return Pool.of_sides(texts[:half], texts[half:])
 
 
 def written(
@@ -96,7 +95,7 @@ def play(options: argparse.Namespace, seed: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     pool = drawn_pool(options, tokenizer, seed)
-    rows = [text for text, inside in zip(pool.texts, pool.members, strict=True) if inside]
+    rows = [text for text, inside in zip(pool.texts, pool.trains, strict=True) if inside]
     defaults, cells = defaults_of(options, seed), []
     for epochs in map(int, options.epochs.split(",")):
         start = time.process_time()
@@ -108,15 +107,18 @@ def play(options: argparse.Namespace, seed: int) -> None:
         texts = written(model, sizes[-1], tokenizer, options.length)
         seconds = time.process_time() - start
         for size in sizes:
-            answers = ask_auxiliary(pool.texts, texts[:size], defaults)
-            result, copied = compare_generated(pool, answers, texts[:size], 0.05 / len(NAMES))
+            before, after = ask_auxiliary(pool.texts, texts[:size], defaults)
+            audit = Audit(pool, before, lambda ids: str(tokenizer.decode(ids)))
+            result = audit.part("long", after, alpha=0.05 / len(NAMES))
+            copied = compare_generated(result, texts[:size])
             values = [result.values[name] for name in NAMES]
             scores = [f"{v['auc']:.3f} ({v['auc_low']:.2f}-{v['auc_high']:.2f})" for v in values]
             counts = f"{copied['members']:.0f} / {copied['others']:.0f}"
             cells.append([f"{epochs}", f"{size}", *scores, counts])
             print(f"# {epochs} epochs, {size} texts: {seconds:.0f} s to write", flush=True)
     lines = table(["epochs", "texts", *NAMES, "copied rows / others"], cells)
-    print(f"\nSeed {seed}: {result.n_members} rows, {result.n_others} others\n\n{lines}")
+    n, n_others = int(result.sides.sum()), int((~result.sides).sum())
+    print(f"\nSeed {seed}: {n} rows, {n_others} others\n\n{lines}")
 
 
 def planted(
@@ -144,7 +146,7 @@ def play_canaries(options: argparse.Namespace, seed: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     pool, canaries = drawn_pool(options, tokenizer, seed), planted(options, base, tokenizer, seed)
-    rows = [text for text, inside in zip(pool.texts, pool.members, strict=True) if inside]
+    rows = [text for text, inside in zip(pool.texts, pool.trains, strict=True) if inside]
     texts = [text for kind in canaries.values() for text in kind]
     coins = torch.from_numpy(np.random.default_rng([seed, 5]).random(len(texts)) < 0.5)
     train = rows + [text for text, coin in zip(texts, coins, strict=True) if coin] * options.times

@@ -32,8 +32,8 @@ from benchmarks.shared import parser_of, print_place, with_ends
 from lightning_fedleak import attacks as known
 from lightning_fedleak.attacks import PublicText, Query, UnusableObservation
 from lightning_fedleak.defenses import GradientCompression
-from lightning_fedleak.engine.channels.base import find_unreadable
 from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.steps import find_unreadable
 from lightning_fedleak.evaluation.metrics import TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import in_true_order
 from lightning_fedleak.model.anatomy import find_anatomy

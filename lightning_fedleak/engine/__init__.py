@@ -6,6 +6,7 @@ It depends neither on Lightning nor on Flower: an integration describes its trai
 
 from lightning_fedleak.defenses.dp_optimizers import declared as declared
 from lightning_fedleak.engine.channels import Channel as Channel
+from lightning_fedleak.engine.channels import StepChannel as StepChannel
 from lightning_fedleak.engine.channels.base import family_of as family_of
 from lightning_fedleak.engine.gates import GateEvent as GateEvent
 from lightning_fedleak.engine.gates import LeakageLimitExceeded as LeakageLimitExceeded

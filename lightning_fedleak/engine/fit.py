@@ -31,9 +31,9 @@ from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.defenses.processes import reshard
-from lightning_fedleak.engine.channels.base import Channel, results_of
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.channels.exchange import Exchange
+from lightning_fedleak.engine.channels.steps import StepChannel, results_of
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, Waiting, pending
@@ -89,8 +89,8 @@ class Fit:
         run: Run,
         lineup: Lineup,
         options: Options,
-        series: Mapping[Series, Channel],
-        channels: Sequence[Channel],
+        series: Mapping[Series, StepChannel],
+        channels: Sequence[StepChannel],
     ) -> None:
         self.run = run
         self.lineup = lineup
@@ -257,7 +257,7 @@ class Fit:
             for channel in self.channels_in(look):
                 channel.arm()
 
-    def channels_in(self, look: Look) -> list[Channel]:
+    def channels_in(self, look: Look) -> list[StepChannel]:
         """Return the channels whose attacks take part in a look."""
         if look.scope is None:
             return [*self.channels]

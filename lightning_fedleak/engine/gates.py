@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine.channels.base import Channel, never_read
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.steps import StepChannel, never_read
 from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.results import WORST
@@ -203,7 +204,7 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
             never_read(channel, series.attack, fresh=fresh),
         )
         for headline in names
-        for series, channel in engine.series.items()
+        for series, channel in engine.step_series.items()
         if headline.rpartition("/")[0] == series.log_name and rate != "exposed"
     ]
     is_judged = any(why is None and answer is None for why, answer in verdicts)
@@ -230,7 +231,7 @@ def why_unread(engine: Engine, name: str) -> str | None:
     channel = engine.results.channel_of(name)
     if channel is None:
         return None
-    if engine.weights is not None and channel.at_weights:
+    if engine.weights is not None and not isinstance(channel, StepChannel):
         return engine.weights.why_unread(None if attack is None else {attack})
     if attack is not None and attack not in lineup.playing:
         why = {row.attack: row.why_not for row in lineup.rows}[attack]

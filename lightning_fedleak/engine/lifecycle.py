@@ -21,6 +21,7 @@ from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
 from lightning_fedleak.engine.channels.released.records import RECORDS
 from lightning_fedleak.engine.channels.released.weights import WeightLooks
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
@@ -155,6 +156,11 @@ class Engine:
         facts = [listener.facts for listener in self.listeners]
         return [f for n, f in enumerate(facts) if f is not None and f not in facts[:n]]
 
+    @property
+    def step_series(self) -> dict[Series, StepChannel]:
+        """Return the channel of each series of an attack that reads steps."""
+        return {s: c for s, c in self.series.items() if isinstance(c, StepChannel)}
+
     def record_decision(self, decision: records.GateLine) -> None:
         """Write the decision of a gate to ``run.jsonl``, on the first process."""
         if self.record is not None:
@@ -280,7 +286,7 @@ class Engine:
         """
         weights = WeightLooks(run, self.channels, self.series, destination.folder)
         self.weights = weights if weights.attacks else None
-        in_steps = [c for c in self.channels if c.attacks and not c.at_weights]
+        in_steps = [c for c in self.channels if c.attacks and isinstance(c, StepChannel)]
         names = {attack.name for channel in in_steps for attack in channel.attacks}
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
@@ -288,8 +294,7 @@ class Engine:
         # A gate needs what it watches. Under DP the choice of attacks must not depend on the data.
         gated = {part for gate in self.gates for part in gate.metric.split("/")}
         lineup.needed = names if record.accounting(run.defenses) else gated
-        series = {s: c for s, c in self.series.items() if not c.at_weights}
-        self.fit = Fit(run, lineup, self.options, series, in_steps)
+        self.fit = Fit(run, lineup, self.options, self.step_series, in_steps)
         return lineup
 
     def _show(self, report: log.Report, run: Run) -> None:
@@ -310,7 +315,8 @@ class Engine:
         run = self.current.run
         self.results.begin()
         for channel in self.channels:
-            if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
+            # Process 0 has the games of all clients.
+            if run.rank != 0 and isinstance(channel, StepChannel):
                 channel.load_state_dict({})
         self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence

@@ -27,8 +27,9 @@ from typing import Any
 from lightning_fedleak.attacks import Attack, MissingText, PublicText
 from lightning_fedleak.attacks.public_text import share_work
 from lightning_fedleak.defenses.processes import reshard
-from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
+from lightning_fedleak.engine.channels.base import exclude
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
+from lightning_fedleak.engine.channels.steps import StepChannel, never_read, plan_of
 from lightning_fedleak.engine.options import Options, Selection
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
@@ -185,7 +186,7 @@ class Lineup:
         run: Run,
         selection: Selection,
         options: Options,
-        channels: Sequence[Channel],
+        channels: Sequence[StepChannel],
         refused: Mapping[str, str],
     ) -> None:
         self._run = run

@@ -29,8 +29,9 @@ from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
-from lightning_fedleak.engine.channels.base import Channel, plan_of
-from lightning_fedleak.engine.channels.plans import plain_settings
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.plans import Plan, plain_settings
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.lineup import Lineup, reads_of
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series
@@ -333,8 +334,8 @@ def facts_of(
     leaks = {s.attack: channel.leak for s, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
-        if channel.at_weights:  # the lineup plans only attacks on gradients
-            plans += [plan_of(channel, attack) for attack in channel.attacks]
+        if not isinstance(channel, StepChannel):  # what it reads is always exposed
+            plans += [Plan(attack, (), True, None) for attack in channel.attacks]
     by_name = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
         run="",

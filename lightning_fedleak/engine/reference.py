@@ -238,7 +238,7 @@ def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
     return parts
 
 
-class _Strength(NamedTuple):
+class Strength(NamedTuple):
     """How far a reference was trained, compared with the watched model.
 
     Attributes:
@@ -261,7 +261,7 @@ class _Strength(NamedTuple):
 
 def measure_strength(
     game: ReleasedModel, members: Tensor, rows: int | None, trained: int
-) -> _Strength:
+) -> Strength:
     """Return whether a reference is weak, so that a low score with it is *unknown*.
 
     The gain of a model is the mean rise of the log-probability of a token over the base model. It
@@ -293,53 +293,58 @@ def measure_strength(
         weak = f"{gained}: it may have seen them"
     elif math.isnan(share) and rows is None:
         weak = "nothing shows how far it was trained: say how many rows it had"
-    return _Strength(share, weak, fit_base(game)[1])
+    return Strength(share, weak, fit_base(game)[1])
 
 
-def beside(
-    strength: _Strength, values: Mapping[str, float], watcher: str | None = None
-) -> dict[str, float]:
+def beside(strength: Strength, values: Mapping[str, float]) -> dict[str, float]:
     """Return the values of a score with a reference, and the strength of that reference.
 
-    With a weak reference the upper ends of intervals are NaN: the leakage may be higher. If a
-    ``watcher`` is named, what is wrong with the reference is logged.
+    With a weak reference the upper ends of intervals are NaN: the leakage may be higher.
     """
-    if watcher and strength.note:
-        rank_zero_info(f"{watcher}: of the reference: {strength.note}")
     facts = {WEAK: float(bool(strength.weak)), STRENGTH: strength.share}
     unbounded = {n: math.nan for n in values if n.endswith("_high")} if strength.weak else {}
     return {**values, **unbounded, **facts}
 
 
+def announce_strength(run: Run, strength: Strength) -> None:
+    """Log what is wrong with a reference, if anything is."""
+    if strength.note:
+        rank_zero_info(f"{run.watcher}: of the reference: {strength.note}")
+
+
 def digest_answers(
-    base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Tensor]
+    key: Tensor, base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Tensor]
 ) -> str:
-    """Return the SHA-256 of the texts' token ids and the answers of the base and the reference."""
+    """Return the SHA-256 of a key, the texts' token ids and the answers to the texts."""
     ids = {f"text{number}": text for number, text in enumerate(texts)}
-    return hash_tensors({**_named(base, reference), **ids})
+    return hash_tensors({"key": key, **_named(base, reference), **ids})
 
 
-def save_answers(path: Path, base: TokenSnapshot, reference: TokenSnapshot | None) -> None:
-    """Write the answers of the base model and of the reference, if any, to a private file.
+def save_answers(
+    path: Path, key: Tensor, base: TokenSnapshot, reference: TokenSnapshot | None
+) -> None:
+    """Write a key and the answers of the base and of the reference, if any, to a private file.
 
     Raises:
         OSError: The file cannot be written.
     """
-    save_private(path, _named(base, reference))
+    save_private(path, {"key": key, **_named(base, reference)})
 
 
-def load_answers(path: Path) -> tuple[TokenSnapshot, TokenSnapshot | None]:
-    """Return the answers that :func:`save_answers` wrote.
+def load_answers(path: Path) -> tuple[Tensor, TokenSnapshot, TokenSnapshot | None]:
+    """Return what :func:`save_answers` wrote.
 
     Raises:
         ValueError: Other users may access the file, or it holds no tensors.
         TypeError: It holds other tensors.
+        KeyError: It holds no key.
         OSError: The file cannot be read.
     """
     tensors = load_private(path)
+    key = tensors.pop("key")
     base = {name: value for name, value in tensors.items() if "." not in name}
     further = {name.partition(".")[2]: value for name, value in tensors.items() if "." in name}
-    return TokenSnapshot(**base), TokenSnapshot(**further) if further else None
+    return key, TokenSnapshot(**base), TokenSnapshot(**further) if further else None
 
 
 def _named(base: TokenSnapshot, reference: TokenSnapshot | None) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine.channels.base import Channel, gives_control, highest
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, unknown
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics.clustered import over_looks
@@ -144,7 +145,7 @@ class Results:
     def repeats_texts(self, name: str) -> bool:
         """Return whether all looks of a value query the same texts, so are not independent."""
         channel = self.channel_of(name)
-        return channel is not None and channel.at_weights
+        return channel is not None and not isinstance(channel, StepChannel)
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the :meth:`headlines` of ``leakage/worst/<family>``; empty for another name."""

@@ -164,7 +164,7 @@ class RoundObserver:
         unused = ("stages", "reveal", "report", "utility", "client", "scaler", "shares")
         settings.refuse(type(self).__name__, *unused, "memorization")
         self.engine = core.Engine(*core.parts_of(attacks, settings, games, local_steps=local_steps))
-        if any(c.attacks for c in self.engine.channels if c.at_weights):
+        if any(c.attacks for c in self.engine.channels if not isinstance(c, core.StepChannel)):
             raise ValueError(
                 "attacks on trained weights read no update of a round: run `fedleak memorization` "
                 "on the trained model"

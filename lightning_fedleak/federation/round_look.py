@@ -24,8 +24,9 @@ from functools import partial
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import AUTOCAST, WORST, Channel, Engine, Look, Run, contained, reason
-from lightning_fedleak.engine.channels.base import exclude, family_of, results_of
+from lightning_fedleak.engine import AUTOCAST, WORST, Engine, Look, Run, contained, reason
+from lightning_fedleak.engine.channels.base import exclude, family_of
+from lightning_fedleak.engine.channels.steps import StepChannel, results_of
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Destination, Report
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
@@ -69,13 +70,13 @@ class ClientEngine(Engine):
         self.report.record = self.record
         lineup = origin.current.lineup  # the attacks that run, with the plan of each
         plans = {plan.attack.name: plan for plan in lineup.plans}
-        channels = [channel for channel in self.channels if channel.attacks]
+        channels = [c for c in self.channels if c.attacks and isinstance(c, StepChannel)]
         for channel in channels:
             channel.open(run)
             exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
             channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
         channels = [channel for channel in channels if channel.attacks]
-        self.fit = Fit(run, lineup, self.options, self.series, channels)
+        self.fit = Fit(run, lineup, self.options, self.step_series, channels)
         self._origin = origin
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
@@ -319,7 +320,7 @@ def read_look(
         values,
         now,
         {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None},
-        _not_yet(outcomes, engine.series),
+        _not_yet(outcomes, engine.step_series),
         {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None},
         look.seconds,
         look,
@@ -368,7 +369,7 @@ def failed_look(
 
 
 def _not_yet(
-    outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
+    outcomes: Mapping[Series, Outcome], channels: Mapping[Series, StepChannel]
 ) -> dict[str, str]:
     """Return the reasons why nothing can be recovered from the update yet, by log name.
 

@@ -60,7 +60,8 @@ def load_whole(
             ties.setdefault(tensor.data_ptr(), []).append(name)
         names = {name: ties[state[name].data_ptr()] for name in needed}
         tails = {n: {*tied, *(t.removeprefix(backbone) for t in tied)} for n, tied in names.items()}
-        _copy(state, tails, stored, source)
+        prefixes = _copy(state, tails, stored, source)
+        head -= _copy_head(state, head, stored, prefixes)
     elif loaded["unexpected_keys"] and not may_lack_head:
         further = _listed(loaded["unexpected_keys"])
         rank_zero_warn(f"'{source}' also holds {further}, which are no part of the model")
@@ -96,8 +97,10 @@ def _copy(
     tails: Mapping[str, Collection[str]],
     stored: Mapping[str, Tensor],
     source: str,
-) -> None:
+) -> list[str]:
     """Copy stored tensors to the missing ones of a model, where one common prefix fits them all.
+
+    Return that prefix, more than one if they lead to the same stored tensors.
 
     Args:
         state: The tensors of the model by name.
@@ -107,14 +110,13 @@ def _copy(
     """
     first = next(iter(tails.values()))
     ends = [(name, t) for name in stored for t in first if f".{name}".endswith(f".{t}")]
-    prefixes = {name.removesuffix(t) for name, t in ends}
-    found = [
-        {n: prefix + t for n, ends in tails.items() for t in ends if prefix + t in stored}
-        for prefix in sorted(prefixes)
-    ]
-    fits = [names for n, names in enumerate(found) if len(names) == len(tails)]
-    fits = [names for n, names in enumerate(fits) if names not in fits[:n]]
-    if len(fits) != 1:
+    found = {
+        prefix: {n: prefix + t for n, ends in tails.items() for t in ends if prefix + t in stored}
+        for prefix in sorted({name.removesuffix(t) for name, t in ends})
+    }
+    found = {prefix: places for prefix, places in found.items() if len(places) == len(tails)}
+    fits = [*found.values()]
+    if not fits or any(places != fits[0] for places in fits):
         why = "has them after several prefixes" * bool(fits)
         why = why or f"holds {_listed(stored)}" * bool(stored) or "holds nothing instead"
         raise WrongModel(
@@ -128,6 +130,21 @@ def _copy(
                 f"needs {tuple(state[name].shape)}"
             )
         state[name].copy_(stored[place])
+    return [*found]
+
+
+def _copy_head(
+    state: Mapping[str, Tensor],
+    head: Collection[str],
+    stored: Mapping[str, Tensor],
+    prefixes: Collection[str],
+) -> set[str]:
+    """Copy the tensors of a head that are stored after a prefix, and return their names."""
+    places = {n: p + n for n in head for p in prefixes if p + n in stored}
+    found = {n for n, place in places.items() if stored[place].shape == state[n].shape}
+    for name in found:
+        state[name].copy_(stored[places[name]])
+    return found
 
 
 def _listed(names: Collection[str]) -> str:

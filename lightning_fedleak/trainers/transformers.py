@@ -28,7 +28,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.attacks.memorization import PromptAttack
+from lightning_fedleak.attacks.memorization import MemorizationAttack, PromptAttack
 from lightning_fedleak.defenses.host import override
 from lightning_fedleak.engine.loggers import keep_highest, upload_to_wandb
 from lightning_fedleak.messages import rank_zero_info
@@ -134,7 +134,8 @@ class LeakageCallback(TrainerCallback, Reported):
         )
         self.engine = self.watch.engine
         bases = _NOT_LIKELIER.keys() & {base.__name__ for base in type(trainer).__mro__}
-        weight_attacks = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        chosen = self.engine.selection.attacks
+        weight_attacks = [attack for attack in chosen if isinstance(attack, MemorizationAttack)]
         refused_names = [attack.name for attack in weight_attacks]
         if bases <= _PAIR_TRAINERS:
             refused_names = [a.name for a in weight_attacks if getattr(a, "part", None) != "pairs"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Capability, Guess, Query, Surfaces, ThreatModel
-from lightning_fedleak.engine.channels import Channel
+from lightning_fedleak.engine.channels import StepChannel
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.run import Look
@@ -47,7 +47,7 @@ class TextCount(Attack):
         return CountGuess(round(int((norms > norms.mean()).sum()) / self.types_a_text))
 
 
-class CountsChannel(Channel):
+class CountsChannel(StepChannel):
     """Right and wrong counts; of all looks together."""
 
     reads = TextCount

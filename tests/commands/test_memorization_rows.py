@@ -16,10 +16,10 @@ from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.cli.studies.models import log_probs_before_and_after
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.trainers import Watch
 from lightning_fedleak.validate import WrongModel
@@ -104,13 +104,14 @@ def test_the_command_says_what_the_monitor_says(
     folder, live = trained
     assert run(folder, tmp_path / "out.json", end, **settings)[0] == 0
     content = json.loads((tmp_path / "out.json").read_text())
-    assert content["pool"] == live["combined"]["pool"]
+    for side in ("members", "others"):
+        assert content[side] == live["combined"]["metrics"][side]["value"]
     for attack in ("combined", "loss_ratio"):
         value = live[attack]["metrics"]["auc"]["value"]
         assert content["attacks"][attack]["auc"] == pytest.approx(value, abs=1e-9)
         assert value > 0.6
     prompts, value = content["prompts"], live["prompt_ratio"]["metrics"]["auc"]["value"]
-    assert prompts["pool"] == live["prompt_ratio"]["pool"]
+    assert prompts["members"] == live["prompt_ratio"]["metrics"]["members"]["value"]
     assert prompts["attacks"]["prompt_ratio"]["auc"] == pytest.approx(value, abs=1e-3)
     assert list(prompts["attacks"]) == ["prompt_ratio"]  # no score of answers reads them
 
@@ -246,7 +247,7 @@ def test_the_commands_auc_equals_that_of_the_last_look(released: Any, tmp_path: 
     status, _ = command(folder, head, out=tmp_path / "out.json", records=tmp_path / "r.jsonl")
     assert status == 0
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found["pool"] == live["pool"]
+    assert found["members"] == live["metrics"]["members"]["value"]
     auc = found["attacks"][HEADS[head]]["auc"]
     assert auc == pytest.approx(live["metrics"]["auc"]["value"], abs=1e-9)
     assert auc > 0.7 or head != "token"  # three epochs teach the others little

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,20 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, copy_values, find_copies
+from lightning_fedleak.cli.commands.synthetic import (
+    COPY_SCORES,
+    count_copies,
+    find_copies,
+    find_near_copies,
+)
 from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.memorization import used_up_mark
+from lightning_fedleak.engine.channels.released.audit import Audit
+from lightning_fedleak.engine.channels.released.pool import Pool
+from lightning_fedleak.evaluation.canaries.repeats import RUN
+from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
+from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text
 from tests.engine.channels.test_heads import WORDS, words
 from tests.helpers.commands import run_command
@@ -249,9 +260,50 @@ def test_copies_of_others_are_counted_against_those_of_members() -> None:
     rows = [Text(ids, ids) for ids in torch.arange(40 * 15).view(40, 15)]
     members = torch.arange(40) < 20
     for texts, p_value in ((rows[:12], 2e-5), (rows[14:26], 0.65)):
-        values = copy_values(find_copies(rows, texts), members, 0.05)
-        assert values["copied"]["p_value"] == pytest.approx(p_value, rel=0.3)
-        assert (values["longest_copy"]["auc_low"] > 0.5) is (p_value < 0.01)
+        longest = find_copies(rows, texts).longest
+        copied = count_copies(longest >= RUN, members)
+        assert copied["p_value"] == pytest.approx(p_value, rel=0.3)
+        values = membership_values(longest.double(), members, exact=True)
+        assert (values["auc_low"] > 0.5) is (p_value < 0.01)
+
+
+@pytest.mark.parametrize("space", ["", " "], ids=["characters", "words"])
+def test_near_copies_are_found_in_scripts_without_spaces_too(space: str) -> None:
+    """One character in ten is changed. By chance the texts share pairs, and few longer ones."""
+    draw = random.Random(0)
+    signs = [chr(number) for number in range(0x4E00, 0x4E00 + 60)]
+    if space:
+        signs = [f"w{number}" for number in range(60)]
+    rows = [[draw.choice(signs) for _ in range(30)] for _ in range(24)]
+    texts = [[*row[:14], "\u3042" if not space else "other", *row[15:]] for row in rows[:5]]
+    further = [[draw.choice(signs) for _ in range(300)] for _ in range(200)]
+    numbers = {sign: n for n, sign in enumerate([*signs, "\u3042", "other"])}
+
+    def read(words: list[str]) -> Text:
+        ids = torch.tensor([numbers[word] for word in words])
+        return Text(ids, ids)
+
+    def decode(ids: list[int]) -> str:
+        names = [*numbers]
+        return space.join(names[n] for n in ids)
+
+    pool = Pool.of_sides([read(row) for row in rows[:12]], [read(row) for row in rows[12:]])
+    base = TokenSnapshot(*(torch.zeros(24, 29) for _ in range(5)))
+    result = Audit(pool, base._replace(labels=torch.ones(24, 29, dtype=torch.bool)), decode)
+    near = find_near_copies(result.part("long"), [read(text) for text in [*texts, *further]])
+    assert near.nonzero()[:, 0].tolist() == [*range(5)]
+
+
+def test_texts_that_are_cut_are_counted_and_searched_whole(folder: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    null = [json.loads(n)["text"] for n in (folder / "null.jsonl").read_text().splitlines()]
+    long = [f"{text} {row}" for text, row in zip(null[:3], rows[:3], strict=True)]
+    lines = [json.dumps({"text": text}) + "\n" for text in [*null[3:], *long]]
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
+    more = {"length": LENGTH + 1, "out": tmp_path / "out.json"}
+    _, text = run(folder, generated=str(tmp_path / "texts.jsonl"), **more)
+    assert "3 generated texts are longer than --length" in " ".join(text.split())
+    assert json.loads((tmp_path / "out.json").read_text())["copied"]["members"] == 3
 
 
 def test_rows_that_are_copied_in_other_words_decide(folder: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import Options, Run, family_of
-from lightning_fedleak.engine.channels import Channel
-from lightning_fedleak.engine.channels.base import plan_of, results_of
+from lightning_fedleak.engine.channels import StepChannel
+from lightning_fedleak.engine.channels.steps import plan_of, results_of
 from lightning_fedleak.engine.outcomes import Result
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -36,7 +36,7 @@ def make_step(model: nn.Module, ids: Tensor, labels: Tensor | None = None) -> St
     return Step(calls=[call], gradients={Stage.SHARED: gradients})
 
 
-def open_channel(attack: Attack, model: nn.Module, **options: Any) -> Channel:
+def open_channel(attack: Attack, model: nn.Module, **options: Any) -> StepChannel:
     """Return the channel of an attack, opened and calibrated on a model that nobody trains."""
     anatomy = find_anatomy(model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -52,7 +52,7 @@ def open_channel(attack: Attack, model: nn.Module, **options: Any) -> Channel:
     return channel
 
 
-def look_at(channel: Channel, step: Step) -> tuple[Look, Result]:
+def look_at(channel: StepChannel, step: Step) -> tuple[Look, Result]:
     """Return a look at a step, and the result of its first series."""
     look = Look(step.number, step, (Stage.SHARED,), (Stage.SHARED,), stepped={0})
     channel.at_stages(look)

@@ -42,7 +42,7 @@ def test_a_draw_that_took_place_is_believed() -> None:
 
 def test_other_words_and_a_base_that_knows_the_members_refute_it() -> None:
     assert "'words', which ignores the training" in str(refuted(0, words=0.3))
-    assert "--base knows one side" in str(refuted(0, gain=0.8))
+    assert "the base knows one side" in str(refuted(0, gain=0.8))
 
 
 def test_texts_that_share_passages_are_permuted_together() -> None:

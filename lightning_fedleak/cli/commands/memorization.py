@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -37,22 +37,25 @@ from lightning_fedleak.cli.commands.verdicts import (
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, share, write_json
 from lightning_fedleak.cli.studies import models
-from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader
-from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
+from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
+from lightning_fedleak.engine.channels.released.pool import Pool
+from lightning_fedleak.engine.reference import describe_reference
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
-from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.evaluation.metrics.record_list import RecordList, used_up_mark
 from lightning_fedleak.evaluation.metrics.released import (
     FPR,
     FPRS,
-    check_unseen,
+    blind_aucs,
     membership_values,
+    min_non_members,
     rate_name,
+    visible_tpr,
 )
-from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps import Text, label_places
+from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.model.taps import Text
 from lightning_fedleak.report import records
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
@@ -122,7 +125,8 @@ def _measure_model(options: Namespace, console: Console) -> int:
         check_run(options.run, Path(options.model))
     reader = _reader(options)
     members, others = read_sides(reader, console, options.members, options.others)
-    pools, not_compared = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
+    pool = Pool.of_sides([*members.values()], [*others.values()], [*members])
+    parts, not_compared = find_parts(pool, members)
     for sentence in not_compared.values():
         console.print(sentence)
     rows = [*((text, True) for text in members.values())]
@@ -130,27 +134,33 @@ def _measure_model(options: Namespace, console: Console) -> int:
     finder = EntityFinder(options.entities, [reader.tokenizer])
     entities = FoundEntities(finder, reader.head == "causal")
     entities.locate([text for text, _ in entities.counting(rows)])
-    whole_rows = [text.whole for text, _ in rows] if options.entities else []
     start = time.perf_counter()
-    groups = [*(pool.texts for pool in pools), whole_rows]
-    answers, references, reference = _query(groups, options)
-    gains: dict[int, Tensor] = {}
-    if recipe is not None:
-        seconds = time.perf_counter() - start
-        gains = _train_references(console, pools, answers, options, recipe, seconds)
-    n_scores = 1 + bool(gains) + bool(references)
-    alpha = 0.05 / n_scores  # Bonferroni: the worst score counts
-    results, shifts = _compare(
-        console, pools, answers, references, gains, alpha, options, len(members)
+    before, after, answer_of_reference, reference = _query(
+        [pool.texts, [text for text, _ in rows] if options.entities else []], options
     )
-    pool = pools[0]
+    seconds = time.perf_counter() - start
+    audit = Audit(
+        pool,
+        before[0],
+        lambda ids: str(reader.tokenizer.decode(ids)),
+        answer_of_reference,
+        options.reference_rows,
+    )
+    n_scores = 1 + (recipe is not None) + (reference is not None)
+    alpha = 0.05 / n_scores  # Bonferroni: the worst score counts
+    results = [audit.part(part, after[0], alpha=alpha) for part in parts]
+    gains = dict[Part, Tensor]()
+    if recipe is not None:
+        gains = _train_references(console, results, options, recipe, seconds)
+    shifts = _compare(console, results, gains, options)
+    first = results[0]
     is_refuted = options.drawn and any(s for part, s in shifts.items() if part != "prompts")
     if used_up_mark(options.members).exists():
         shifts = dict.fromkeys(shifts, USED_UP)
         console.print(USED_UP)
     is_known = all(shift is None for part, shift in shifts.items() if part != "prompts")
     is_member = torch.tensor([row_is_member for _, row_is_member in rows])
-    by_kind = _compare_entities(entities, answers[-1], is_member, shifts)
+    by_kind = _compare_entities(entities, (before[1], after[1]), is_member, shifts)
     entity_values = {name: rates for name, rates in by_kind.items() if not isinstance(rates, str)}
     tables = [table_of(result.values) for result in results]
     if entity_values:
@@ -162,11 +172,12 @@ def _measure_model(options: Namespace, console: Console) -> int:
     counts: Mapping[str, float] = {}
     uncounted, ranking = 0, None
     if options.records is not None and is_known:
-        ranking, counts = _list_rows(console, pool, answers[0], gains.get(0), alpha, options)
-        if uncounted := _sizes(members)[not pool.is_short]:
+        ranking, counts = _list_rows(console, first, gains.get(first.part), options)
+        is_short = first.part == "short"
+        if uncounted := _sizes(members)[not is_short]:
             console.print(
-                f"The list holds only rows with {_TEXTS[pool.is_short]}. {uncounted} members with "
-                f"{_TEXTS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
+                f"The list holds only rows with {_TEXTS[is_short]}. {uncounted} members with "
+                f"{_TEXTS[not is_short]} are not counted: --metric at_least is UNKNOWN."
             )
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
@@ -187,14 +198,13 @@ def _measure_model(options: Namespace, console: Console) -> int:
     sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + reference_sentences
     success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = FAILED if status else success
-    content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
+    content = content_of(first) | {"drawn": options.drawn, "known": is_known}
     optional: dict[str, object] = {"records": counts, "not_compared": not_compared}
     optional |= {"entities": by_kind, "reference": reference}
     content |= {name: entries for name, entries in optional.items() if entries}
-    for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
-        part = part_pool.part
-        name = {"short": "short_answers"}.get(part, part)
-        content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
+    for result in results[1:]:
+        name = {"short": "short_answers"}.get(result.part, result.part)
+        content[name] = {**content_of(result), "known": shifts[result.part] is None}
 
     def write() -> None:
         if ranking is not None:
@@ -209,57 +219,40 @@ def _measure_model(options: Namespace, console: Console) -> int:
 
 def _compare(
     console: Console,
-    pools: Sequence[ReleasedPool],
-    answers: Sequence[Answer],
-    references: Sequence[TokenSnapshot],
-    gains: Mapping[int, Tensor],
-    alpha: float,
+    results: Sequence[Comparison],
+    gains: Mapping[Part, Tensor],
     options: Namespace,
-    n_members: int,
-) -> tuple[list[Comparison], dict[Part, str | None]]:
-    """Compare members with non-members in each pool, and print the results.
+) -> dict[Part, str | None]:
+    """Compare members with non-members of each part, and print the results.
 
-    Also return why members and non-members of each pool may not be exchangeable, or None.
-
-    ``references`` holds the answers of ``--reference`` for each pool, if there is one; ``gains``
-    the gains beyond the trained ``--references``, by the pool's index.
+    Return why members and non-members of each part may not be exchangeable, or None. ``gains``
+    holds the gains beyond the trained ``--references``.
     """
-    results, shifts = [], dict[Part, str | None]()
-    for i, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
-        message = f"--model '{options.model}' cannot be read"
-        with refuse_errors(message, UnusableObservation):
-            reference = references[i] if references else None
-            result = pool.compare(*answer, reference=reference, alpha=alpha)
-        shift = shifts[pool.part] = pool.why_unknown(answer[0], result, drawn=options.drawn)
-        if reference is not None and pool.part == "long" and shift is None:
-            unique = pool.alone
-            sides = pool.compressed[unique], pool.members[unique]
+    shifts = dict[Part, str | None]()
+    for result in results:
+        with refuse_errors(f"--model '{options.model}' cannot be read", UnusableObservation):
+            result.measure_all()
+        is_short = result.part == "short"
+        shift = shifts[result.part] = result.why_unknown(drawn=options.drawn)
+        if result.part == "long" and shift is None:
             with refuse_errors("--reference", ValueError):
-                check_unseen(reference.rows(unique), answer[0].rows(unique), *sides)
-        if reference is not None and CombinedReference.default_name in result.values:
-            released = ReleasedModel(answer[1], answer[0], pool.compressed, None, reference)
-            rows = options.reference_rows, n_members
-            strength = measure_strength(released.rows(pool.alone), pool.members[pool.alone], *rows)
-            name = CombinedReference.default_name
-            values = beside(strength, result.values[name])
-            result = replace(result, values={**result.values, name: values})
-            if strength.note:
-                console.print(f"Of the reference: {strength.note}.")
-        if (scores := gains.get(i)) is not None:
-            unique, name = pool.alone, f"{BEYOND}{'_short' * pool.is_short}"
-            sides = scores[unique], pool.members[unique]
-            beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
-            result = replace(result, values={**result.values, name: beyond_references})
-        results.append(result)
-        print_pool(console, pool, result, shift, is_drawn=options.drawn)
-        base, now = (snapshot.rows(pool.alone) for snapshot in answer)
-        gained, members = (now.log_probs > base.log_probs) & base.labels, pool.members[pool.alone]
-        shares = [float(gained[s].sum() / base.labels[s].sum()) for s in (members, ~members)]
+                result.check_reference()
+        strength = result.strength if CombinedReference.default_name in result.values else None
+        if strength is not None and strength.note:
+            console.print(f"Of the reference: {strength.note}.")
+        if (scores := gains.get(result.part)) is not None:
+            result.values[f"{BEYOND}{'_short' * is_short}"] = membership_values(
+                scores[result.alone], result.sides, alpha=result.alpha, exact=is_short
+            )
+        print_part(console, result, shift, is_drawn=options.drawn)
+        base, now, sides = result.game.base, result.game.now, result.sides
+        gained = (now.log_probs > base.log_probs) & base.labels
+        shares = [float(gained[s].sum() / base.labels[s].sum()) for s in (sides, ~sides)]
         console.print(
             "The model is better than its base on {:.0%} of the tokens of members, and on {:.0%} "
             "of those of others.".format(*shares)
         )
-    return results, shifts
+    return shifts
 
 
 def _compare_entities(
@@ -282,19 +275,17 @@ def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str
 
 
 def _list_rows(
-    console: Console,
-    pool: ReleasedPool,
-    answer: Answer,
-    gains: Tensor | None,
-    alpha: float,
-    options: Namespace,
+    console: Console, result: Comparison, gains: Tensor | None, options: Namespace
 ) -> tuple[RecordList, Mapping[str, float]]:
-    """Return the list of rows of a pool and its counts, which are printed.
+    """Return the list of rows of a part and its counts, which are printed.
 
     ``gains`` beyond trained references order the list; None: the default score does. With gains,
     the counts are those of the score with the higher lower bound on the number of leaked rows.
     """
-    ranking = pool.list_records(*answer, alpha, scores=gains, references=options.references)
+    # Nothing says whether the model was trained under differential privacy.
+    facts: dict[str, Any] = {"account": None, "alpha": result.alpha}
+    beyond = {"references": options.references} if gains is not None else {}
+    ranking = result.list_records(scores=gains, **facts, **beyond)
     text = (
         "Of {members} rows at least {at_least} leak from the trained model (95%), and {listed} are "
         "listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
@@ -304,69 +295,76 @@ def _list_rows(
     console.print(text)
     if gains is None:
         return ranking, ranking.counts
-    default_counts = pool.list_records(*answer, alpha).counts
+    default_counts = result.list_records(**facts).counts
     return ranking, max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
 
 
 def _query(
     groups: Sequence[Sequence[Text]], options: Namespace
-) -> tuple[list[Answer], list[TokenSnapshot], records.ReferenceFacts | None]:
-    """Query the base, the trained model and the reference model once for each text.
+) -> tuple[
+    list[TokenSnapshot],
+    list[TokenSnapshot],
+    TokenSnapshot | None,
+    records.ReferenceFacts | None,
+]:
+    """Query the base, the trained model and the reference model once for each whole text.
 
     Returns:
-        For each group of texts the answers of base and trained model; for each group those of the
-        reference model, and facts about it. Without a reference these are empty and None.
+        For each group of texts the answers of the base, and those of the trained model; the
+        reference's answers to the first group and facts about it, None without a reference.
     """
+    mask = None
     if options.reference is not None:  # checked before the queries, which may take minutes
         with refuse_errors("--reference cannot be loaded", SourceError):
-            models.released_config(options.reference, options.base)
+            _, head = models.released_config(options.reference, options.base)
+            mask = models.mask_of(options.base, head)
     texts = {text.whole.content: text.whole for group in groups for text in group}
-    answers = models.log_probs_before_and_after([*texts.values()], options.model, options.base)
-    indices = {key: i for i, key in enumerate(texts)}
+    pair = models.log_probs_before_and_after([*texts.values()], options.model, options.base)
+    places = {content: n for n, content in enumerate(texts)}
 
-    def select(snapshot: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
-        rows = [indices[text.whole.content] for text in texts]
-        positions = label_places(texts, snapshot.labels.shape[1])
-        return snapshot.rows(torch.tensor(rows, dtype=torch.long)).within(positions)
+    def select(answers: TokenSnapshot, group: Sequence[Text]) -> TokenSnapshot:
+        rows = [places[text.whole.content] for text in group]
+        return answers.rows(torch.tensor(rows, dtype=torch.long))
 
-    pairs = [(select(answers[0], group), select(answers[1], group)) for group in groups]
+    before, after = ([select(answers, group) for group in groups] for answers in pair)
     if options.reference is None:
-        return pairs, [], None
+        return before, after, None, None
     reference = models.load_trained(options.reference, options.base, "--reference")
     facts = describe_reference(options.reference, options.reference_rows, reference)
-    mask = models.mask_of(options.base, models.released_config(options.reference, options.base)[1])
     outputs = models.query_texts(reference, [*texts.values()], mask, "--reference")
-    return pairs, [select(outputs, group) for group in groups], facts
+    return before, after, select(outputs, groups[0]), facts
 
 
 def _train_references(
     console: Console,
-    pools: Sequence[ReleasedPool],
-    answers: Sequence[Answer],
+    results: Sequence[Comparison],
     options: Namespace,
     recipe: Recipe,
     seconds: float,
-) -> dict[int, Tensor]:
-    """Train reference models, and print their effect. Pools of prompts are skipped.
+) -> dict[Part, Tensor]:
+    """Train reference models, and print their effect. Prompts are skipped.
 
-    Return the gains beyond the references, by the pool's index. ``seconds`` is the time that the
-    base and the trained model took for all texts.
+    Return the gains beyond the references by part. ``seconds`` is the time that the base and the
+    trained model took for all texts.
     """
-    by_number = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
-    texts = {text.content: text for pool in by_number.values() for text in pool.texts}
-    indices = {content: n for n, content in enumerate(texts)}
-    references = References([*texts.values()], options, recipe)
+    results = [result for result in results if result.part != "prompts"]
+    index = torch.cat([result.index for result in results])
+    audit = results[0].audit
+    references = References([audit.pool.texts[n] for n in index.tolist()], options, recipe)
     console.print(references.describe(seconds / 2))
-    references.ask(answers[0][0].log_probs)
-    scores = {}
-    for n, pool in by_number.items():
-        rows = [indices[text.content] for text in pool.texts]
-        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MAX_GAIN)
-        before, after = (pool.list_records(*answers[n], scores=s) for s in (None, scores[n]))
+    references.ask(audit.base.log_probs[index])
+    scores, start = dict[Part, Tensor](), 0
+    for result in results:
+        rows = [*range(start, start := start + len(result.index))]
+        pair = result.released.base, result.released.now
+        gain = None if result.part == "short" else MAX_GAIN
+        scores[result.part] = references.scores(rows, *pair, gain)
+        before, after = (result.list_records(scores=s) for s in (None, scores[result.part]))
         text = (
-            f"Of {after.head['members']} rows with {_TEXTS[pool.is_short]}, {_tpr(after)} are "
-            f"detected at 1% FPR with {options.references} references and {_tpr(before)} without; "
-            f"{after.head['listed']} are listed with them and {before.head['listed']} without."
+            f"Of {after.head['members']} rows with {_TEXTS[result.part == 'short']}, {_tpr(after)} "
+            f"are detected at 1% FPR with {options.references} references and {_tpr(before)} "
+            f"without; {after.head['listed']} are listed with them and {before.head['listed']} "
+            "without."
         )
         console.print(text.replace("None", "an unknown number"))
     return scores
@@ -382,28 +380,29 @@ def _tpr(ranking: RecordList) -> str:
     return f"{sum(p <= max_p for p in p_values) / len(p_values):.0%}"
 
 
-def pools_of(
-    members: Mapping[int, Text], others: Mapping[int, Text], decode: Callable[[list[int]], str]
-) -> tuple[list[ReleasedPool], dict[str, str]]:
-    """Return the pools of long texts, short texts and prompts that have enough texts.
+def find_parts(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dict[str, str]]:
+    """Return the parts of a pool that have enough texts: long texts, short texts and prompts.
 
-    Also return why the members of other pools are not compared, by the names in ``HEADLINES``.
+    Also return why the members of other parts are not compared, by the names in ``HEADLINES``.
 
     Raises:
-        ValueError: There is no pool of texts.
+        ValueError: No part of texts has enough.
     """
-    pools, failures, not_compared = [], [], dict[str, str]()
+    parts, failures, not_compared = list[Part](), [], dict[str, str]()
+    excluded = f"{pool.n_short} of fewer than {MIN_LABELS} label tokens"
     for part, attack, n, words in zip(_PARTS, HEADLINES, _sizes(members), _TEXTS, strict=True):
-        sides = [*members.values()], [*others.values()]
         try:
-            pools.append(ReleasedPool(*sides, decode, [*members], part=part))
+            pool.everyone(part)
+            parts.append(part)
         except ValueError as error:
-            failures.append(error)
-            unknown = f"The leakage of {n} members with {words} is UNKNOWN: {error}."
-            not_compared |= {attack: unknown} if n else {}
-    if not pools or pools[0].part == "prompts":
+            why = f"{error} ({part}, without {excluded} and {pool.repeated} repeated texts)"
+            failures.append(ValueError(why))
+            if n:
+                sentence = f"The leakage of {n} members with {words} is UNKNOWN: {why}."
+                not_compared[attack] = sentence
+    if not parts or parts[0] == "prompts":
         raise failures[0]
-    return pools, not_compared
+    return parts, not_compared
 
 
 def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
@@ -414,24 +413,24 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
     return sum(n >= MIN_LABELS for n in n_labels), n_short, n_prompts
 
 
-def print_pool(
-    console: Console, pool: ReleasedPool, result: Comparison, shift: str | None, *, is_drawn: bool
-) -> None:
-    """Print the results of a pool, and why they are unknown if there is a shift."""
+def print_part(console: Console, result: Comparison, shift: str | None, *, is_drawn: bool) -> None:
+    """Print the results of a part, and why they are unknown if there is a shift."""
     print_table(console, table_of(result.values))
-    copies = int((~pool.alone).sum())
+    pool, copies = result.audit.pool, int((~result.alone).sum())
     copies_remark = f"; {copies} members that have copies were tested for extraction only"
     remark = {
         "short": "all with 1 to 7 label tokens",
         "prompts": "by their prompts only, which the loss is not computed on",
-        "long": f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
+    }.get(
+        result.part,
+        f"{pool.repeated} texts that repeat others or parts of them and {pool.n_short} short "
         f"texts were excluded{copies_remark * (copies > 0)}",
-    }[pool.part]
+    )
+    counts = content_of(result)
     console.print(
-        f"{HEADLINES[_PARTS.index(pool.part)]} counts. "
-        f"{result.n_members} members and {result.n_others} others were compared; {remark}. "
-        f"A TPR below {result.visible:.3f} may not be detected with so many texts. Results are "
-        f"comparable only on the same texts: pool {pool.digest}."
+        f"{HEADLINES[_PARTS.index(result.part)]} counts. "
+        f"{counts['members']} members and {counts['others']} others were compared; {remark}. "
+        f"A TPR below {counts['visible_tpr']:.3f} may not be detected with so many texts."
     )
     if shift is not None:
         advice = "" if is_drawn else ", or some 1,000 texts of the same kind on each side"
@@ -439,7 +438,8 @@ def print_pool(
             f"Members and others are {shift}. Membership is UNKNOWN: give others that were drawn "
             f"from the same rows (leave_out) and --drawn{advice}."
         )
-    needed = {f"{fpr:.1%}": n for fpr, n in result.needed.items() if n > result.n_others}
+    needed = {f"{fpr:.1%}": min_non_members(1, result.alpha, fpr) for fpr in FPRS}
+    needed = {fpr: n for fpr, n in needed.items() if n > int((~result.sides).sum())}
     if needed:
         console.print(
             f"TPRs at {' and '.join(needed)} FPR are unknown: "
@@ -498,18 +498,18 @@ def _reader(options: Namespace) -> RowReader:
     )
 
 
-def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
-    """Return the results of a pool for JSON."""
+def content_of(result: Comparison) -> dict[str, Any]:
+    """Return the results of a part for JSON."""
+    n, n_others = int(result.sides.sum()), int((~result.sides).sum())
     return {
         "kind": "memorization",
         "version": version("lightning-fedleak"),
-        "members": result.n_members,
-        "others": result.n_others,
-        "repeated": pool.repeated,
-        "short": pool.short,
-        "pool": pool.digest,
-        "visible_tpr": result.visible,
-        "blind": result.blind,
+        "members": n,
+        "others": n_others,
+        "repeated": result.audit.pool.repeated,
+        "short": result.audit.pool.n_short,
+        "visible_tpr": visible_tpr(n, n_others, look=1, alpha=result.alpha),
+        "blind": blind_aucs(result.blind, result.sides),
         "attacks": result.values,
     }
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_fedleak.cli.finetuning import SourceError, read_rows, refuse_errors, text_of
-from lightning_fedleak.cli.studies.memorization import used_up_mark
-from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.evaluation.metrics.record_list import RecordList, used_up_mark
 from lightning_fedleak.private_files import write_lines, write_secret
 
 

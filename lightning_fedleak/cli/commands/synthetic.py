@@ -19,7 +19,7 @@ import re
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,16 +31,13 @@ from torch import Tensor
 from lightning_fedleak.cli.commands import memorization, verdicts
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import write_json
-from lightning_fedleak.cli.studies.memorization import (
-    Comparison,
-    ReleasedPool,
-    all_attacks,
-    used_up_mark,
-)
 from lightning_fedleak.cli.studies.models import check_read_by, find_model, query_texts, with_lora
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
 from lightning_fedleak.cli.studies.training_rows import RowReader
-from lightning_fedleak.evaluation.canaries.repeats import RUN
+from lightning_fedleak.engine.channels.released.audit import Audit, Comparison, all_attacks
+from lightning_fedleak.engine.channels.released.pool import Pool
+from lightning_fedleak.evaluation.canaries.repeats import RUN, Part
+from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -70,48 +67,52 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 def _measure_texts(options: Namespace, console: Console) -> int:
     """Fit, compare, print and write, and return the exit status; see :func:`run`."""
-    pools, not_compared, generated, whole, decode = _read_texts(options, console)
-    _print_lines(console, not_compared.values())
+    pool, parts, not_compared, generated, whole, decode = _read_texts(options, console)
+    for sentence in not_compared.values():
+        console.print(sentence)
     steps = -(-len(generated) // options.batch_size) * options.epochs
     console.print(
         f"An auxiliary model is fitted on {len(generated)} generated texts: {steps} steps at a "
         f"constant rate of {options.lr:g}."
     )
-    queried = [text for pool in pools for text in pool.texts]
-    before, after = ask_auxiliary(queried, generated, options)
+    before, after = ask_auxiliary(pool.texts, generated, options)
+    audit = Audit(pool, before, decode)
     is_known, is_refuted = not used_up_mark(options.rows).exists(), False
     sentences = [] if is_known else [memorization.USED_UP.replace("--members", "--rows")]
     values: dict[str, Mapping[str, float]] = {}
     content: dict[str, object] = {}
     tables, found = [], list[str]()
-    score_names = [name for pool in pools for name in gated_scores(pool)]
-    alpha = 0.05 / (len(score_names) + 2 * len(pools))  # the worst score or count decides
-    indices = torch.split(torch.arange(len(queried)), [len(pool.texts) for pool in pools])
-    for pool, rows in zip(pools, indices, strict=True):
-        outputs = before.rows(rows), after.rows(rows)
-        result, copied = compare_generated(pool, outputs, generated, alpha)
-        shift = pool.why_unknown(outputs[0], result, drawn=options.drawn)
-        memorization.print_pool(console, pool, result, shift, is_drawn=options.drawn)
+    score_names = [name for part in parts for name in gated_scores(part)]
+    alpha = 0.05 / (len(score_names) + 2 * len(parts))  # the worst score or count decides
+    for part in parts:
+        result = audit.part(part, after, alpha=alpha)
+        copied = compare_generated(result, whole)
+        shift = result.why_unknown(drawn=options.drawn)
+        memorization.print_part(console, result, shift, is_drawn=options.drawn)
         is_known &= shift is None
         is_refuted |= options.drawn and shift is not None
         values |= result.values
         tables.append(memorization.table_of(result.values))
-        record = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}
-        near = find_near_copies(pool, whole, decode)
-        counts = {"passages": copied, "whole rows": count_copies(near, pool.members[pool.alone])}
+        near = find_near_copies(result, whole)
+        counts = {"passages": copied, "whole rows": count_copies(near, result.sides)}
+        record = memorization.content_of(result) | {"kind": "synthetic", "copied": copied}
         record["near_copies"] = counts["whole rows"]
         content |= {"short_answers": record} if content else record
-        words, copies = judge_copies(counts, result, alpha)
-        sentences += [*words, *_name_rows(pool, near)]
+        words, copies = judge_copies(counts, result)
+        sentences += words
+        if numbers := row_numbers(result, near):
+            sentences.append(f"Row numbers of whole copies: {numbers}.")
         found += copies if shift is None else []
-    _print_lines(console, sentences)
+    for sentence in sentences:
+        console.print(sentence)
     content |= {"drawn": options.drawn, "known": is_known, "generated": len(generated)}
     content |= {"not_compared": not_compared}
     names = (*not_compared, *score_names)
     evidence = values if is_known else {}
     breaches = verdicts.breaches_among(names, evidence, options.metric, options.at_most)
     breaches += found if options.at_most is not None else []
-    _print_lines(console, [f"BREACH: {breach}" for breach in breaches])
+    for breach in breaches:
+        console.print(f"BREACH: {breach}")
     fails = bool(breaches) or is_refuted
     outcome = verdicts.FAILED if fails else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
@@ -124,25 +125,13 @@ def _measure_texts(options: Namespace, console: Console) -> int:
     return verdicts.write_last(console, verdicts.BREACH if fails else 0, write)
 
 
-def _name_rows(pool: ReleasedPool, near: Tensor) -> list[str]:
-    """Return the sentence with the numbers of the rows that are copied whole, if there are any."""
-    numbers = ", ".join(str(row) for row in row_numbers(pool, near))
-    return [f"Row numbers of whole copies: {numbers}."] if numbers else []
-
-
-def _print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print each line."""
-    for line in lines:
-        console.print(line)
-
-
 def _read_texts(
     options: Namespace, console: Console
-) -> tuple[list[ReleasedPool], dict[str, str], list[Text], list[Text], Callable[[list[int]], str]]:
-    """Return the pools of rows, the reasons why others are not compared, and the generated texts.
+) -> tuple[Pool, list[Part], dict[str, str], list[Text], list[Text], Callable[[list[int]], str]]:
+    """Return the pool of rows, its parts, why others are not compared, and the generated texts.
 
     Also return generated texts that are not cut, and the function from token ids to their text.
-    Pools of prompts are left out. The reasons are given by the name of the score.
+    Prompts are left out. The reasons are given by the name of the score.
     """
     tokenizer = load_tokenizer(options.base)
     columns = options.column, options.prompt_column, options.loss
@@ -152,21 +141,27 @@ def _read_texts(
     rows, others = memorization.read_sides(reader, console, options.rows, options.others)
     texts = text_reader.read(options.generated)
     generated = [text for text in texts.values() if text.n_labels]
-    # A copy may take more tokens than the row, such as one in capitals.
-    whole = [*replace(text_reader, length=8 * options.length).read(options.generated).values()]
+    whole = [*replace(text_reader, length=_WHOLE).read(options.generated).values()]
     if not generated:
         raise SourceError(
             f"--generated '{options.generated}' holds no text of two tokens or more: give the "
             "texts that the model wrote"
         )
 
+    if n_cut := sum(len(text.ids) > options.length for text in whole):
+        console.print(
+            f"{n_cut} generated texts are longer than --length {options.length}: the auxiliary "
+            "model is fitted on their beginnings, and copies are searched in the whole texts."
+        )
+
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
 
-    pools, reasons = memorization.pools_of(rows, others, decode)
+    pool = Pool.of_sides([*rows.values()], [*others.values()], [*rows])
+    parts, reasons = memorization.find_parts(pool, rows)
     reasons = {name: text for name, text in reasons.items() if name in verdicts.HEADLINES[:2]}
-    pools = [pool for pool in pools if pool.part != "prompts"]
-    return pools, reasons, generated, whole, decode
+    parts = [part for part in parts if part != "prompts"]
+    return pool, parts, reasons, generated, whole, decode
 
 
 def ask_auxiliary(
@@ -207,41 +202,35 @@ def ask_auxiliary(
     return before, after
 
 
-def gated_scores(pool: ReleasedPool) -> list[str]:
-    """Return the names of the scores of a pool that ``--at-most`` limits."""
-    if pool.is_short:
+def gated_scores(part: Part) -> list[str]:
+    """Return the names of the scores of a part that ``--at-most`` limits."""
+    if part == "short":
         return ["loss_ratio_short", *(f"{name}_short" for name in COPY_SCORES)]
     return ["combined", *COPY_SCORES]
 
 
-def compare_generated(
-    pool: ReleasedPool,
-    answers: tuple[TokenSnapshot, TokenSnapshot],
-    generated: Sequence[Text],
-    alpha: float,
-) -> tuple[Comparison, dict[str, float]]:
-    """Compare members with non-members, and count the rows that are copied.
+def compare_generated(result: Comparison, generated: Sequence[Text]) -> dict[str, float]:
+    """Compare members with non-members, and return how many rows of each side are copied.
 
-    The scores come from the auxiliary model and from passages that are copied. The attacks are
-    those on a released model, without extraction, because the auxiliary model is not released. In a
-    pool of short rows the names of all scores end with ``_short``.
+    The scores come from the auxiliary model and from passages that are copied, with p-values of the
+    permutation test because these scores are coarse. The attacks are those on a released model,
+    without extraction, because the auxiliary model is not released. Of short rows the names of all
+    scores end with ``_short``.
 
     Args:
-        pool: The rows that were trained on, and the non-members.
-        answers: The log probabilities of the pool's texts by the base and by the auxiliary model.
+        result: The rows, with the answers of the base and of the auxiliary model.
         generated: The generated texts.
-        alpha: The probability of error of each score.
 
     Returns:
-        The comparison, and ``copied`` of
-        :func:`~lightning_fedleak.cli.commands.synthetic.copy_values`.
+        The counts of :func:`count_copies`, of rows with a run of 13 or more tokens in the texts.
     """
-    result = pool.compare(*answers, () if pool.is_short else all_attacks()[:-1], alpha=alpha)
-    rows = [text for text, once in zip(pool.texts, pool.alone.tolist(), strict=True) if once]
-    values = copy_values(find_copies(rows, generated), pool.members[pool.alone], alpha)
-    copied = values.pop("copied")
-    scores = dict(zip(gated_scores(pool)[1:], values.values(), strict=True))
-    return replace(result, values={**result.values, **scores}), copied
+    result.measure_all(() if result.part == "short" else all_attacks()[:-1])
+    copies = find_copies(result.once, generated)
+    for name, scores in zip(gated_scores(result.part)[1:], copies, strict=True):
+        result.values[name] = membership_values(
+            scores.double(), result.sides, alpha=result.alpha, exact=True
+        )
+    return count_copies(copies.longest >= RUN, result.sides)
 
 
 # Tokens of an n-gram. Of 2 to 6, 2 had the highest AUC on a sample of WikiText-2 that was used for
@@ -250,6 +239,11 @@ NGRAM = 2
 # Largest p-value of copied rows if no other is copied: three rows, and none of as many others.
 MAX_PLAIN_P_VALUE = 0.15
 WORDS = 4  # words of a sequence in which near copies are found; fewer: common phrases count
+CHARACTERS = 6  # the same for scripts without spaces, in which a word has one or two characters
+# Characters of scripts without spaces: Thai to Tibetan, Myanmar, Khmer, kana, and Han.
+_SCRIPTS = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+_UNSPACED, _PIECES = re.compile(f"[{_SCRIPTS}]"), re.compile(f"[{_SCRIPTS}]|[^\\W{_SCRIPTS}]+")
+_WHOLE = 1_000_000_000  # tokens of a generated text in which copies are searched: it is not cut
 COPY_SCORES = "longest_copy", "shared_ngrams"  # names of the fields of _Copies, in its order
 
 
@@ -317,48 +311,25 @@ def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGR
             shares = torch.bincount(row_of_run, minlength=len(rows)).double() / n_grams
 
 
-def copy_values(copies: _Copies, members: Tensor, alpha: float) -> dict[str, dict[str, float]]:
-    """Return how well copies distinguish rows that were trained on from held-out rows.
-
-    Args:
-        copies: The copies of N rows.
-        members: (N,) bool, the rows that were trained on.
-        alpha: The probability of error of each score.
-
-    Returns:
-        By each name of ``COPY_SCORES`` the values of
-        :func:`~lightning_fedleak.evaluation.metrics.released.membership_values`, with p-values of
-        the permutation test because the scores are coarse. ``copied`` holds ``members`` and
-        ``others``, the rows of each side with a run of 13 or more tokens in the texts, and the
-        ``p_value`` of Fisher's exact test that such runs are not more common among members.
-    """
-    values = {
-        name: membership_values(scores.double(), members, alpha=alpha, exact=True)
-        for name, scores in zip(COPY_SCORES, copies, strict=True)
-    }
-    return values | {"copied": count_copies(copies.longest >= RUN, members)}
-
-
 def judge_copies(
-    counts: Mapping[str, Mapping[str, float]], result: Comparison, alpha: float
+    counts: Mapping[str, Mapping[str, float]], result: Comparison
 ) -> tuple[list[str], list[str]]:
     """Return a sentence for each kind of copy, and one for each with more rows than others show.
 
     Args:
         counts: Of passages and of whole rows, the numbers of :func:`count_copies`.
-        result: The comparison of the pool.
-        alpha: The largest p-value with which copies are more than chance.
+        result: The comparison, whose ``alpha`` is the largest p-value of more than chance.
     """
     sentences, found = [], []
+    n_members, n_others = int(result.sides.sum()), int((~result.sides).sum())
     phrases = f"{RUN} tokens in a row in the generated texts", "a copy or a near copy there"
     for phrase, (what, count) in zip(phrases, counts.items(), strict=True):
         sentences.append(
-            f"{count['members']:.0f} of {result.n_members} rows that were trained on have "
-            f"{phrase}, and {count['others']:.0f} of {result.n_others} non-members "
-            f"(p {count['p_value']:.1g})."
+            f"{count['members']:.0f} of {n_members} rows that were trained on have {phrase}, and "
+            f"{count['others']:.0f} of {n_others} non-members (p {count['p_value']:.1g})."
         )
         is_plain = what == "whole rows" and not count["others"]
-        if count["p_value"] <= (MAX_PLAIN_P_VALUE if is_plain else alpha):
+        if count["p_value"] <= (MAX_PLAIN_P_VALUE if is_plain else result.alpha):
             found.append(f"{what} of the training are in the texts, beyond what others show")
     return sentences, found
 
@@ -376,41 +347,47 @@ def count_copies(copied: Tensor, members: Tensor) -> dict[str, float]:
     return {"members": float(counts[0][0]), "others": float(counts[0][1]), "p_value": p_value}
 
 
-def find_near_copies(
-    pool: ReleasedPool, generated: Sequence[Text], decode: Callable[[list[int]], str]
-) -> Tensor:
-    """Return (N,) which unique rows of a pool a generated text repeats, in other words at most.
+def find_near_copies(result: Comparison, generated: Sequence[Text]) -> Tensor:
+    """Return (N,) which unique rows a generated text repeats, in other words at most.
 
     Case, spaces and punctuation do not count. A text repeats a row if it has half of the row's
-    sequences of :data:`WORDS` words: one changed word in eleven leaves half.
+    sequences of :data:`WORDS` words: one changed word in eleven leaves half. In scripts without
+    spaces a row is compared by sequences of :data:`CHARACTERS` characters.
 
     Args:
-        pool: The rows; of short ones none is found, since any text may have their words.
+        result: The rows; of short ones none is found, since any text may have their words.
         generated: The generated texts.
-        decode: The function from token ids to their text.
     """
+    decode = result.audit.decode
+    assert decode is not None
 
-    def sequences(text: Text) -> set[tuple[str, ...]]:
+    def read(text: Text) -> list[str]:
         ids = text.ids[text.labels != IGNORE_INDEX]
-        words = re.findall(r"\w+", decode(ids.tolist()).casefold())
-        return {(*words[n : n + WORDS],) for n in range(len(words) - WORDS + 1)}
+        return _PIECES.findall(decode(ids.tolist()).casefold())
 
-    rows = [text for text, once in zip(pool.texts, pool.alone.tolist(), strict=True) if once]
+    def sequences(pieces: list[str], size: int) -> set[tuple[str, ...]]:
+        return {(*pieces[n : n + size],) for n in range(len(pieces) - size + 1)}
+
+    rows = [] if result.part == "short" else [read(text) for text in result.once]
     holders: dict[tuple[str, ...], list[int]] = {}
-    sizes = []
-    for row, text in enumerate(() if pool.is_short else rows):
-        sizes.append(len(found := sequences(text)))
-        for words in found:
-            holders.setdefault(words, []).append(row)
-    copied = torch.zeros(len(rows), dtype=torch.bool)
-    for text in generated if holders else ():
-        counts = Counter(row for words in sequences(text) for row in holders.get(words, ()))
-        copied[[row for row, count in counts.items() if 2 * count >= sizes[row]]] = True
+    counts = []
+    for row, pieces in enumerate(rows):
+        is_spaced = 2 * sum(bool(_UNSPACED.match(piece)) for piece in pieces) <= len(pieces)
+        found = sequences(pieces, WORDS if is_spaced else CHARACTERS)
+        counts.append(len(found))
+        for sequence in found:
+            holders.setdefault(sequence, []).append(row)
+    copied = torch.zeros(len(result.sides), dtype=torch.bool)
+    for pieces in map(read, generated if holders else ()):
+        found = sequences(pieces, WORDS) | sequences(pieces, CHARACTERS)
+        shared = Counter(row for sequence in found for row in holders.get(sequence, ()))
+        copied[[row for row, count in shared.items() if 2 * count >= counts[row]]] = True
     return copied
 
 
-def row_numbers(pool: ReleasedPool, copied: Tensor) -> list[int]:
+def row_numbers(result: Comparison, copied: Tensor) -> str:
     """Return the numbers of the copied unique rows that were trained on."""
-    unique = pool.alone.nonzero()[:, 0]
-    rows = unique[copied & pool.members[unique]].tolist()
-    return sorted(number for row in rows for number in pool.rows.copies[row])
+    rows = result.index[result.alone][copied & result.sides].tolist()
+    pool = result.audit.pool
+    assert pool.rows is not None
+    return ", ".join(map(str, sorted(n for row in rows for n in pool.rows.copies[row])))

@@ -32,15 +32,10 @@ def run_measurement(
     try:
         return measure(options, console)
     except (UnknownLabels, WrongModel) as error:
-        return report_unknown(console, options.summary, error)
-
-
-def report_unknown(console: Console, summary: Path | None, error: ValueError) -> int:
-    """Say why nothing is known, also in the file ``--summary``, and return the exit status."""
-    sentence = f"UNKNOWN: {error}."
-    console.print(sentence, markup=False)
-    summarize(summary, FAILED, [sentence], [])
-    return BREACH
+        sentence = f"UNKNOWN: {error}."
+        console.print(sentence, markup=False)
+        summarize(options.summary, FAILED, [sentence], [])
+        return BREACH
 
 
 def write_last(console: Console, status: int, write: Callable[[], None]) -> int:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
-from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.cli.studies.models import Head, load_released, released_config
 from lightning_fedleak.evaluation.canaries import halves
+from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import TokenSnapshot

@@ -8,5 +8,6 @@ from lightning_fedleak.engine.channels.released.memorization import (
     MemorizationChannel as MemorizationChannel,
 )
 from lightning_fedleak.engine.channels.released.prompts import PromptChannel as PromptChannel
+from lightning_fedleak.engine.channels.steps import StepChannel as StepChannel
 from lightning_fedleak.engine.channels.texts import TextsChannel as TextsChannel
 from lightning_fedleak.engine.channels.words import WordsChannel as WordsChannel

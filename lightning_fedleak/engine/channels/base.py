@@ -11,59 +11,26 @@ of one attack at one stage are a *series* in the logs. A *plan* says which gradi
 in this run.
 
 The engine holds a list of channels and knows no family. To add a family, write a subclass of
-:class:`Channel` and its attacks: ``Channel.reads`` is the base class of the attacks that it takes.
+:class:`StepChannel` and its attacks: ``Channel.reads`` is the base class of the attacks that it
+takes. Channels that query the trained weights read no step
+(:mod:`~lightning_fedleak.engine.channels.released.weights`).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from lightning_fedleak.attacks import (
-    HONEST_BUT_CURIOUS,
-    Attack,
-    Capability,
-    Guess,
-    Query,
-    UnusableObservation,
-)
-from lightning_fedleak.attacks.local_steps import LocalSteps, explain_stale_optimizer
+from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, Guess
 from lightning_fedleak.attacks.memorization import Canaries, CombinedReference, Entities
-from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import (
-    Found,
-    NothingShared,
-    Outcome,
-    Result,
-    Series,
-    Unknown,
-    Waiting,
-    pending,
-)
-from lightning_fedleak.engine.run import Look, Run, reason
+from lightning_fedleak.engine.outcomes import Series
+from lightning_fedleak.engine.run import Run
 from lightning_fedleak.evaluation.entities import EntityFinder, entity_names, finders_of
-from lightning_fedleak.evaluation.metrics.clustered import lowest_p_value
-from lightning_fedleak.evaluation.metrics.rates import Rate, values_of
-from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Inapplicable,
-    NotYet,
-    Observation,
-    Stage,
-    UpdateSnapshot,
-    explain_compression,
-)
-from lightning_fedleak.model.taps import Step
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.report.records import Family
 
 
@@ -85,13 +52,9 @@ class Requirement:
 
 
 class Channel(ABC):
-    """Give the engine all that it needs for the attacks of one family of leak.
+    """Name the attacks of one family of leak, their rates and their series.
 
-    A channel lives as long as its monitor. :meth:`open` begins a fit. In a look the engine calls
-    :meth:`arm`, :meth:`batch_ends` for each micro-batch but the last, then :meth:`at_stages` and
-    :meth:`before_defense` as the gradient passes the defences, :meth:`batch_ends` for the last
-    micro-batch, :func:`results_of` and :meth:`disarm`. A subclass must define how a guess is scored
-    (:meth:`trials`), and the rates of the trials (:meth:`rates`).
+    A channel lives as long as its monitor. :meth:`open` begins a fit.
 
     Args:
         attacks: The attacks of this family; may be empty.
@@ -100,7 +63,6 @@ class Channel(ABC):
     Attributes:
         listed_attacks: The attacks that the user chose.
         attacks: The attacks that run in this fit.
-        plans: The plans of the attacks that give results, in the order of ``attacks``.
         all_series: The series of the attacks at the measured stages.
         removers: Functions that remove the hooks of :meth:`open` and :meth:`arm` from the model.
         guesses: The class that ``run`` of its attacks returns.
@@ -109,31 +71,18 @@ class Channel(ABC):
         leak: The kind of leak that it measures, with the words for reports.
         family: The name of the leak in the logs.
         metrics: The names of its rates, each logged with ``_low`` and ``_high``.
-        columns: The names of the numbers of a trial.
-        width: The largest number of numbers in a table of trials of one look.
         headline: The main metric, for pages and tables.
         extras: The names of its values without an interval.
         ranges: The smallest, the largest and the uninformed value (that of an attack that guesses)
             of each metric. A key that ends in "_" holds for all metrics that begin with it.
         own_threshold: The rates that use the attacks' own decisions, which may be low although the
             scores separate everything.
-        parted: Whether each process holds a part of the result even if all are one client. If not,
-            the result of the first process is that of the client.
-        plays_games: Whether its attacks on gradients score candidate texts, some of the user's.
-        reads_updates: Whether its attacks can read the weight change of several steps.
-        reads_states: Whether an attack may read hidden states, or layers that a server adds, and no
-            gradients of the client's own parameters.
         adversary: The capabilities of its adversaries by default, besides what they see.
         sees: The capabilities that they have because the monitor shows them something.
-        at_weights: Whether its attacks read the trained weights and nothing of a step, as those of
-            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do. All looks then query
-            the same texts, and their intervals are corrected to hold jointly.
         tests_looks: Whether each look has its own p-value.
         controlled: Whether its attacks also run on the *control* of a look, the same step on known
             words, which shows whether they work at all; see :meth:`control_answer`.
-        bounds_noise: Whether a low headline behind declared defences needs a bound on all readers.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
-        no_value: Why such a series has no result yet, with a place for the kind of values.
         entity_kinds: The kinds of these values.
         uninformed: The headline of an answer that names everything, whatever the gradient, at the
             newest look; 0 if that is not known.
@@ -149,23 +98,14 @@ class Channel(ABC):
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]]
-    width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
     own_threshold: ClassVar[tuple[str, ...]] = ()
-    parted: ClassVar[bool] = False
-    plays_games: ClassVar[bool] = False
-    reads_updates: ClassVar[bool] = False
-    reads_states: ClassVar[bool] = False
     adversary: frozenset[Capability] = HONEST_BUT_CURIOUS
     sees: ClassVar[frozenset[Capability]] = frozenset()
-    at_weights: ClassVar[bool] = False
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
-    bounds_noise: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
-    no_value: ClassVar[str] = "no text has a value of kind '{}'"
     uninformed: float = 0.0
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}  # the channels by `reads`
@@ -181,7 +121,6 @@ class Channel(ABC):
         self.listed_attacks: tuple[Any, ...] = tuple(attacks)
         self.attacks: tuple[Any, ...] = self.listed_attacks
         self.settings = settings
-        self.plans: tuple[Plan, ...] = ()
         self.all_series: tuple[Series, ...] = ()
         self.removers: list[Callable[[], object]] = []
         self.entity_kinds = (*finders_of(settings.entities),) if self.finds_entities else ()
@@ -189,37 +128,18 @@ class Channel(ABC):
         if attacks:
             self._check_settings()
 
-    def _check_settings(self) -> None:
+    def _check_settings(self) -> None:  # noqa: B027
         """Refuse settings that do not fit the attacks.
 
         Raises:
             ValueError: The message says which setting to change.
         """
-        sends_updates = self.settings.local_steps is not None
-        for attack in self.attacks if sends_updates else ():
-            if not self._reads_updates(attack):
-                raise ValueError(
-                    f"a round sends a weight change, and '{attack.name}' reads what one step sends"
-                )
-
-    def _reads_updates(self, attack: Attack) -> bool:
-        """Return whether an attack can read the weight change of several steps."""
-        return self.reads_updates
 
     # ---- names ------------------------------------------------------------------------------
 
+    @abstractmethod
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of an attack's results at those of the stages where it has one.
-
-        Each is followed by its series of each kind of values in texts.
-        """
-        kinds = ("", *(f"{_ENTITY}{kind}" for kind in self.entity_kinds))
-        return [
-            replace(Series.at(stage, attack.name), name=f"{attack.name}{kind}")
-            for stage in stages
-            if stage != Stage.RELEASED
-            for kind in kinds
-        ]
+        """Return the series of an attack's results at those of the stages where it has one."""
 
     def metrics_of(self, series: Series) -> tuple[str, ...]:
         """Return the names of the rates of a series."""
@@ -253,141 +173,6 @@ class Channel(ABC):
         self.run = run
         self.finder = find_entities(self.settings, run) if self.entity_kinds else None
 
-    def check(self, attack: Attack) -> None:  # noqa: B027
-        """Try an attack on the model, as far as that is possible before the first step.
-
-        Raises:
-            ValueError: The attack does not work on this model.
-        """
-
-    # ---- a look -----------------------------------------------------------------------------
-
-    def arm(self) -> None:  # noqa: B027
-        """Start a look."""
-
-    def batch_ends(self, batch: TokenBatch | None) -> None:  # noqa: B027
-        """Take a micro-batch of the look that has ended; None if it trained nothing."""
-
-    def at_stages(self, look: Look) -> None:
-        """Let each attack guess at the look's stages. By default attacks read gradients.
-
-        An attack guesses once for all stages at which the gradient is the same now.
-        """
-        for plan in self.plans if look.wanted else ():
-            if not (plan.exposed and plan.roles and look.steps_with(plan.optimizer)):
-                continue
-            series = [s for s in self.all_series if s.attack == plan.attack.name]
-            unanswered = [s for s in series if s.stage in look.wanted and s not in look.answers]
-            if unanswered:
-                answer = self._guess_from_gradients(plan, look.training_step, look.wanted[0])
-                look.answers |= dict.fromkeys(unanswered, answer)
-
-    def _guess_from_gradients(self, plan: Plan, step: Step, stage: Stage) -> object:
-        """Return the guess of an attack from a step's gradients, or why it has none (yet)."""
-        return guess(plan, step, stage, self.run)
-
-    def before_defense(  # noqa: B027
-        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
-    ) -> None:
-        """Prepare for a defence that acts on the gradients next."""
-
-    def control_answer(self, plan: Plan, control: Step) -> Any:
-        """Return the guess of an attack on a control, or why there is none (yet).
-
-        Args:
-            plan: The plan of the attack.
-            control: A step of known words, with its gradient at stage ``local``.
-        """
-        return guess(plan, control, Stage.LOCAL, self.run)
-
-    def disarm(self, look: Look) -> None:  # noqa: B027
-        """End a look, also one that failed, and free its tensors."""
-
-    # ---- trials and their rates -------------------------------------------------------------
-
-    def truth(self, step: Step) -> Any:
-        """Return what only this process knows of a step so far. By default it is the step."""
-        return step
-
-    def joined(self, truth: Any) -> Any:
-        """Return the truth of all processes of a client; None stands for one that is not known.
-
-        Every process must call it. By default the truth of a process counts alone.
-        """
-        return truth
-
-    def holds_nothing(self, truth: Any) -> bool:
-        """Return whether a step with this truth has nothing to leak."""
-        return not any(batch.input_ids.numel() for batch in truth.batches)
-
-    def trials(self, plan: Plan, answer: Any, truth: Any, kind: str | None = None) -> Tensor:
-        """Return the trials of a guess, (n, columns) float64.
-
-        Args:
-            plan: The plan of the attack.
-            answer: The guess, from :meth:`at_stages` or :meth:`control_answer`.
-            truth: The truth of the step.
-            kind: A kind of values in texts, to count only these; None counts all.
-
-        Raises:
-            Exception: The guess cannot be scored, and the result is unknown.
-        """
-        raise NotImplementedError
-
-    def rates(self, trials: Tensor) -> Mapping[str, Rate]:
-        """Return the rates of trials, by name."""
-        raise NotImplementedError
-
-    def accept(self, look: Look, plan: Plan, series: Series, answer: Any, truth: Any) -> None:  # noqa: B027
-        """Take note of a guess of a look before it is scored.
-
-        The method may add to ``look.notes`` a function that writes the recovered words or texts.
-
-        Raises:
-            Exception: The guess does not count, and the result is unknown.
-        """
-
-    def count(self, trials: Tensor) -> int:
-        """Return the number of counted items in trials; by default each trial is one."""
-        return len(trials)
-
-    def p_value(self, trials: Tensor) -> float:
-        """Return how probably guessing does as well as a client's trials; NaN without a test."""
-        return math.nan
-
-    def means(self, tables: Sequence[Tensor]) -> Mapping[str, float]:
-        """Return the values of :attr:`extras` from the tables of trials of all clients."""
-        return {}
-
-    def pooled(self, series: Series, rows: Mapping[int, Any]) -> Outcome:
-        """Return the outcome of the trials of all clients.
-
-        Args:
-            series: The series of the results.
-            rows: The numbers of the table of trials of each client, by its number; at least one.
-        """
-        tables, kind = self._tables(rows), kind_of(series)
-        trials, names = torch.cat(tables), self.metrics_of(series)
-        all_rates, n = self.rates(trials), self.count(trials)
-        rates = {name: all_rates[name] for name in names}
-        if kind is not None:
-            return Outcome(rates, n) if n else pending(self.no_value.format(kind))
-        clients = [values_of(self.rates(table)) for table in tables] if len(tables) > 1 else []
-        return Outcome(
-            rates,
-            n,
-            worst={
-                name: highest([client[name] for client in clients]) for name in names if clients
-            },
-            extra=self.means(tables),
-            p_value=lowest_p_value([self.p_value(table) for table in tables]),
-        )
-
-    def _tables(self, rows: Mapping[int, Sequence[float]]) -> list[Tensor]:
-        """Return the numbers of clients as tables of trials, (n, columns) each."""
-        numbers = (torch.tensor(row, dtype=torch.float64) for row in rows.values())
-        return [row.view(-1, len(self.columns)) for row in numbers]
-
     def state_dict(self) -> dict[str, object]:
         """Return the state for a checkpoint, by names that no other channel uses."""
         return {}
@@ -401,12 +186,12 @@ class Channel(ABC):
 
 # ---- values in texts ------------------------------------------------------------------------
 
-_ENTITY = "/entity/"  # between the name of an attack and a kind of values
+ENTITY = "/entity/"  # between the name of an attack and a kind of values
 
 
 def kind_of(series: Series) -> str | None:
     """Return the kind of values that a series counts; None if it counts all tokens."""
-    return series.name.partition(_ENTITY)[2] or None
+    return series.name.partition(ENTITY)[2] or None
 
 
 def find_entities(settings: Options, run: Run) -> EntityFinder | None:
@@ -423,47 +208,6 @@ def find_entities(settings: Options, run: Run) -> EntityFinder | None:
 # ---- functions of all channels --------------------------------------------------------------
 
 
-def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
-    """Return this process's result of each series. Every process must call it at every look."""
-    step, truth = look.training_step, None
-    try:
-        truth = channel.truth(step) if step.error is None else None
-    except Exception as error:
-        step.error = reason(error)
-    truth = channel.joined(truth)
-    return {
-        series: _result(channel, look, plan, series, truth)
-        for plan in channel.plans
-        for series in channel.all_series
-        if series.attack == plan.attack.name
-    }
-
-
-def _result(channel: Channel, look: Look, plan: Plan, series: Series, truth: Any) -> Result:
-    """Return this process's result of a series.
-
-    Args:
-        channel: The channel of the series.
-        look: The look.
-        plan: The plan of its attack.
-        series: The series.
-        truth: The truth of the look's step, of all processes of the client.
-    """
-    if (failure := look.training_step.error) is not None:
-        return Unknown(f"the batch could not be read: {failure}")
-    if channel.holds_nothing(truth) or not look.stepped or not plan.exposed:
-        return NothingShared()
-    answer = look.answers.get(series, Unknown("the attack was not run"))
-    if isinstance(answer, Unknown | Waiting):
-        return answer
-    try:
-        channel.accept(look, plan, series, answer, truth)
-        trials = channel.trials(plan, answer, truth, kind_of(series))
-    except Exception as error:
-        return Unknown(reason(error))
-    return Found(trials, look.controls.get(plan.attack.name))
-
-
 def exclude(channel: Channel, names: Collection[str]) -> None:
     """Exclude some attacks from this fit."""
     channel.attacks = tuple(a for a in channel.attacks if a.name not in names)
@@ -473,47 +217,6 @@ def gives_control(channel: Channel, attack: str) -> bool:
     """Return whether an attack of this name also runs on the control of a look."""
     matches = (a for a in channel.attacks if a.name == attack)
     return channel.controlled and any(a.needs_control for a in matches)
-
-
-def plan_of(channel: Channel, attack: Attack) -> Plan:
-    """Check an attack against the model and the run as they are now, and return its plan.
-
-    Raises:
-        ValueError: The attack cannot read this model.
-    """
-    if channel.reads_states and not attack.needs(channel.run.anatomy).gradients:
-        return Plan(attack, (), True, None)  # no parameters: what it reads is always exposed
-    return gradient_plan(attack, channel.run)
-
-
-def never_read(channel: Channel, name: str, *, fresh: bool) -> Unknown | NothingShared | None:
-    """Return the answer of an attack that can read no update of a federation; None if it can.
-
-    Args:
-        channel: The channel of the attack.
-        name: The name of the attack.
-        fresh: Whether clients begin each round with a fresh optimizer.
-    """
-    attack = next(a for a in channel.listed_attacks if a.name == name)
-    plan = None
-    with suppress(ValueError):
-        plan = plan_of(channel, attack)
-    if plan is None or not plan.exposed:
-        return NothingShared()
-    if (why := no_sum(plan)) is not None:
-        return Unknown(why, applies=False)
-    facts, steps = plan.facts(channel.run, channel.settings.local_steps, 0), None
-    if (kind := facts.compression) and kind.method not in attack.reads_compressed:
-        return Unknown(explain_compression(kind.method), applies=False)
-    with suppress(UnusableObservation):  # an unknown optimizer: some attacks read its updates too
-        steps = LocalSteps.from_facts(facts)
-    try:
-        attack.check_updates(facts)
-        if steps is not None:
-            steps.check_fresh(fresh)
-    except UnusableObservation as error:
-        return Unknown(str(error), applies=not isinstance(error, Inapplicable))
-    return None
 
 
 def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
@@ -539,58 +242,6 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
 def family_of(attack: Attack) -> type[Channel]:
     """Return the class of an attack's channel."""
     return next(Channel.registry[c] for c in type(attack).__mro__ if c in Channel.registry)
-
-
-def guess(
-    plan: Plan, step: Step, stage: Stage, run: Run, query: Query | None = None
-) -> Guess | Unknown | Waiting:
-    """Return the guess of an attack from the gradients of a step, or why it has none (yet)."""
-    try:
-        view = step.view(stage)
-    except NotYet as error:
-        return Waiting(str(error))
-    except Exception as error:
-        return Unknown(reason(error))
-    if (unreadable := find_unreadable(plan, view)) is not None:
-        return unreadable
-    try:
-        with run.timed(plan.attack.name), torch.no_grad():
-            answer = plan.attack.run(Observation((view,)), query)
-        check_guess(plan.attack, answer, family_of(plan.attack).guesses)
-        return answer
-    except NotYet as error:
-        zeros = tuple(role for role in plan.roles if not bool(view.tensors[role].any()))
-        return Waiting(str(error), zeros=zeros)
-    except Exception as error:
-        return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
-
-
-def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
-    """Return why an attack's method cannot read a view of a step; None if it can."""
-    if isinstance(view, UpdateSnapshot):
-        if (why := no_sum(plan)) is not None:
-            return Unknown(why, applies=False)
-        groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
-        momentum = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
-        if momentum and not view.fresh:  # the update has momentum of steps before the round
-            return Unknown(explain_stale_optimizer("SGD"))
-    if view.compression not in ("", *plan.attack.reads_compressed):
-        return Unknown(explain_compression(view.compression), applies=False)
-    absent = [role for role in plan.roles if role not in view.tensors]
-    return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
-
-
-def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
-    """Refuse a return value of an attack's ``run`` that is no guess of its family.
-
-    Raises:
-        UnusableObservation: It is none; the message names both classes.
-    """
-    if not isinstance(answer, expected):
-        raise UnusableObservation(
-            f"run of attack '{attack.name}' returned a {type(answer).__name__}, and must return a "
-            f"{expected.__name__} ({expected.__module__})"
-        )
 
 
 def highest(values: Sequence[float]) -> float:

@@ -35,6 +35,7 @@ from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.channels.hidden import HiddenWords, in_float64
 from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -129,13 +130,13 @@ def _explain(
     return min(1.0, math.sqrt(unexplained / square) / factor), remainder
 
 
-def _score(channel: Channel, plan: Plan, answer: Any, truth: Any) -> dict[str, float]:
+def _score(channel: StepChannel, plan: Plan, answer: Any, truth: Any) -> dict[str, float]:
     """Return the rates of a guess against the truth, without their intervals."""
     return values_of(channel.rates(channel.trials(plan, answer, truth)))
 
 
 def _score_control(
-    channel: Channel, plan: Plan, control: Step
+    channel: StepChannel, plan: Plan, control: Step
 ) -> Mapping[str, float] | Unknown | Waiting:
     """Return the rates of an attack on a control, or why there are none (yet)."""
     truth = channel.joined(channel.truth(control))
@@ -156,7 +157,7 @@ class Controls:
             :func:`default_limit`.
     """
 
-    def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
+    def __init__(self, run: Run, series: Mapping[Series, StepChannel]) -> None:
         self._run = run
         self._series = series
         self._channels = {key.attack: channel for key, channel in series.items()}

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.engine.channels.base import Channel, highest
+from lightning_fedleak.engine.channels.base import highest
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.outcomes import (
     Control,
     Found,
@@ -63,7 +64,7 @@ class Exchange:
         channels: The channel of each series.
     """
 
-    def __init__(self, run: Run, channels: Mapping[Series, Channel]) -> None:
+    def __init__(self, run: Run, channels: Mapping[Series, StepChannel]) -> None:
         self._run = run
         self._is_distributed = run.processes > 1
         self._one_client = run.client == "world"
@@ -205,7 +206,7 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
     return outcome
 
 
-def _parts_of(row: Tensor, channel: Channel, series: Series) -> Sequence[Tensor]:
+def _parts_of(row: Tensor, channel: StepChannel, series: Series) -> Sequence[Tensor]:
     """Return the parts of a series' row as views: the layout of the numbers that a client sends.
 
     The first part has the place in :data:`KINDS` and how many numbers the trials have. The second
@@ -217,7 +218,7 @@ def _parts_of(row: Tensor, channel: Channel, series: Series) -> Sequence[Tensor]
     return torch.split(row, [2, channel.width, 3, n_metrics, n_metrics])
 
 
-def _row(result: Result, channel: Channel, series: Series) -> Tensor:
+def _row(result: Result, channel: StepChannel, series: Series) -> Tensor:
     """Return a client's result as one row of numbers, of a length that the series determines."""
     metrics, plain = channel.metrics_of(series), result
     row = torch.zeros(5 + channel.width + 2 * len(metrics), dtype=torch.float64)
@@ -237,7 +238,7 @@ def _row(result: Result, channel: Channel, series: Series) -> Tensor:
     return row
 
 
-def _read_row(row: Tensor, channel: Channel, series: Series) -> Result:
+def _read_row(row: Tensor, channel: StepChannel, series: Series) -> Result:
     """Return the result that :func:`_row` wrote, without its reason."""
     head, trials, facts, *rates = (part.tolist() for part in _parts_of(row, channel, series))
     kind, n_numbers = map(int, head)

@@ -50,8 +50,9 @@ from lightning_fedleak.attacks import (
     upstream_of,
 )
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
-from lightning_fedleak.engine.channels.base import Channel, Requirement, check_guess, guess
+from lightning_fedleak.engine.channels.base import Requirement
 from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.steps import StepChannel, check_guess, guess
 from lightning_fedleak.engine.channels.targets import (
     Rows,
     Sources,
@@ -127,14 +128,14 @@ the loss in them, (B, L, d).
 """
 
 
-class MembershipChannel(Channel):
+class MembershipChannel(StepChannel):
     """Run membership games: at each look the secret bits are drawn, and the attacks guess them.
 
     The server adds its own layers, so that none of the client's need be trained. Its copy of the
     model is the model at the look.
     """
 
-    # The constants are explained in Channel.
+    # The constants are explained in Channel and StepChannel.
     guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
@@ -568,7 +569,7 @@ class PassiveMembershipChannel(MembershipChannel):
             return
         if self._targets is None:
             self._targets = self._sources.population(step.number, step.batches)
-        Channel.at_stages(self, look)
+        StepChannel.at_stages(self, look)
 
     def _guess_from_gradients(self, plan: Plan, step: Step, stage: Stage) -> object:
         targets = self._targets

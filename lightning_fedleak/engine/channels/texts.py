@@ -37,8 +37,9 @@ from lightning_fedleak.attacks import (
     TextGuess,
     UnusableObservation,
 )
-from lightning_fedleak.engine.channels.base import Channel, check_guess, kind_of
+from lightning_fedleak.engine.channels.base import kind_of
 from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.steps import StepChannel, check_guess
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series, Unknown
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -102,7 +103,7 @@ class Reconstruction:
         return torch.ones_like(has_guess) if self.guess.finished or self.matched else has_guess
 
 
-class TextsChannel(Channel):
+class TextsChannel(StepChannel):
     """The channel of attacks that reconstruct whole texts.
 
     An attack on hidden states assumes a model that is split at its layer; each process shows it
@@ -113,7 +114,7 @@ class TextsChannel(Channel):
     (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
     """
 
-    # The constants are explained in Channel.
+    # The constants are explained in Channel and StepChannel.
     guesses = TextGuess
     reads = TextAttack
     leak = TEXTS

@@ -25,8 +25,9 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, WordGuess
-from lightning_fedleak.engine.channels.base import Channel, kind_of
+from lightning_fedleak.engine.channels.base import kind_of
 from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.run import Look, Run
 from lightning_fedleak.evaluation.entities import EntityFinder
@@ -86,10 +87,10 @@ class WordTruth(NamedTuple):
     is_soft: bool
 
 
-class WordsChannel(Channel):
+class WordsChannel(StepChannel):
     """The channel of attacks that recover the word types of a batch."""
 
-    # The constants are explained in Channel.
+    # The constants are explained in Channel and StepChannel.
     guesses = WordGuess
     reads = Attack
     leak = WORDS

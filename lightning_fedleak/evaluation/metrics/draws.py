@@ -83,7 +83,7 @@ def refute_draw(
             return None
     name = ["words", *scores][int(found.argmax())]
     meaning = "they are of different kinds"
-    meaning = meaning if name == "words" else f"--base knows one side, or {meaning}"
+    meaning = meaning if name == "words" else f"the base knows one side, or {meaning}"
     return (
         f"not drawn at random from the same rows: '{name}', which ignores the training, tells "
         f"them apart (p < {MAX_P_VALUE:g} by permutation): {meaning}"

@@ -401,3 +401,11 @@ def list_records(
     elif scores is None:
         scores = gain_beyond(released, rows.times == 1)  # a fit on copies would be biased
     return RecordList.of(scores, members, released.now.labels.sum(1), rows, **settings)
+
+
+def used_up_mark(rows: str | Path) -> Path:
+    """Return the path of the file that marks the held-out rows beside ``rows`` as used up.
+
+    It exists if a list of leaked rows was used to drop rows.
+    """
+    return Path(f"{rows}.used_up.json")

@@ -339,8 +339,6 @@ class PoolLine(RunLine):
             extraction alone; 0 in older records, which had none.
         short: number of texts excluded because they have too few label tokens.
         searched: share of the data's rows that was searched for repeats.
-        base: names the texts and the base model's scores on them within one process, by a keyed
-            hash; None if unknown.
         reference: the reference model; None without one.
     """
 
@@ -352,7 +350,6 @@ class PoolLine(RunLine):
     short: int
     searched: fields.Share
     copied: int = 0
-    base: str | None = None
     reference: ReferenceFacts | None = None
 
 

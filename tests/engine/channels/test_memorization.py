@@ -37,10 +37,10 @@ from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
 from lightning_fedleak.attacks.memorization.scores import blind_scores
 from lightning_fedleak.callbacks import WatchSettings
-from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels.released.pool import affordable, collect, forwards_of
+from lightning_fedleak.engine.channels.released.audit import Audit
+from lightning_fedleak.engine.channels.released.pool import Pool, affordable, collect, forwards_of
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -53,7 +53,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
 from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
-from lightning_fedleak.private_files import hash_tensors, name_content
+from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report import findings, page, read
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
@@ -169,20 +169,29 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(whole: Any) 
     pool, base = query_base(whole.data)
     after = token_log_probs(find_anatomy(whole.module.model), pool.texts)
     [facts] = of_kind(whole.folder, "pool")
-    counts = int(pool.members.sum()), int((~pool.members).sum())
+    counts = int(pool.trains.sum()), int((~pool.trains).sum())
     assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
     assert (facts["repeated"], facts["short"], facts["searched"]) == (0, 0, 1)
     line = lines(whole.folder)[-1]
-    assert line["pool"] == pool.digest
-    single, joint = (
-        pool.compare(base, after, [Combined()], look=5, alpha=alpha).values["combined"]
-        for alpha in (0.05, 0.05 / 2)
-    )
+    assert line["pool"] == pool.digest(*pool.everyone("long"))
+    values, _ = Audit(pool, base).part("long", after, look=5).measure(Combined(), 0.05 / 2)
     logged = line["metrics"]
-    assert logged["auc"]["value"] == pytest.approx(single["auc"])
-    assert logged["auc"]["low"] == pytest.approx(single["auc_low"], abs=1e-9)
-    assert logged["p_value"]["value"] == pytest.approx(single["p_value"])
-    assert logged["auc_joint_low"]["value"] == pytest.approx(joint["auc_low"])
+    assert logged["auc"]["value"] == pytest.approx(values["auc"])
+    assert logged["auc"]["low"] == pytest.approx(values["auc_low"], abs=1e-9)
+    assert logged["p_value"]["value"] == pytest.approx(values["p_value"])
+    assert logged["auc_joint_low"]["value"] == pytest.approx(values["auc_joint_low"])
+
+
+def test_a_draw_that_the_rows_refute_is_unknown(tmp_path: Path) -> None:
+    """A base that was trained on the members tells them apart before the run begins."""
+    data = leave_out(rows(), 140, seed=1)[0]
+    _, module = fit([], data=data)
+    watching = combined(tmp_path)
+    fit([watching], module.model, data, max_epochs=1)
+    [first, *_] = lines(tmp_path)
+    assert "the rows left out are not drawn at random" in first["unknown"]
+    assert "the base knows one side" in first["unknown"]
+    assert math.isnan(watching.latest["leakage/worst/memorization"])
 
 
 def test_what_scores_know_without_the_training_is_logged(whole: Any) -> None:
@@ -199,29 +208,29 @@ def test_what_scores_know_without_the_training_is_logged(whole: Any) -> None:
     assert lines(whole.folder)[-1]["metrics"]["blind/auc"]["value"] == logged
 
 
-def query_base(data: Any) -> tuple[ReleasedPool, Any]:
-    """Return the pool that the channel draws of some data, and the base model's answers."""
+def query_base(data: Any) -> tuple[Pool, Any]:
+    """Return the rows that the channel draws of some data, as the command pools them."""
     drawn = collect(DataLoader(data, batch_size=8, shuffle=True), SETTINGS, READ)
     members = drawn.trains.tolist()
     sides = [
         [text for text, inside in zip(drawn.texts, members, strict=True) if inside is side]
         for side in (True, False)
     ]
-    pool = ReleasedPool(*sides)
+    pool = Pool.of_sides(*sides)
     return pool, token_log_probs(find_anatomy(tiny()), pool.texts)
 
 
 def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(whole: Any, tmp_path: Path) -> None:
     file = whole.folder / "memorization_base.safetensors"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    [facts] = of_kind(whole.folder, "pool")
     [channel] = {c for s, c in whole.series.items() if s.name == "combined"}
     texts = {f"text{n}": text.ids for n, text in enumerate(channel._pool.texts)}
-    # Without a key anyone could test a guess of the texts by it: the base may be public.
+    answers = {name: part for name, part in load_file(file).items() if name != "key"}
+    # Without a key anyone could test a guess of the texts by a checkpoint: the base may be public.
+    assert hash_tensors({**answers, **texts}).encode() not in whole.early.read_bytes()
     digest = hash_tensors({**load_file(file), **texts})
-    assert facts["base"] == name_content(digest.encode()) != digest[:16]
+    assert digest.encode() in whole.early.read_bytes()
     fit([monitor(tmp_path)], ckpt_path=whole.early)
-    assert of_kind(tmp_path, "pool")[0]["base"] == facts["base"]
     before, resumed = lines(whole.folder)[-2:], lines(tmp_path)
     for name in ("step", "pool"):
         assert [line[name] for line in resumed] == [line[name] for line in before]
@@ -381,7 +390,7 @@ def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(
     averaged = token_log_probs(find_anatomy(module.model), pool.texts)
     looks = lines(tmp_path)
     assert [line["step"] for line in looks] == [17, 30, 33, 66, 66]
-    expected = pool.compare(answers, averaged, [Combined()], look=5).values["combined"]
+    expected, _ = Audit(pool, answers).part("long", averaged, look=5).measure(Combined())
     *_, before, last = (line["metrics"]["auc"] for line in looks)
     assert last["value"] == pytest.approx(expected["auc"])
     assert last["low"] == pytest.approx(expected["auc_low"], abs=1e-9)

@@ -21,27 +21,62 @@ from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.released.account import too_few_non_members
+from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.released.pool import CanaryPool, Pool
-from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
+from lightning_fedleak.engine.channels.released.pool import Pool, affordable, forwards_of
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame, check_loader
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.outcomes import AUDIT, Series
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import FPR, canary_tiers
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.snapshots import (
-    CandidateSnapshot,
-    Observation,
-    ReleasedModel,
-    Stage,
-    TokenSnapshot,
-)
-from lightning_fedleak.model.taps import candidate_log_probs
+from lightning_fedleak.model.snapshots import CandidateSnapshot, Observation, Stage
+from lightning_fedleak.model.taps import Text, candidate_log_probs
 from lightning_fedleak.report.records import CANARIES, ENTITIES
 
 # The advice at the end of messages about tests without enough planted texts.
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
+
+
+class CanaryPool(Pool):
+    """Hold the canaries that the model is queried with, in the data or held out."""
+
+    @classmethod
+    def of_canaries(cls, canaries: Any, loader: Any, settings: Any = None) -> CanaryPool:
+        """Return a pool of all canaries.
+
+        Raises:
+            UnplayableGame: To query all of them costs more than the budget of the settings, if
+                there are any.
+        """
+        check_loader(loader)
+        length = len(loader.dataset)
+        if settings is not None:
+            affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
+        # The loss is computed on all tokens of a canary, so that its ids are also its labels.
+        texts, included = [Text(row, row) for row in canaries.token_ids], canaries.included
+        times, none = torch.ones(len(included), dtype=torch.long), torch.zeros_like(included)
+        no_game = "canaries are compared with it by audit_canaries"
+        # No canary counts as short, and the prompt of none is compared.
+        return cls("left out", texts, included, length, times, none, none, no_game)
+
+    def _key(self, text: Text) -> bytes:
+        return text.ids.numpy().tobytes()
+
+    @property
+    def seen_in_checkpoints(self) -> Tensor:
+        """Return (N,) False: a checkpoint must not reveal which canaries are in the data."""
+        return torch.zeros_like(self.seen)
+
+    def compared(
+        self, epoch: int, passed: int, *, everyone: bool = False, part: Any = "long"
+    ) -> tuple[Tensor, Tensor]:
+        """Return all canaries, (n,) indices, and whether each was trained on so far, (n,) bool.
+
+        The arguments are not used: the number of canaries was chosen by the user.
+        """
+        return torch.arange(len(self.texts)), self.trains & self.seen
 
 
 class CanaryChannel(MemorizationChannel):
@@ -136,13 +171,17 @@ class CanaryChannel(MemorizationChannel):
         if self.listed_attacks and (committed := state.get("canary_set")) is not None:
             self._planted.load_state_dict(committed)
 
+    @property
+    def _audit(self) -> Audit:
+        """Return the base's answers; no score of a canary reads its text."""
+        assert self._base is not None
+        return Audit(self.pool, self._base)
+
     def _score_texts(
-        self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
+        self, compared: Comparison, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
-        assert self._base is not None
-        # Compressed sizes of 1, because no score of a canary uses them.
-        observation = Observation(released=ReleasedModel(now, self._base, torch.ones(len(rows))))
+        observation = Observation(released=compared.released)
         values: dict[str, dict[str, float] | str] = {}
         record = self._planted.record
         for attack in attacks:
@@ -152,10 +191,10 @@ class CanaryChannel(MemorizationChannel):
                     attack,
                     record.times,
                     torch.tensor(record.repeats),
-                    members,
+                    compared.members,
                     ~self._planted.included,
-                    look=self._looks,
-                    alpha=self.settings.memorization.alpha,
+                    look=compared.look,
+                    alpha=compared.alpha,
                 )
                 tiers |= {n: f"{why}. {_MEND}" for n, why in tiers.items() if isinstance(why, str)}
             except Exception as error:

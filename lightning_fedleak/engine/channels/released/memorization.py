@@ -16,8 +16,10 @@ attack scores texts for membership, or tries to extract them. The order in a fit
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -27,22 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.attacks.memorization import (
-    CombinedReference,
-    Extraction,
-    MemorizationAttack,
-    RewardGain,
-    blind_scores,
-)
+from lightning_fedleak.attacks.memorization import CombinedReference, Extraction, MemorizationAttack
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.released.account import (
     BOUND,
     AccountGame,
     too_few_non_members,
 )
+from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.pool import (
     FORWARD_SHARE,
     NO_CONTROLS,
+    PACKED,
     Pool,
     collect,
     forwards_of,
@@ -54,40 +52,25 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
     announce_references,
+    announce_strength,
     ask_reference,
-    beside,
     digest_answers,
     load_answers,
-    measure_strength,
     save_answers,
     train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.entities import FoundEntities, entity_names
-from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     FPR,
     FPRS,
     TIERS,
-    blind_aucs,
-    check_unseen,
-    distribution_shift,
-    extraction_values,
     highest_auc,
-    membership_values,
     rate_name,
     spent_at,
 )
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.model.taps import (
-    MASKS,
-    Text,
-    answer_groups,
-    compressed_bytes,
-    label_places,
-    rejected_places,
-    token_log_probs,
-)
+from lightning_fedleak.model.snapshots import Stage, TokenSnapshot
+from lightning_fedleak.model.taps import MASKS, Text, token_log_probs
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
 BLIND = "blind/auc"
@@ -160,9 +143,11 @@ class MemorizationChannel(WeightChannel):
         """Forget the texts of an earlier fit."""
         super().open(run)
         self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
+        self._key = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)  # of the digest
         self._reference: TokenSnapshot | None = None  # the answers of the reference
         self._facts: ReferenceFacts | None = None  # how the reference was trained
-        self._why_void = ""  # why no comparison of this fit is valid; empty if they are
+        self._void: dict[str, str] = {}  # why no comparison of a part is valid
+        self._why_lost = ""  # why it is not known which texts have been seen; empty if it is
         self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
         # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
         self._rewards: Tensor | None = None
@@ -271,8 +256,8 @@ class MemorizationChannel(WeightChannel):
                     source = settings.reference, settings.reference_rows
                     self._reference, self._facts = ask_reference(*source, self.run, self._query)
         # Rows that are not yet seen are of the training data, so that nothing else can differ.
-        if self._base is not None and pool.way != "not yet seen":
-            self._compare_untrained(self._base)
+        if self._base is not None and pool.way != "not yet seen" and not self.planted:
+            self._compare_untrained()
 
     def _train_references(self, seconds: float) -> None:
         """Train references on rows that they do not score, and query them with the pool.
@@ -297,29 +282,45 @@ class MemorizationChannel(WeightChannel):
         self._reference, self._facts = trained
         self.reference_seconds = time.perf_counter() - start
 
-    def _compare_untrained(self, base: TokenSnapshot) -> None:
+    def _compare_untrained(self) -> None:
         """Check that only the training can distinguish members from non-members.
 
-        If *blind* scores, without the trained weights, distinguish the user's own non-members from
-        the rows, no attack has a result.
+        If *blind* scores, without the trained weights, refute the draw of a part's members, or
+        distinguish them from the user's own non-members, no attack on the part has a result. Texts
+        that were packed into rows were not drawn one by one, which the test of a draw needs.
 
         Raises:
             ValueError: The reference model distinguishes them: it has seen some of the texts.
         """
-        pool = self.pool
-        rows = (pool.times == 1).nonzero()[:, 0]
-        texts, trains = [pool.texts[row] for row in rows.tolist()], pool.trains[rows]
-        queries = [self._queries[row] for row in rows.tolist()]
-        answers, compressed = _at_labels(base, rows, queries), compressed_bytes(texts, self._decode)
-        if pool.way == "given":
-            scores = blind_scores(answers, compressed, texts, trains)
-            if (finding := distribution_shift(blind_aucs(scores, trains))) is not None:
-                self._why_void = (
-                    f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
-                    "kind"
-                )
-        if self._reference is not None and not self._why_void:
-            check_unseen(_at_labels(self._reference, rows, texts), answers, compressed, trains)
+        pool, side = self.pool, "rows left out"
+        is_drawn = pool.way == "left out"
+        mend = "Leave rows out by a new draw, and begin with a base that has seen neither side"
+        if not is_drawn:
+            side, mend = "texts of others=", "Use leave_out, or more texts of the same kind"
+        for part in dict.fromkeys(attack.part for attack in self.attacks):
+            with suppress(UnplayableGame):  # too few texts: each look says so
+                compared, finding = self._audit.part(part), None
+                if not (is_drawn and pool.no_game == PACKED):
+                    finding = compared.why_unknown(drawn=is_drawn)
+                if finding is not None:
+                    self._void[part] = f"the {side} are {finding}. {mend}"
+                elif part == "long":
+                    compared.check_reference()
+
+    @property
+    def _audit(self) -> Audit:
+        """Return the answers of the base and of the reference to the pool."""
+        assert self._base is not None
+        rows = self.settings.memorization.reference_rows
+        return Audit(
+            self.pool,
+            self._base,
+            self._decode,
+            self._reference,
+            rows if self._facts is None else self._facts.rows,
+            self._queries,
+            self._rewards,
+        )
 
     def _query(self, run: Run | None = None) -> TokenSnapshot:
         """Return a model's answers to the pool; each process queries it with a part of the texts.
@@ -358,7 +359,7 @@ class MemorizationChannel(WeightChannel):
         Attacks are grouped by the *part* of the pool that they compare: long texts, short ones,
         prompts or pairs. Those on a part without enough texts have no values.
         """
-        pool, now = self.pool, None
+        now = None
         series = {a: self.series(a, (Stage.RELEASED,)) for a in self.attacks}
         if self._base is None:
             why = "the base's answers are not known: the run was resumed without their file"
@@ -366,51 +367,46 @@ class MemorizationChannel(WeightChannel):
             return dict.fromkeys(chain.from_iterable(series.values()), why)
         n_read, unread = self._count_seen()
         self._looks += 1
-        everyone, alpha = self._account is not None, self.settings.memorization.alpha
+        alpha = self.settings.memorization.alpha
         answers: dict[Series, Answer] = {}
         for part in dict.fromkeys(attack.part for attack in self.attacks):
             attacks = [attack for attack in self.attacks if attack.part == part]
             names = {s: s.name for attack in attacks for s in series[attack]}
             try:
-                if unread and pool.way == "not yet seen":
-                    raise UnplayableGame(
-                        f"{unread} batches could not be read, and may have held texts that were to "
-                        "be non-members: add leave_out"
-                    )
-                if self._why_void:
-                    raise UnplayableGame(self._why_void)
-                rows, members = pool.compared(epoch, n_read, everyone=everyone, part=part)
+                chosen = self._choose(part, epoch, n_read, unread)
                 now = now or self._query()
             except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
-            values = dict[str, Answer](self._score_texts(now, rows, members, attacks))
-            self._compared |= dict.fromkeys(names, pool.digest(rows, members))
+            compared = self._audit.part(part, now, chosen, look=self._looks, alpha=alpha)
+            values = dict[str, Answer](self._score_texts(compared, attacks))
+            self._compared |= dict.fromkeys(names, self.pool.digest(*chosen))
             if RECORDS in names.values():
                 self.owes_list, self._n_lists = not lists, self._n_lists + lists
                 values[RECORDS] = BETWEEN
                 if lists:
-                    texts = pool, self._released(now, rows), rows, members
-                    shared = self._n_lists, self._error_share(epoch), alpha
-                    values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
+                    shared = self._n_lists, self._error_share(epoch)
+                    values[RECORDS] = write_list(self.run, self.folder / FILE, compared, *shared)
             if self._entities is not None and any(n.startswith("entity/") for n in names.values()):
-                values |= self._entities.compare(now, self._base, rows, members, self._looks, alpha)
+                values |= self._entities.compare(now, self._base, *chosen, self._looks, alpha)
             answers |= {s: values[name] for s, name in names.items()}
         return answers
 
-    def _released(
-        self, now: TokenSnapshot, rows: Tensor, *, prompts: bool = False
-    ) -> ReleasedModel:
-        """Return all models' answers at the label tokens of some texts, or of their prompts."""
-        assert self._base is not None
-        texts = [self._queries[row] for row in rows.tolist()]
-        texts = [text.prompt for text in texts] if prompts else texts
-        now, base = (_at_labels(answers, rows, texts) for answers in (now, self._base))
-        reference = self._reference and _at_labels(self._reference, rows, texts)
-        compressed = compressed_bytes(texts, self._decode)
-        rewards = None if self._rewards is None else self._rewards[:, rows]
-        groups = answer_groups(texts)
-        return ReleasedModel(now, base, compressed, groups, reference, rewards=rewards)
+    def _choose(self, part: Any, epoch: int, n_read: int, unread: int) -> tuple[Tensor, Tensor]:
+        """Return the texts of a part that are compared now, see :meth:`Pool.compared`.
+
+        Raises:
+            UnplayableGame: No comparison is valid, or there are too few texts.
+        """
+        why = self._void.get(part, "")
+        if unread and self.pool.way == "not yet seen":
+            why = (
+                f"{unread} batches could not be read, and may have held texts that were to be "
+                "non-members: add leave_out"
+            )
+        if why := self._why_lost or why:
+            raise UnplayableGame(why)
+        return self.pool.compared(epoch, n_read, everyone=self._account is not None, part=part)
 
     def _error_share(self, epoch: int) -> float:
         """Return the share of the allowed error of all lists that the newest list spends.
@@ -423,116 +419,68 @@ class MemorizationChannel(WeightChannel):
         return 0.5 if is_first else spent_at(self._n_lists, 0.5)
 
     def _score_texts(
-        self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
+        self, compared: Comparison, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
-        """Return the values of each attack on some of the texts, by the name of its series.
-
-        Membership is scored only on texts that occur in one row, extraction on all.
-        """
-        part, texts, times = attacks[0].part, self.pool.texts, self.pool.times[rows]
-        released = self._released(now, rows, prompts=part == "prompts")
-        if part == "pairs":
-            picked, columns = [texts[row] for row in rows.tolist()], released.now.labels.shape[1]
-            released = replace(released, rejected=rejected_places(picked, columns))
+        """Return the values of each attack on some of the texts, by the name of its series."""
         values: dict[str, dict[str, float] | str] = {}
-        look, alpha = self._looks, self.settings.memorization.alpha
-        single = (times == 1).nonzero()[:, 0]
-        game = released.rows(single)  # the texts of the membership game
         shared = {} if self._account is None else self._account.limits()
-        if part in ("long", "pairs"):  # data has only one of them, so that the value is logged once
-            compared = [texts[row] for row in rows[single].tolist()]
-            blind = blind_scores(game.base, game.compressed, compared, members[single])
-            shared[BLIND] = highest_auc(blind, members[single])
+        if compared.part in ("long", "pairs"):  # data has only one of them: it is logged once
+            shared[BLIND] = highest_auc(compared.blind, compared.sides)
         for attack in attacks:
             try:
-                if isinstance(attack, Extraction):
-                    guess: Any = attack.run(Observation(released=released))
-                    rates = extraction_values(guess, attack, members, times, look=look, alpha=alpha)
-                    values[attack.name] = rates | self._count_compared(members)
-                else:
-                    values[attack.name] = self._membership(attack, game, members[single], shared)
+                values[attack.name] = self._measure(attack, compared, shared)
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
 
-    def _membership(
-        self, attack: Any, game: ReleasedModel, members: Tensor, shared: Mapping[str, float]
+    def _measure(
+        self, attack: Any, compared: Comparison, shared: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the values of a membership attack by name.
+        """Return the values of an attack by name.
 
         Args:
             attack: The attack.
-            game: The answers of the models to n texts.
-            members: (n,) bool, which of them are members.
-            shared: Values that all attacks of the look have in common; they are included.
+            compared: The texts.
+            shared: Values that all attacks on membership have in common; they are included.
         """
-        look, alpha = self._looks, self.settings.memorization.alpha
+        look, alpha, members = compared.look, compared.alpha, compared.members
         ranked = sum(not isinstance(a, Extraction) for a in self.attacks)  # attacks that score
-        guess = attack.run(Observation(released=game))
-        exact = attack.part == "short" or isinstance(attack, RewardGain)  # scores may be coarse
-        values, joint = (
-            membership_values(guess.scores, members, look=look, alpha=error, exact=exact)
-            for error in (alpha, alpha / ranked)
-        )
-        values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
-        if type(attack) is CombinedReference and game.reference is not None:
-            facts, stated = self._facts, self.settings.memorization.reference_rows
-            rows = (stated if facts is None else facts.rows), self.pool.length
-            strength = measure_strength(game, members, *rows)
-            values = beside(strength, values, self.run.watcher if look == 1 else None)
-        if self._account is not None:
-            error = spent_at(look, alpha / ranked)
-            values["refuted"] = self._account.refuted(
-                attack.name, guess.scores, members, error, alpha
-            )
-        return {**values, **shared, **self._count_compared(members)}
+        error = alpha / max(1, ranked)
+        values, scores = compared.measure(attack, error)
+        if scores is not None:
+            members, values = compared.sides, {**values, **shared}
+            if (account := self._account) is not None:
+                spent = spent_at(look, error)
+                values["refuted"] = account.refuted(attack.name, scores, members, spent, alpha)
+        if STRENGTH in values and compared.strength is not None and look == 1:
+            announce_strength(self.run, compared.strength)
+        counts = float(members.sum()), float((~members).sum())
+        names = "members", "others", "alpha"
+        return values | dict(zip(names, (*counts, spent_at(look, alpha)), strict=True))
 
-    def _count_compared(self, members: Tensor) -> dict[str, float]:
-        """Return how many texts are compared, and the probability of error that the look spends."""
-        return {
-            "members": float(members.sum()),
-            "others": float((~members).sum()),
-            "alpha": spent_at(self._looks, self.settings.memorization.alpha),
-        }
-
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome without the values that the attack of the series does not compute.
-
-        All series share one layout. Which values are NaN shows what a series is of: a list of rows,
-        extraction, membership, or values in texts. Rates of the other kinds are left out.
-        """
-        outcome = super().pooled(series, rows)
-        rates, extra = {**outcome.rates}, outcome.extra
-        # "shown" is itself the lower end of its interval.
-        rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
-        optional = {name: rates[name].value for name in (*TIER_NAMES, "at_least") if name in rates}
-        absent = {name for name, value in optional.items() if math.isnan(value)}
-        if "at_least" in optional.keys() - absent:  # a list of rows has no other rates
-            absent |= {"auc", "shown", *TPRS, "extracted", "greedy"}
-        elif math.isnan(extra["p_value"]):  # extraction
-            absent |= {"auc", "shown", *TPRS}
-        elif math.isnan(extra["extracted_base"]):  # membership
-            absent |= {"extracted", "greedy"}
-        if math.isnan(extra["shown_p_value"]):  # series of values in texts have only an AUC
-            absent |= {"shown", *TPRS}
-        return replace(
-            outcome,
-            rates={name: rate for name, rate in rates.items() if name not in absent},
-            extra={name: value for name, value in extra.items() if not math.isnan(value)},
-        )
+    def outcome(self, series: Series, answer: Answer) -> Outcome:
+        """Return the outcome, without tiers of extraction that no text is in."""
+        if isinstance(answer, Mapping):
+            tiers = (*TIER_NAMES, "at_least")
+            known = {n: x for n, x in answer.items() if n not in tiers or not math.isnan(x)}
+            ends = {"shown_low": known["shown"]} if "shown" in known else {}
+            answer = known | ends  # "shown" is itself the lower end of its interval
+        return super().outcome(series, answer)
 
     # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Write the base's answers to a private file, and return its path with the counts.
 
-        ``digest`` hashes the answers and the texts together. No file has the texts themselves.
+        ``digest`` hashes the answers and the texts together, with a key that only the private file
+        has, so that no one can test a guess of the texts by a checkpoint. No file has the texts
+        themselves.
         """
         if self._pool is None or self._base is None:
             return {}
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_answers(file, self._base, self._reference)
+            save_answers(file, self._key, self._base, self._reference)
         return {
             self.family: {
                 "looks": self._looks,
@@ -550,11 +498,10 @@ class MemorizationChannel(WeightChannel):
         }
 
     def pool_line(self) -> PoolLine | None:
-        """Return the record of the pool; None without a pool."""
-        if self._pool is None:
-            return None
-        line = self._pool.line(self._base and self._digest(self._base))
-        return line and replace(line, reference=self._facts)
+        """Return the record of the pool; None without one, or of planted texts."""
+        # Each line of results has the numbers of planted texts.
+        is_recorded = self._pool is not None and not self.planted
+        return replace(self.pool.line(), reference=self._facts) if is_recorded else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the path of the base's answers for :meth:`query_base`, and restore the counts."""
@@ -564,15 +511,16 @@ class MemorizationChannel(WeightChannel):
         self._has_ended = bool(self._saved_state.get("ended", False))
 
     def _digest(self, base: TokenSnapshot) -> str:
-        """Return the SHA-256 of the pool's texts and the base's answers together."""
-        return digest_answers(base, self._reference, [text.ids for text in self.pool.texts])
+        """Return a keyed hash of the pool's texts and the base's answers together."""
+        texts = [text.ids for text in self.pool.texts]
+        return digest_answers(self._key, base, self._reference, texts)
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the pool are those of the run's first fit."""
         pool, saved, self._saved_state, self._base = self.pool, self._saved_state, {}, None
         try:
-            base, self._reference = load_answers(Path(saved["file"]))
-        except (OSError, ValueError, TypeError):  # TypeError: the file holds something else
+            self._key, base, self._reference = load_answers(Path(saved["file"]))
+        except (OSError, ValueError, TypeError, KeyError):  # the last two: it holds something else
             return
         if self._digest(base) == saved["digest"]:
             self._base = base
@@ -582,18 +530,7 @@ class MemorizationChannel(WeightChannel):
             self._looks_due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
             if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
-                self._why_void = (
+                self._why_lost = (
                     "a checkpoint of several processes has only the texts that the first of them "
                     "has seen: add leave_out"
                 )
-
-
-def _at_labels(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
-    """Select the answers at the label tokens of some texts from those to the whole pool.
-
-    Args:
-        answers: The model's answers to the whole pool.
-        rows: (n,) indices of the texts in the pool.
-        texts: These n texts, or their prompts.
-    """
-    return answers.rows(rows).within(label_places(texts, answers.labels.shape[1]))

@@ -37,19 +37,13 @@ from lightning_fedleak.engine.channels.released.training_rows import (
     read_twice,
 )
 from lightning_fedleak.engine.options import Memorization
-from lightning_fedleak.evaluation.canaries import (
-    CanarySet,
-    ReferenceRows,
-    TrainingRows,
-    draw_references,
-)
+from lightning_fedleak.evaluation.canaries import ReferenceRows, TrainingRows, draw_references
 from lightning_fedleak.evaluation.canaries.repeats import Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.entities import FoundEntities
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
-from lightning_fedleak.private_files import name_content
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import PoolLine
 
@@ -65,7 +59,7 @@ MIN_POOL = 200  # texts that a pool needs; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations that recognised rows may lie below their expected number;
 # beyond that rows are read differently in batches. Not tuned
 # Why packed texts cannot be compared with a DP account.
-_PACKED = "several texts are packed into a row, and share its inclusion bit"
+PACKED = "several texts are packed into a row, and share its inclusion bit"
 # Why rows "not yet seen" are no non-members once the first epoch has come to all rows.
 NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
 MAX_ROWS = 10_000  # rows searched for repeats: 4 to 8 s on a core; more rows take longer
@@ -99,6 +93,7 @@ class Pool:
         unread: The number of batches that could not be read so far, on this process.
         rows: Which rows of the user's data the texts are, for the list of members; None for
             canaries.
+        indices: The index of each text among those that the pool was chosen from.
         references: The rows that references are trained on; None if none is trained.
         is_short: (N,) bool, whether a text has 1 to 7 label tokens. Short ones are compared with
             each other only.
@@ -121,9 +116,68 @@ class Pool:
     short: int = 0
     searched: float = 1.0
     rows: PoolRows | None = None
+    indices: Sequence[int] = ()
     references: ReferenceRows | None = None
     passed: int = 0
     unread: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        texts: Sequence[Text],
+        trains: Sequence[bool],
+        numbers: Sequence[int],
+        elsewhere: Iterable[tuple[Text, bool]] = (),
+        *,
+        short: bool = True,
+        **facts: Any,
+    ) -> Pool:
+        """Return the pool of those texts that can be compared.
+
+        Args:
+            texts: The texts that may be in it.
+            trains: Whether each of them is in the training data.
+            numbers: The number of each text's row; -1 if it is not in the training data.
+            elsewhere: All other rows of the data, and whether each was trained on.
+            short: Whether texts with 1 to 7 label tokens are queried too.
+            facts: Further attributes of the pool.
+        """
+        scored = scored_texts(texts, trains, elsewhere)
+        indices = scored.rows + (scored.short_rows if short else [])
+        rows = PoolRows.of(texts, scored, numbers, short=short)
+        is_short = torch.arange(len(indices)) >= len(scored.rows)
+        prompt_rows = {*scored.prompt_rows}
+        has_prompt = torch.tensor([row in prompt_rows for row in indices], dtype=torch.bool)
+        return cls(
+            texts=[texts[row] for row in indices],
+            trains=torch.tensor([trains[row] for row in indices], dtype=torch.bool),
+            times=rows.times,
+            is_short=is_short,
+            has_prompt=has_prompt & (rows.times == 1),
+            repeated=scored.repeated,
+            short=scored.short - int(is_short.sum()),
+            rows=rows,
+            indices=indices,
+            **facts,
+        )
+
+    @classmethod
+    def of_sides(
+        cls, members: Sequence[Text], others: Sequence[Text], numbers: Sequence[int] | None = None
+    ) -> Pool:
+        """Return the pool of a finished model, whose members have all been trained on.
+
+        Args:
+            members: The texts that were trained on.
+            others: The texts that were not.
+            numbers: The numbers of the members' rows; None: 0, 1, and so on.
+        """
+        sides = [True] * len(members) + [False] * len(others)
+        rows = [*(range(len(members)) if numbers is None else numbers), *[-1] * len(others)]
+        no_game = "an account is compared by the monitor of a run"
+        return cls.of(
+            [*members, *others], sides, rows, way="given", length=len(members), no_game=no_game
+        )
 
     def __post_init__(self) -> None:
         self.seen = torch.zeros_like(self.trains)
@@ -139,6 +193,11 @@ class Pool:
     def alone(self) -> Tensor:
         """Return (N,) bool, the long texts in a single row: those that membership attacks score."""
         return (self.times == 1) & ~self.is_short
+
+    @property
+    def n_short(self) -> int:
+        """Return the number of texts with fewer than 8 label tokens, queried or excluded."""
+        return self.short + int(self.is_short.sum())
 
     @property
     def has_pairs(self) -> bool:
@@ -242,17 +301,21 @@ class Pool:
                 "(padded with an attention_mask, or cut to a fixed length), and a round of a "
                 "federation must not begin with the same rows as the one before"
             )
-        members = self.trains & in_part if everyone else members
-        n, n_non_members = int((members & comparable).sum()), int(non_members.sum())
-        if min(n, n_non_members) < MIN_TEXTS:
-            raise UnplayableGame(
-                f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
-            )
-        index = (members | non_members).nonzero()[:, 0]
-        return index, members[index]
+        if everyone:
+            return self.everyone(part)
+        return _index_of(members, non_members, comparable)
 
-    def line(self, base: str | None) -> PoolLine | None:
-        """Return the record of the pool, with the hash of the base's answers if there are any."""
+    def everyone(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return all texts of a part, (n,) indices, and which of them are members, (n,) bool.
+
+        Raises:
+            UnplayableGame: There are too few on a side.
+        """
+        comparable, in_part = self._part_masks(part)
+        return _index_of(self.trains & in_part, ~self.trains & comparable, comparable)
+
+    def line(self) -> PoolLine:
+        """Return the record of the pool."""
         train = int(self.trains.sum())
         return PoolLine(
             run="",
@@ -263,7 +326,6 @@ class Pool:
             short=self.short,
             searched=self.searched,
             copied=int((self.times > 1).sum()),
-            base=base and name_content(base.encode()),
         )
 
     @property
@@ -286,49 +348,15 @@ class Pool:
         )
 
 
-class CanaryPool(Pool):
-    """Hold the canaries that the model is queried with, in the data or held out."""
-
-    @classmethod
-    def of_canaries(
-        cls, canaries: CanarySet, loader: Any, settings: Memorization | None = None
-    ) -> CanaryPool:
-        """Return a pool of all canaries.
-
-        Raises:
-            UnplayableGame: To query all of them costs more than the budget of the settings, if
-                there are any.
-        """
-        check_loader(loader)
-        length = len(loader.dataset)
-        if settings is not None:
-            affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
-        # The loss is computed on all tokens of a canary, so that its ids are also its labels.
-        texts, included = [Text(row, row) for row in canaries.token_ids], canaries.included
-        times, none = torch.ones(len(included), dtype=torch.long), torch.zeros_like(included)
-        no_game = "canaries are compared with it by audit_canaries"
-        # No canary counts as short, and the prompt of none is compared.
-        return cls("left out", texts, included, length, times, none, none, no_game)
-
-    def _key(self, text: Text) -> bytes:
-        return text.ids.numpy().tobytes()
-
-    @property
-    def seen_in_checkpoints(self) -> Tensor:
-        """Return (N,) False: a checkpoint must not reveal which canaries are in the data."""
-        return torch.zeros_like(self.seen)
-
-    def compared(
-        self, epoch: int, passed: int, *, everyone: bool = False, part: Part = "long"
-    ) -> tuple[Tensor, Tensor]:
-        """Return all canaries, (n,) indices, and whether each was trained on so far, (n,) bool.
-
-        The arguments are not used: the number of canaries was chosen by the user.
-        """
-        return torch.arange(len(self.texts)), self.trains & self.seen
-
-    def line(self, base: str | None) -> None:
-        """Return None, no record: each line of results has the numbers of canaries."""
+def _index_of(members: Tensor, non_members: Tensor, comparable: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of members and non-members, and which are members, if they are enough."""
+    n, n_non_members = int((members & comparable).sum()), int(non_members.sum())
+    if min(n, n_non_members) < MIN_TEXTS:
+        raise UnplayableGame(
+            f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
+        )
+    index = (members | non_members).nonzero()[:, 0]
+    return index, members[index]
 
 
 def forwards_of(settings: Memorization, *, last_step: bool) -> int:
@@ -432,38 +460,29 @@ def collect(
             if len(extra) > MAX_ROWS:
                 seconds = (time.perf_counter() - start) / len(sample) * len(extra)
                 rank_zero_info(f"entities: {len(extra):,} more rows are searched, ~{seconds:.0f} s")
-        scored = scored_texts(texts, in_data, other_texts)
-    indices = scored.rows + (scored.short_rows if short else [])
+        number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
+        # The row number of each text in the user's data; -1: held out.
+        numbers = [number_of(sample[n][1]) if sample[n][0] is dataset else -1 for n in row_of]
+        pool = Pool.of(
+            texts,
+            in_data,
+            numbers,
+            other_texts,
+            short=short,
+            way=way,
+            length=round(length * len(texts) / max(1, len(read_rows))),
+            no_game=PACKED if packed else no_game,
+            once=way == "not yet seen"
+            and not isinstance(loader.batch_sampler, PoissonBatchSampler),
+            searched=len(extra) / n_extra if n_extra else 1.0,
+        )
     if entities is not None:
-        entities.locate([texts[row] for row in indices])
-    trains = torch.tensor([in_data[row] for row in indices], dtype=torch.bool)
-    prompt_rows = {*scored.prompt_rows}
-    has_prompt = torch.tensor([row in prompt_rows for row in indices], dtype=torch.bool)
-    has_prompt[: len(scored.rows)] &= scored.times == 1  # the texts after these are short ones
-    is_short = torch.arange(len(indices)) >= len(scored.rows)
-    number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
-    # The row number of each text in the user's data; -1: held out.
-    numbers = [number_of(sample[n][1]) if sample[n][0] is dataset else -1 for n in row_of]
-    references = None
+        entities.locate(pool.texts)
     if trains_reference:
         drawn = draw_references(len(sample), len(extra), n_reference, settings.seed)
-        references = ReferenceRows(sample + extra, drawn, torch.tensor(row_of)[indices])
-    return Pool(
-        way=way,
-        texts=[texts[row] for row in indices],
-        trains=trains,
-        length=round(length * len(texts) / max(1, len(read_rows))),
-        times=torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
-        is_short=is_short,
-        has_prompt=has_prompt,
-        no_game=_PACKED if packed else no_game,
-        once=way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
-        repeated=scored.repeated,
-        short=scored.short - int(is_short.sum()),
-        searched=len(extra) / n_extra if n_extra else 1.0,
-        rows=PoolRows.of(texts, scored, numbers, short=short),
-        references=references,
-    )
+        places = torch.tensor(row_of)[pool.indices]
+        pool.references = ReferenceRows(sample + extra, drawn, places)
+    return pool
 
 
 def _no_game(dataset: Any, way: _Way) -> str | None:

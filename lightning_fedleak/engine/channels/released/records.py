@@ -13,15 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from lightning_fedleak.engine.channels.released.pool import Pool
+from lightning_fedleak.engine.channels.released.audit import Comparison
 from lightning_fedleak.engine.outcomes import Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run, reason
-from lightning_fedleak.evaluation.canaries.repeats import PoolRows
-from lightning_fedleak.evaluation.metrics.record_list import FALSE_DISCOVERIES, list_records
-from lightning_fedleak.model.snapshots import ReleasedModel
+from lightning_fedleak.evaluation.metrics.record_list import FALSE_DISCOVERIES
 
 RECORDS = "records"
 """The name of the list's counts in the logs, ``leakage/records/at_least``."""
@@ -31,51 +27,28 @@ BETWEEN = Waiting("rows are listed after each epoch, and at the end", soon=False
 
 
 def write_list(
-    run: Run,
-    path: Path,
-    pool: Pool,
-    released: ReleasedModel,
-    rows: Tensor,
-    members: Tensor,
-    look: int,
-    share: float,
-    alpha: float,
+    run: Run, path: Path, compared: Comparison, number: int, share: float
 ) -> dict[str, float] | str:
     """Write the list of a look, and return its counts by logged name, or why there is none.
 
     Args:
         run: The run, whose first process writes.
         path: The path of the file.
-        pool: The pool of the run, which knows the row numbers of its texts.
-        released: The answers of the model and its base to n texts.
-        rows: (n,) the indices of these texts in the pool.
-        members: (n,) bool, whether each was trained on.
-        look: The number of the list, counted from 1.
-        share: The share of the rate of false discoveries and of ``alpha`` that this list spends.
-        alpha: The probability of error of ``at_least`` over all lists together.
+        compared: The texts of the look.
+        number: The number of the list, counted from 1.
+        share: The share of the rate of false discoveries and of the error that this list spends.
     """
-    assert pool.rows is not None
-    copies = [pool.rows.copies[row] for row in rows.tolist()]
-    compared = {*rows.tolist()}
-    excluded = {  # by row number, why a row of the training data is not compared
-        number: "short" if bool(pool.is_short[row]) else "unknown"
-        for row in pool.trains.nonzero()[:, 0].tolist()
-        if row not in compared
-        for number in pool.rows.copies[row]
-    }
-    excluded = {**pool.rows.apart, **excluded}
-    listed = PoolRows(copies, pool.times[rows], excluded, pool.rows.short_copies)
+    pool = compared.audit.pool
     facts: dict[str, Any] = {
-        "pool": pool.digest(rows, members),
+        "pool": pool.digest(compared.index, compared.members),
         "account": bool(accounting(run.defenses)),
         "training_rows": pool.length,
-        "short": bool(pool.is_short[rows].all()),
-        "look": look,
+        "look": number,
         "rate": FALSE_DISCOVERIES * share,
-        "alpha": alpha * share,
+        "alpha": compared.alpha * share,
     }
     try:
-        records = list_records(released, members, listed, **facts)
+        records = compared.list_records(**facts)
         if run.rank == 0 or run.processes == 1:
             records.save(path)
     except Exception as error:

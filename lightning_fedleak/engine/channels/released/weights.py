@@ -28,7 +28,6 @@ from torch import Tensor
 from lightning_fedleak.attacks import Attack, Capability, UnusableObservation
 from lightning_fedleak.attacks.memorization import Extraction, MemorizationAttack
 from lightning_fedleak.engine.channels.base import Channel, Requirement, exclude
-from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.released.pool import NoRows, Pool
 from lightning_fedleak.engine.channels.released.training_rows import (
     UnplayableGame,
@@ -37,15 +36,7 @@ from lightning_fedleak.engine.channels.released.training_rows import (
 )
 from lightning_fedleak.engine.lineup import Row, in_short
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import (
-    PREFIX,
-    Found,
-    Outcome,
-    Result,
-    Series,
-    Unknown,
-    Waiting,
-)
+from lightning_fedleak.engine.outcomes import PREFIX, Outcome, Series, Waiting, pending, unknown
 from lightning_fedleak.engine.record import RunRecord, accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -81,18 +72,12 @@ class WeightChannel(Channel):
     kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
     planted: ClassVar[str] = ""
     prefix: ClassVar[str] = PREFIX[Stage.RELEASED]
-    # The attacks read no gradient and nothing of a step: they also fit runs that share weight
-    # changes of several steps, and need no trained parameter in particular.
-    reads_updates = True
-    reads_states = True
-    at_weights = True
     # By default the adversary gets the trained weights, has the base, and holds candidate texts.
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self.width = len(self._names)
         self._pool: Pool | None = None  # None until it is drawn, or if it cannot be
         self._refusal: str | None = None  # why there is no pool; None until it is known
         self.folder = Path()
@@ -260,27 +245,22 @@ class WeightChannel(Channel):
         pool.seen = counts[:-2] > 0
         return int(counts[-2]), int(counts[-1])
 
-    def packed(self, answer: Answer) -> Result:
-        """Return the result of an answer, with values in the order of :attr:`_names`."""
-        if isinstance(answer, Mapping):
-            return Found([answer.get(name, math.nan) for name in self._names])
-        return answer if isinstance(answer, Waiting) else Unknown(answer)
+    def outcome(self, series: Series, answer: Answer) -> Outcome:
+        """Return the outcome of an answer, which is the same on every process.
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of the values in a packed result."""
-        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
-        return (*ends, *self.extras)
-
-    # ---- over processes ---------------------------------------------------------------------
-
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome of the values, which are the same on every process."""
-        values = dict(zip(self._names, next(iter(rows.values())), strict=True))
-        ends = ("", "_low", "_high")
-        rates = {name: Rate(*(values[name + end] for end in ends)) for name in self.metrics}
-        n = int(values["members"] + values["others"])
-        extra = {name: values[name] for name in self.extras}
+        Rates and values that the attack of the series does not compute are left out.
+        """
+        if isinstance(answer, Waiting):
+            return pending(answer.why, soon=answer.soon)
+        if isinstance(answer, str):
+            return unknown(self.metrics_of(series), answer)
+        rates = {
+            name: Rate(*(answer.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high")))
+            for name in self.metrics
+            if name in answer
+        }
+        extra = {n: answer[n] for n in self.extras if not math.isnan(answer.get(n, math.nan))}
+        n = int(answer["members"] + answer["others"])
         return Outcome(rates, n, extra=extra, pool=self._compared.get(series, ""))
 
 
@@ -308,8 +288,7 @@ class WeightLooks:
         self._channels = tuple(c for c in channels if isinstance(c, WeightChannel))
         for channel in self._channels:
             channel.folder = folder
-        self._series = {s: c for s, c in series.items() if c in self._channels}
-        self._exchange = Exchange(run, series)
+        self._series = {s: c for s, c in series.items() if isinstance(c, WeightChannel)}
         self.looked_at: int | None = None
         self._weight_sums = torch.zeros(0)  # at the newest look, see _sums_of_weights
         self._chosen_loss = -1, -math.inf  # the step of the newest choice, and its loss
@@ -544,8 +523,5 @@ class WeightLooks:
                 except Exception as error:
                     unknown = (s for s in scope if self._series[s] is channel)
                     answers |= dict.fromkeys(unknown, reason(error))
-        ordered = {s: c.packed(answers[s]) for s, c in self._series.items() if s in scope}
-        exposed = dict.fromkeys(ordered, True)
-        outcomes, _ = self._exchange.outcomes(ordered, exposed, look.step)
-        assert outcomes is not None  # unlike gradients, weights are always exposed
-        return look, outcomes
+        answers = self._run.broadcast(answers)  # all processes have the same, but for failures
+        return look, {s: c.outcome(s, answers[s]) for s, c in self._series.items() if s in scope}

@@ -155,6 +155,17 @@ class Results:
             bound=control.bound,
         )
 
+    def why_unknown(self, name: str) -> str:
+        """Return why a value, or the worst of a family, is unknown; empty if no result says it."""
+        family = name.removeprefix(f"{WORST}/")
+        roots = {headline.rpartition("/")[0] for headline in self.headlines(family) or (name,)}
+        reasons = [(True, self.untested.get(family, ""))]
+        for series, outcome in self._newest.items():
+            if series.log_name in roots and outcome.unknown:
+                reasons.append((outcome.applies, f"{series.log_name}: {outcome.unknown}"))
+        applying = [why for applies, why in reasons if applies and why]
+        return "; ".join(applying or [why for _, why in reasons if why])
+
     # ---- looks ------------------------------------------------------------------------------
 
     def clear(self) -> None:

@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -196,15 +197,14 @@ def _measure_model(options: Namespace, console: Console) -> int:
         name = {"short": "short_answers"}.get(part, part)
         content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
 
-    def write() -> None:
+    def list_rows() -> None:
         if ranking is not None:
             ranking.save(options.records)
             console.print(f"{options.records} holds the numbers of the rows.")
-        if options.out is not None:
-            write_json(console, options.out, content)
-        summarize(options.summary, outcome, sentences, tables)
 
-    return write_last(console, status, write)
+    write_results = partial(write_json, console, options.out, content)
+    add_summary = partial(summarize, options.summary, outcome, sentences, tables)
+    return write_last(console, status, list_rows, write_results, add_summary)
 
 
 def _compare(

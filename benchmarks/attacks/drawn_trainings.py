@@ -31,6 +31,7 @@ import copy
 import io
 import itertools
 import json
+import math
 import random
 import sys
 import tempfile
@@ -460,7 +461,7 @@ def judge(
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
-        part > need and not latest[n.removesuffix("_of_a_part")] > gate.at_most
+        part > need and not latest.get(n.removesuffix("_of_a_part"), math.nan) > gate.at_most
         for n, part in controls.items()
     )
     verdict.looks["by aggregation" if parted else "low"] += 1

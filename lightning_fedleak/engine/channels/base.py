@@ -131,7 +131,6 @@ class Channel(ABC):
         tests_looks: Whether each look has its own p-value.
         controlled: Whether its attacks also run on the *control* of a look, the same step on known
             words, which shows whether they work at all; see :meth:`control_answer`.
-        bounds_noise: Whether a low headline behind declared defences needs a bound on all readers.
         finds_entities: Whether it has series of the values in texts that ``entities=`` names.
         no_value: Why such a series has no result yet, with a place for the kind of values.
         entity_kinds: The kinds of these values.
@@ -163,7 +162,6 @@ class Channel(ABC):
     at_weights: ClassVar[bool] = False
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
-    bounds_noise: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
     no_value: ClassVar[str] = "no text has a value of kind '{}'"
     uninformed: float = 0.0

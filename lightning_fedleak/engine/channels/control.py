@@ -473,7 +473,7 @@ class Controls:
         recovers those that it wrote.
         """
         step, channel = look.training_step, self._channels[plan.attack.name]
-        if not (channel.bounds_noise and plan.roles):
+        if not (plan.roles or channel.plays_games):  # it reads hidden states
             return math.nan
         if any(defense.activation_layers for defense in self._run.defenses):
             return 1.0
@@ -482,15 +482,16 @@ class Controls:
             written = replace(look, training_step=replace(step, calls=step.written))
             if self._number(written, plan) > self._limit(channel):
                 return math.nan
-        if "bound" not in look.work:
+        key = "bound", channel.plays_games
+        if key not in look.work:
             try:
-                look.work["bound"] = self._bound_of_noise(look)
+                look.work[key] = self._bound_of_noise(look, games=channel.plays_games)
             except UnusableObservation:  # the step cannot be made again
-                look.work["bound"] = 1.0
-        bound = float(look.work["bound"])
+                look.work[key] = 1.0
+        bound = float(look.work[key])
         return 1.0 if is_written and math.isnan(bound) else bound
 
-    def _bound_of_noise(self, look: Look) -> float:
+    def _bound_of_noise(self, look: Look, *, games: bool) -> float:
         """Return the same for the declared noise on gradients alone; NaN without such noise."""
         step, std = look.training_step, look.training_step.noise_std
         if step.round is not None:
@@ -500,7 +501,7 @@ class Controls:
                 std = view.noise_std if not view.compression else std
         if std == 0 and math.isnan(step.example_norm):
             return math.nan
-        return self._hidden.bound(step, std)
+        return self._hidden.bound(step, std, games=games)
 
     def _zeros(self, role: str) -> Tensor:
         """Return a gradient of zeros, for a process whose part of a batch has no label."""

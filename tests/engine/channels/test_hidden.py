@@ -19,9 +19,12 @@ from lightning_fedleak import (
     DPSGD,
     ActivationNoise,
     DefendedStrategy,
+    Games,
     GradientCompression,
+    GradientMembership,
     GradientNoise,
     LeakageMonitor,
+    PublicText,
     RiskGate,
     SubspaceWords,
     TokenLDP,
@@ -167,6 +170,43 @@ def test_dp_sgd_bounds_its_own_reader(tmp_path: Path, multiplier: float, known: 
     assert (values["bound"] <= 0.5) == known
     if values["f1"] <= 0.5:
         assert (gate.fired is None) == known
+
+
+def noise_multiplier(multiplier: float) -> DPSGD:
+    return DPSGD(max_grad_norm=1.0, noise_multiplier=multiplier, target_delta=1e-3, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("defenses", "auc"),
+    [
+        ([], None),
+        ([noise_multiplier(1.0)], 0.760),  # of N(0, 1) and N(1, 1)
+        ([noise_multiplier(20.0)], 0.514),
+        ([GradientNoise(1.0, 100.0)], 1.0),
+        ([GradientNoise(1.0, 100.0), GradientCompression("int8")], 1.0),
+        ([TokenLDP("grr", 1.0, seed=1)], 1.0),
+    ],
+)
+def test_low_membership_is_known_only_where_clipped_texts_bound_it(
+    tmp_path: Path, defenses: list[Defense], auc: float | None
+) -> None:
+    public = PublicText([row["input_ids"] for row in batches(16, 2)])
+    games = Games(held_out=PublicText([x["input_ids"] - 1 for x in batches(20, 2)]), targets=8)
+    monitor = LeakageMonitor([GradientMembership(public)], every_n_steps=1, games=games)
+    gate = RiskGate("leakage/worst/membership", at_most=0.6, action="warn")
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, enable_progress_bar=False,
+        enable_model_summary=False, strategy=DefendedStrategy("auto", defenses),
+    )  # fmt: skip
+    trainer.fit(Tuned(), torch.utils.data.DataLoader(batches(2), batch_size=2))
+    table = monitor.to_dataframe()
+    bounds = table[table.metric == "bound"].value.tolist()
+    assert bounds == ([] if auc is None else pytest.approx([auc] * len(bounds), abs=1e-3))
+    assert bool(bounds) == bool(defenses)
+    if auc is not None and auc > 0.6:  # a low number does not count
+        assert gate.fired is not None
+        assert gate.fired.value > 0.6 or "behind the declared defences" in gate.fired.why
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,8 @@ class Threshold:
 
     @property
     def _action_name(self) -> str:
-        if isinstance(self.action, str):
-            return self.action
-        return getattr(self.action, "__name__", type(self.action).__name__)
+        name = getattr(self.action, "__name__", type(self.action).__name__)
+        return self.action if isinstance(self.action, str) else name
 
     # ---- a run begins -----------------------------------------------------------------------
 

@@ -469,7 +469,7 @@ class RoundObserver:
             for channel, state in zip(_in_rounds(look.engine), states, strict=True):
                 channel.load_state_dict(state)
             assert look.engine.fit is not None
-            look.engine.fit.controls.restore(look.before["controls"])
+            look.engine.fit.controls.controlled = look.before["controls"]
 
     def _keys(self) -> dict[str, str]:
         """Return the sent name of every role that an attack reads, such as ``head.weight``."""
@@ -545,5 +545,5 @@ def _state_of(engine: core.Engine) -> dict[str, Any]:
     """Return a copy of the state that a look changes: results, pooled games and controls."""
     states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
     assert engine.fit is not None
-    controls = engine.fit.controls.state()
+    controls = set(engine.fit.controls.controlled)
     return {"results": engine.results.state_dict(), "channels": states, "controls": controls}

@@ -154,6 +154,7 @@ class Controls:
         needs: The value that a control must exceed, by family of attacks (such as words): the
             highest threshold of the family's gates, which stop a run. Families that are absent need
             :func:`default_limit`.
+        controlled: The names of the attacks that had a control.
     """
 
     def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
@@ -162,7 +163,7 @@ class Controls:
         self._channels = {key.attack: channel for key, channel in series.items()}
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
-        self._controlled: set[str] = set()  # the names of the attacks that had a control
+        self.controlled: set[str] = set()
         # Low numbers since an attack's newest control, and after how many it gets the next one.
         self._uncontrolled, self._period = Counter[str](), dict[str, int]()
         self.needs: dict[str, float] = {}
@@ -220,8 +221,8 @@ class Controls:
         """
         name, answers = plan.attack.name, self._answers(look, plan)
         if self._ignores_data:
-            return name not in self._controlled or look.scope is None
-        if name not in self._controlled:  # its control may show that an unknown attack still waits
+            return name not in self.controlled or look.scope is None
+        if name not in self.controlled:  # its control may show that an unknown attack still waits
             return not all(isinstance(answer, Waiting) for answer in answers)
         if all(isinstance(answer, Unknown | Waiting | None) for answer in answers):
             return False
@@ -566,19 +567,11 @@ class Controls:
         look.controls[name] = control = replace(
             control, unexplained=look.training_step.unexplained, bound=self._bound(look, plan)
         )
-        self._controlled.add(name)
+        self.controlled.add(name)
         rate = control.part.get(channel.headline, control.rates.get(channel.headline, math.nan))
         fails = rate <= self._limit(channel) and not control.bound <= self._limit(channel)
         self._uncontrolled[name] = 0
         self._period[name] = min(2 * self._period.get(name, 1), MAX_PERIOD) if fails else 1
-
-    def state(self) -> set[str]:
-        """Return the names of the attacks that had a control."""
-        return set(self._controlled)
-
-    def restore(self, state: set[str]) -> None:
-        """Restore what :meth:`state` returned."""
-        self._controlled = set(state)
 
     def _limit(self, channel: Channel) -> float:
         """Return the value that a control must exceed for a low number to count."""

@@ -33,6 +33,7 @@ from lightning_fedleak.attacks import WordGuess
 from lightning_fedleak.defenses import Defense, mean_of_sample_means
 from lightning_fedleak.engine.channels import hidden
 from lightning_fedleak.engine.channels.hidden import best_f1
+from lightning_fedleak.model.snapshots import NotYet
 from tests.engine.test_step_again import VOCAB, adapted, trained
 
 
@@ -227,6 +228,37 @@ def test_behind_noise_on_states_a_low_number_is_unknown(tmp_path: Path) -> None:
     gate, _ = look(tmp_path, ActivationNoise(1, 1e-6), attack=Weak)
     assert gate.fired is not None
     assert "nothing bounds what a reader" in gate.fired.why
+
+
+class Late(Weak):
+    """Waits for the gradient of A, as of more tokens than B can distinguish."""
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        if view.gradients[-1].step == 0:
+            raise NotYet("A has no gradient yet")
+        return super().run(view, query)
+
+
+def test_a_retry_between_looks_has_a_control(tmp_path: Path) -> None:
+    """Where defences act, stages are read one by one; the last one is no stage that is measured."""
+    module = Tuned()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter *= 0 if "lora_B" in name else 1  # A's gradient is zero in the first step
+    monitor = LeakageMonitor([Late(capacity_seconds=0)], every_n_steps=9)
+    gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=DefendedStrategy("auto", [GradientNoise(1.0, 0.0)]),  # it clips
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(batches(2), batch_size=2))
+    assert 0 < monitor.latest["leakage/subspace_words/f1"] < 0.5
+    assert monitor.latest["leakage/subspace_words/control"] < 0.5
+    assert gate.fired is not None
+    assert gate.fired.step == 1
+    assert "this attack cannot show more than" in gate.fired.why
 
 
 class Dithered(Defense):

@@ -190,8 +190,7 @@ def _check_results(
         verdict: The verdict to which findings are added.
     """
     for number, location, line in results.lines:
-        run = str(line.get("run", ""))
-        n_lines = ends.get(run)
+        n_lines = ends.get(run := str(line.get("run", "")))
         if run in begins and n_lines is not None and number > n_lines:
             verdict.contradict(f"{location}: run {run} had ended before")
         elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):

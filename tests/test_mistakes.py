@@ -55,7 +55,7 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "two monitors": (lambda: [LeakageMonitor(), LeakageMonitor()], "use one for all attacks"),
     "a gate on two monitors": (
         lambda: [RiskGate(WORDS, 0.3), LeakageMonitor(Probe()), LeakageMonitor(Probe(name="b"))],
-        "one LeakageMonitor with all attacks has to log, and 2 of 2 do",
+        "which one LeakageMonitor with all attacks has to log: Trainer(",
     ),
     "a typo": (gated("leakage/worst/word", at_most=0.5), f"Did you mean '{WORDS}'?"),
     "no prefix": (gated("worst/words", at_most=0.5), f"Did you mean '{WORDS}'?"),

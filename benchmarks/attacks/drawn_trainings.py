@@ -31,6 +31,7 @@ import copy
 import io
 import itertools
 import json
+import math
 import random
 import sys
 import tempfile
@@ -112,6 +113,7 @@ class Training:
     penalty: float = 0.0
     sigma: float = 0.0
     defence: str = "GradientNoise"
+    half_base: bool = False
 
     @classmethod
     def drawn(cls, seed: int) -> Training:
@@ -161,6 +163,8 @@ class Training:
         draw = random.Random(-seed)
         plain = replace(cls.plain(seed), touch="nothing", batch="the same", noise=0.0)
         if draw.random() < 0.5:  # without a defence
+            if plain.part != "whole" and draw.random() < 0.3:  # as TRL trains over a float16 file
+                return replace(plain, precision="bf16-mixed", half_base=True)
             return replace(plain, compiled=draw.random() < 0.3)
         sigma, defence = 10 ** draw.uniform(-6, 0), draw.choice(list(DEFENCES))
         return replace(plain, sigma=sigma, defence=defence)
@@ -171,14 +175,18 @@ class Training:
 
     def setting(self) -> str:
         """Return what a table of looks is sorted by."""
-        plain = f"{self.precision}{', compiled' * self.compiled}{', dropout' * bool(self.dropout)}"
-        return self.defence if self.sigma else plain
+        if self.sigma:
+            return self.defence
+        precision = "float16 base, bf16-mixed" if self.half_base else self.precision
+        return f"{precision}{', compiled' * self.compiled}{', dropout' * bool(self.dropout)}"
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
         sizes = {"max_position_embeddings": TOKENS, "tie_word_embeddings": self.tied}
         dropout = {"attention_dropout": self.dropout, "pad_token_id": 0}
         model = llama(VOCABULARY, WIDTH, BLOCKS, **sizes, **dropout)
+        if self.half_base:
+            model = model.half()
         if (options := PARTS[self.part]) is not None:
             dropout = {"lora_dropout": self.dropout, "task_type": "CAUSAL_LM"}
             model = get_peft_model(model, LoraConfig(r=self.rank, **dropout, **options))
@@ -453,7 +461,7 @@ def judge(
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
-        part > need and not latest[n.removesuffix("_of_a_part")] > gate.at_most
+        part > need and not latest.get(n.removesuffix("_of_a_part"), math.nan) > gate.at_most
         for n, part in controls.items()
     )
     verdict.looks["by aggregation" if parted else "low"] += 1

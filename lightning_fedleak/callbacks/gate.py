@@ -133,7 +133,7 @@ class RiskGate(core.Threshold, EitherCallback):
             hint = core.names_there_are(self.metric, names, "LeakageMonitor")
             raise ValueError(
                 f"RiskGate watches '{self.metric}', which one LeakageMonitor with all attacks has "
-                f"to log, and {len(logged_by)} of {len(monitors)} do: "
+                f"to log: "
                 f"Trainer(callbacks=[LeakageMonitor(), gate]).{hint * (not logged_by)}"
             )
         return logged_by[0].engine

@@ -46,8 +46,10 @@ def make_folder(folder: Path, out: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_json(console: Console, path: Path, content: object) -> None:
-    """Write the results of a command as JSON, and print the path of the file."""
+def write_json(console: Console, path: Path | None, content: object) -> None:
+    """Write the results of a command as JSON, and print the file's path; None writes no file."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
     console.print(str(path))

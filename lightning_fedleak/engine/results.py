@@ -149,10 +149,7 @@ class Results:
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the :meth:`headlines` of ``leakage/worst/<family>``; empty for another name."""
-        root, _, family = name.rpartition("/")
-        if root != WORST or name not in self.names():
-            return ()
-        return self.headlines(family)
+        return self.headlines(name.removeprefix(f"{WORST}/")) if name in self.names() else ()
 
     def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
         """Return how a gate interprets a logged value at its threshold.
@@ -183,6 +180,15 @@ class Results:
             cause=_of_another_source(control.unexplained) if is_read else control.why,
             bound=control.bound,
         )
+
+    def why_unknown(self, name: str) -> str:
+        """Return why a value, or the worst of a family, is unknown; empty if no result says it."""
+        family = name.removeprefix(f"{WORST}/")
+        roots = {headline.rpartition("/")[0] for headline in self.headlines(family) or (name,)}
+        failed = [(s, o) for s, o in self._newest.items() if s.log_name in roots and o.unknown]
+        failed = [(series, outcome) for series, outcome in failed if outcome.applies] or failed
+        reasons = (f"{series.log_name}: {outcome.unknown}" for series, outcome in failed)
+        return self.untested.get(family) or "; ".join(reasons)
 
     # ---- looks ------------------------------------------------------------------------------
 

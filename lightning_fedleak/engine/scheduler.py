@@ -253,7 +253,9 @@ class Scheduler:
         if look.scope is None or look.optimizer is None:
             return False
         zeros = [self.waits[s].zeros if s in self.waits else () for s in look.scope]
-        still = all(zeros)
+        # The stage may be none that is measured, and follow one where the attacks have guessed.
+        answers = ((look.answers.get(s), self.waits.get(s)) for s in look.scope)
+        still = all(zeros) and all(answer in (None, wait) for answer, wait in answers)
         if still and look.wanted:
             still = _are_zero(look, {role for roles in zeros for role in roles})
         still = not self._run.on_any_process(not still)

@@ -165,9 +165,8 @@ class Threshold:
 
     @property
     def _action_name(self) -> str:
-        if isinstance(self.action, str):
-            return self.action
-        return getattr(self.action, "__name__", type(self.action).__name__)
+        name = getattr(self.action, "__name__", type(self.action).__name__)
+        return self.action if isinstance(self.action, str) else name
 
     # ---- a run begins -----------------------------------------------------------------------
 
@@ -311,6 +310,8 @@ class Threshold:
         results = self._engine.results
         ends = (f"{self.metric}_low", f"{self.metric}_high")
         low, high = (results.latest.get(end, math.nan) for end in ends)
+        if math.isnan(value) and not facts.get("why"):
+            facts["why"] = results.why_unknown(self.metric)
         return GateEvent(
             *(metric or self.metric, results.last_step, value, low, high, self.at_most),
             gate=self.name,
@@ -351,9 +352,7 @@ class Threshold:
             if counted := judge_worst(engine, finite, self.at_most):
                 return self._highest_of(counted, finite)
         source = next((n for n, v in watched.items() if v == value), "")
-        family = self.metric.removeprefix(f"{WORST}/")
-        why = engine.results.untested.get(family, "") if math.isnan(value) else ""
-        return self._event(value, metric=metric, source=source, why=why)
+        return self._event(value, metric=metric, source=source)
 
     def _highest_of(self, judged: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
         """Return the event of the highest judged headline.

@@ -11,7 +11,7 @@ findings to a :class:`Verdict`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +79,13 @@ class _ChainedFile:
     contents: list[records.JsonObject | None] = field(default_factory=list)
 
     @property
+    def lines(self) -> Iterator[tuple[int, str, records.JsonObject]]:
+        """The number, the location in words and the content of each line that is an object."""
+        for number, content in enumerate(self.contents, 1):
+            if content is not None:
+                yield number, f"{self.name}, line {number}", content
+
+    @property
     def head(self) -> str:
         """The hash of the last line; for an empty log the hash of no bytes."""
         return self.hashes[-1] if self.hashes else records.hash_line(b"")
@@ -142,11 +149,8 @@ def check_closings(record: _ChainedFile, results: _ChainedFile, verdict: Verdict
     begins: dict[str, str | None] = {}  # the run that each run resumed, or None
     ends: dict[str, int | None] = {}  # the number of lines of results when each run ended
     time = ""
-    for number, line in enumerate(record.contents, 1):
-        if line is None:
-            continue
+    for _, location, line in record.lines:
         run, kind = str(line.get("run", "")), line.get("kind")
-        location = f"{record.name}, line {number}"
         if kind == "begin":
             if run in begins:
                 verdict.contradict(f"{location}: run {run} begins a second time")
@@ -185,11 +189,8 @@ def _check_results(
         ends: The number of lines of results when each run ended, by run.
         verdict: The verdict to which findings are added.
     """
-    for number, line in enumerate(results.contents, 1):
-        if line is None:
-            continue
-        run, location = str(line.get("run", "")), f"{results.name}, line {number}"
-        n_lines = ends.get(run)
+    for number, location, line in results.lines:
+        n_lines = ends.get(run := str(line.get("run", "")))
         if run in begins and n_lines is not None and number > n_lines:
             verdict.contradict(f"{location}: run {run} had ended before")
         elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):
@@ -240,11 +241,9 @@ def check_plans(record: _ChainedFile, verdict: Verdict) -> bool:
     planned: dict[str, int | None] = {}  # the step of the next look of each run
     intervals: dict[str, int | None] = {}  # the steps between looks, if the settings fix them
     resumed: set[str] = set()  # resumed runs that have not looked yet
-    for number, line in enumerate(record.contents, 1):
-        if line is None:
-            continue
+    for _, location, line in record.lines:
         run, kind, plan = str(line.get("run", "")), line.get("kind"), _count_of(line, "next_look")
-        location, step = f"{record.name}, line {number}", _count_of(line, "step") or 0
+        step = _count_of(line, "step") or 0
         if kind == "begin" and plan is not None:
             planned[run], intervals[run] = plan, _steps_between_looks(line)
             resumed |= {run} if line.get("resumed") else set()

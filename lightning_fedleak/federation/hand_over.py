@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
 
 FOLDER = "FEDLEAK_LOCAL_STEPS"
 """The environment variable with the folder in which child processes of a client report batches."""
-
-
-# A report, or what a process that was killed has written of one.
-_REPORT = re.compile(r".+\.safetensors(\.[0-9a-f]+)?")
 
 
 class Recorded(list[Any]):
@@ -153,15 +148,14 @@ class HandOver:
             return
         HandOver._active, self.recorded = None, Recorded()
         os.environ.pop(FOLDER, None)
-        for path in filter(lambda path: _REPORT.fullmatch(path.name), [*self.folder.glob("*")]):
+        for path in self.folder.glob("*.safetensors*"):  # also what a killed process has begun
             with suppress(OSError):
                 path.unlink()
-        left = ", ".join(sorted(path.name for path in self.folder.glob("*")))
-        try:
+        with suppress(OSError):
             self.folder.rmdir()
-        except OSError as error:
-            if self.folder.exists():
-                rank_zero_warn(f"HandOver: '{self.folder}' stays, with '{left}': {error.strerror}")
+        if self.folder.exists():
+            left = ", ".join(sorted(path.name for path in self.folder.glob("*")))
+            rank_zero_warn(f"HandOver: '{self.folder}' stays, with '{left}'")
 
 
 class _Sender:

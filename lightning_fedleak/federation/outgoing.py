@@ -490,17 +490,12 @@ class OutgoingUpdates:
             if action == "raise":
                 raise engine.LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
             if action == "withhold":
-                self._announce(f"RoundGate '{event.gate}' withheld the update {event}")
+                message = f"RoundGate '{event.gate}' withheld the update {event}"
+                if self.dp is None and not self.secure_aggregation:
+                    message += f"\n  Note: {_LEAK_NOTE}." + f"\n  Note: {_ZERO_NOTE}." * self.zero
+                engine.announce(message)
             else:
                 engine.announce(f"RoundGate '{event.gate}' warns {event}")
-
-    def _announce(self, message: str) -> None:
-        """Announce that an update is withheld, with notes on what that reveals and changes."""
-        if self.dp is None and not self.secure_aggregation:
-            message += f"\n  Note: {_LEAK_NOTE}." + (
-                f"\n  Note: {_ZERO_NOTE}." if self.zero else ""
-            )
-        engine.announce(message)
 
     # ---- the returned state -----------------------------------------------------------------
 

@@ -204,7 +204,7 @@ class ClientEngine(Engine):
     def state_of_looks(self) -> dict[str, Any]:
         """Return a copy of the state that a look changes: results, pooled games and controls."""
         states = [copy.deepcopy(channel.state_dict()) for channel in self.current.channels]
-        controls = self.current.controls.state()
+        controls = set(self.current.controls.controlled)
         return {"results": self.results.state_dict(), "channels": states, "controls": controls}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ class ClientEngine(Engine):
         self.results.load_state_dict(state["results"])
         for channel, saved in zip(self.current.channels, state["channels"], strict=True):
             channel.load_state_dict(saved)
-        self.current.controls.restore(state["controls"])
+        self.current.controls.controlled = set(state["controls"])
 
     @contained
     def rounds_end(self) -> None:

@@ -104,6 +104,7 @@ def test_unknown_is_a_breach_for_a_strict_gate(tmp_path):
     assert trainer.global_step == 2
     assert math.isnan(gate.fired.value)
     assert not any("use larger batches" in text for text in messages)
+    assert gate.fired.why.startswith("leakage/probe: RuntimeError at test_gate.py")
 
 
 def test_a_stop_that_could_not_stop_is_refused(tmp_path):

@@ -564,12 +564,15 @@ def test_rows_without_text_are_counted_and_the_verdict_precedes_the_files(
         file.write('{"text": ""}\n' * 3)
     (tmp_path / "model").symlink_to(folder / "model")
     (tmp_path / "file").write_text("no folder")
+    summary = tmp_path / "summary.md"
     settings = {"drawn": True, "at_most": 0.6, "out": tmp_path / "file" / "out.json"}
+    settings |= {"summary": summary}
     status, text = run(tmp_path, **settings)
     assert status == BREACH
     text = " ".join(text.split())
     assert re.search(r"3 rows of '\S+others.jsonl' have no text", text)
-    assert text.index("BREACH: combined/auc") < text.index("Files are missing")
+    assert text.index("BREACH: combined/auc") < text.index("A file is missing")
+    assert "FAILED" in summary.read_text()  # other files are written all the same
     assert run(tmp_path, drawn=True, out=settings["out"])[0] == 1
 
 

@@ -77,6 +77,10 @@ def test_the_worst_is_the_highest_headline_or_unknown(
     for values in (results.latest, results.look_values):
         logged = {n: v for n, v in values.items() if n.startswith(WORDS)}
         assert logged == pytest.approx(expected, nan_ok=True)
+    why = results.why_unknown(WORDS)
+    failed = any(outcome.unknown for outcome in outcomes.values())
+    assert bool(why) == (failed or "words" in untested)
+    assert why == UNTESTED["words"] or "why" in why or not why
 
 
 def test_it_stays_where_only_another_family_has_news() -> None:
@@ -108,7 +112,7 @@ def look(
             latest=logged if latest is None else latest,
             look_values=logged,
             last_step=0,
-            untested={"words": why},
+            why_unknown=lambda name: why,
             channel_of=lambda name: channel,
             judge=lambda name, value, at_most: Judgement(value),
         ),

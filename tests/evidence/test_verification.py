@@ -312,6 +312,10 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     assert text == "leakage.json differs from the report that the logs give"
     verdict = verify_run(folder, weights=saved / "model.safetensors")
     assert verdict.contradictions == [text]  # beside a file too
+    (saved / "leakage.json").rename(tmp_path / "elsewhere.json")
+    (saved / "leakage.json").symlink_to(tmp_path / "elsewhere.json")
+    check = verify_run(folder, weights=saved)
+    assert check.open == ["leakage.json is a link, which is not followed: copy its file"]
 
     report = json.loads((folder / "report.json").read_text())
     report["runs"][0]["outcome"] = "invented"
@@ -471,6 +475,15 @@ def test_a_report_elsewhere_says_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     write([Path()])
     check = verify_run(tmp_path / "a copy")
     assert check.status == HOLDS, check
+    lines = (tmp_path / "a copy" / RECORD).read_bytes().splitlines(keepends=True)
+    cut = json.dumps(json.loads(lines[0]) | {"schema": 1})  # a problem that names the file
+    (tmp_path / "a copy" / RECORD).write_text(cut + "\n")
+    for place in (Path(), tmp_path / "a copy"):
+        write([place])
+        [problem] = json.loads(Path("report.json").read_text())["problems"]
+        assert problem.startswith("1 of the lines of a copy/run.jsonl are of another version")
+        for run in (Path(), tmp_path / "a copy"):
+            assert not [x for x in verify_run(run).contradictions if "report" in x]
 
 
 @pytest.mark.parametrize(
@@ -500,15 +513,23 @@ def test_a_page_that_cannot_be_compared_is_open(tmp_path: Path) -> None:
     (tmp_path / "link.txt").symlink_to("words.txt")  # the reader's own: it may be a link
     write([folder], reveal=[tmp_path / "link.txt"])
     [question] = verify_run(folder).open
-    assert question.startswith("report.html is not compared: its run goes on, or it shows")
-    [run] = {line["run"] for line in map(json.loads, lines_of(folder / RECORD))}
-    write_live(folder / RECORD, run)
-    assert verify_run(folder).open == [question]
+    assert question == "report.html shows revealed texts, which are not compared"
+    path = folder / "report.html"
+    revealed = path.read_text()
+    path.write_text(revealed.replace("1.00", "0.52"))
+    assert verify_run(folder).status == CONTRADICTED
+    write([folder])
+    path.write_text(path.read_text().replace("<html", '<html data-live="1"'))
+    assert verify_run(folder).status == CONTRADICTED  # the run is over
+    write([folder])
+    append_line(folder / RECORD, begin("later", schema=4, time="2999-01-01T00:00:00+00:00"))
+    write_live(folder / RECORD, "later")
+    assert "report.html is not compared: its run goes on" in verify_run(folder).open
     report = json.loads((folder / "report.json").read_text()) | {"made_by": "lightning-fedleak 0.1"}
     (folder / "report.json").write_text(json.dumps(report))
-    assert verify_run(folder).open == [
+    assert verify_run(folder).open[1:] == [
         "report.json is not compared: it was made by another version, lightning-fedleak 0.1"
     ]
     (folder / "report.json").unlink()
-    [question] = verify_run(folder).open
+    [_, question] = verify_run(folder).open
     assert question == "a report: there is no report.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import runpy
 from contextlib import suppress
 from pathlib import Path
@@ -516,3 +517,40 @@ def test_arrays_that_were_not_sent_are_refused() -> None:
         behind_masks({"arrays": ArrayRecord(state)}, names=lambda _: list(fewer))
     with pytest.raises(UpdateError, match="holds one model, and this one has 0"):
         behind_masks({})
+
+
+LIES = {
+    "keys": (Field.PUBLIC_KEY_1, b"no key"),
+    "shares": (Field.CIPHERTEXT_LIST, [b"nothing"] * (CLIENTS - 1)),
+    "numbers": (Field.MASKED_PARAMETERS, [b"torn"]),
+    "unmasking": (Field.SHARE_LIST, [b"0" * 32] * CLIENTS),
+}
+"""What the last client answers in place of a field of one stage."""
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_client_that_lies_spoils_its_round_and_unmasks_nobody(tmp_path: Path, lie: str) -> None:
+    key, content = LIES[lie]
+
+    class Lying(Here):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = super().send_and_receive(messages, timeout=timeout)
+            for reply in replies:
+                if not reply.has_error() and reply.metadata.src_node_id == 100 + CLIENTS - 1:
+                    for record in reply.content.config_records.values():
+                        record.update({key: content} if key in record else {})
+            return replies
+
+    grids: list[Here] = []
+    mods = lambda number: [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"))]  # noqa: E731
+    with suppress(ValueError):  # of Flower's server
+        outcome, _ = aggregated(mods, grid=lambda m: grids.append(Lying(m)) or grids[-1])
+        assert outcome is None
+    records = [r.content[c] for r in grids[0].replies if not r.has_error() for c in r.content]
+    masked = [r[Field.MASKED_PARAMETERS] for r in records if Field.MASKED_PARAMETERS in r]
+    assert masked
+    for arrays_sent in masked:  # uniform in the range of the masks; an update is in its middle
+        numbers = [np.load(io.BytesIO(array), allow_pickle=False) for array in arrays_sent[1:]]
+        counts, _ = np.histogram(np.concatenate([n.ravel() for n in numbers]), 4, (0, 2**32))
+        assert counts.min() > 0.2 * counts.sum()
+    assert close(aggregated(mods, round_=2)[0], wanted({0, 1, 2}))

@@ -152,7 +152,8 @@ class SubspaceWords(base.Attack):
         inputs = self._inputs.get(anatomy)
         if not inputs:
             raise ValueError(
-                f"attack '{self.name}' finds no nn.Linear whose input a token determines: remove it"
+                f"attack '{self.name}' finds no nn.Linear whose input a token determines and whose "
+                "weight is a parameter (not pruned or parametrized): remove it"
             )
         return inputs
 

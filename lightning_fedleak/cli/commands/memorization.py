@@ -12,6 +12,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -206,15 +207,14 @@ def _measure_model(options: Namespace, console: Console) -> int:
         name = {"short": "short_answers"}.get(result.part, result.part)
         content[name] = {**content_of(result), "known": shifts[result.part] is None}
 
-    def write() -> None:
+    def list_rows() -> None:
         if ranking is not None:
             ranking.save(options.records)
             console.print(f"{options.records} holds the numbers of the rows.")
-        if options.out is not None:
-            write_json(console, options.out, content)
-        summarize(options.summary, outcome, sentences, tables)
 
-    return write_last(console, status, write)
+    write_results = partial(write_json, console, options.out, content)
+    add_summary = partial(summarize, options.summary, outcome, sentences, tables)
+    return write_last(console, status, list_rows, write_results, add_summary)
 
 
 def _compare(

@@ -21,6 +21,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -117,12 +118,9 @@ def _measure_texts(options: Namespace, console: Console) -> int:
     outcome = verdicts.FAILED if fails else "no breach" if is_known else "UNKNOWN"
     sentences += [*breaches, *not_compared.values()]
 
-    def write() -> None:
-        if options.out is not None:
-            write_json(console, options.out, content)
-        verdicts.summarize(options.summary, outcome, sentences, tables)
-
-    return verdicts.write_last(console, verdicts.BREACH if fails else 0, write)
+    status, results = verdicts.BREACH if fails else 0, (console, options.out, content)
+    add_summary = partial(verdicts.summarize, options.summary, outcome, sentences, tables)
+    return verdicts.write_last(console, status, partial(write_json, *results), add_summary)
 
 
 def _read_texts(

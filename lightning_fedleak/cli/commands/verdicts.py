@@ -38,19 +38,20 @@ def run_measurement(
         return BREACH
 
 
-def write_last(console: Console, status: int, write: Callable[[], None]) -> int:
-    """Write files after the verdict, and return its status; 1 if it is 0 and they are not written.
+def write_last(console: Console, status: int, *writes: Callable[[], None]) -> int:
+    """Write files after the verdict, and return its status; 1 if it is 0 and one is not written.
 
     Args:
         console: The console to print on.
         status: The exit status of the verdict.
-        write: Writes the files.
+        writes: Each writes a file.
     """
-    try:
-        write()
-    except OSError as error:
-        console.print(f"Files are missing: {error}. The verdict above holds.", markup=False)
-        return status or 1
+    for write in writes:
+        try:
+            write()
+        except OSError as error:
+            console.print(f"A file is missing: {error}. The verdict above holds.", markup=False)
+            status = status or 1
     return status
 
 

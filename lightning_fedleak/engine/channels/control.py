@@ -155,6 +155,7 @@ class Controls:
         needs: The value that a control must exceed, by family of attacks (such as words): the
             highest threshold of the family's gates, which stop a run. Families that are absent need
             :func:`default_limit`.
+        controlled: The names of the attacks that had a control.
     """
 
     def __init__(self, run: Run, series: Mapping[Series, StepChannel]) -> None:
@@ -163,7 +164,7 @@ class Controls:
         self._channels = {key.attack: channel for key, channel in series.items()}
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
-        self._controlled: set[str] = set()  # the names of the attacks that had a control
+        self.controlled: set[str] = set()
         # Low numbers since an attack's newest control, and after how many it gets the next one.
         self._uncontrolled, self._period = Counter[str](), dict[str, int]()
         self.needs: dict[str, float] = {}
@@ -221,8 +222,8 @@ class Controls:
         """
         name, answers = plan.attack.name, self._answers(look, plan)
         if self._ignores_data:
-            return name not in self._controlled or look.scope is None
-        if name not in self._controlled:  # its control may show that an unknown attack still waits
+            return name not in self.controlled or look.scope is None
+        if name not in self.controlled:  # its control may show that an unknown attack still waits
             return not all(isinstance(answer, Waiting) for answer in answers)
         if all(isinstance(answer, Unknown | Waiting | None) for answer in answers):
             return False
@@ -474,7 +475,7 @@ class Controls:
         recovers those that it wrote.
         """
         step, channel = look.training_step, self._channels[plan.attack.name]
-        if not (channel.bounds_noise and plan.roles):
+        if not (plan.roles or channel.plays_games):  # it reads hidden states
             return math.nan
         if any(defense.activation_layers for defense in self._run.defenses):
             return 1.0
@@ -483,15 +484,16 @@ class Controls:
             written = replace(look, training_step=replace(step, calls=step.written))
             if self._number(written, plan) > self.limit(channel):
                 return math.nan
-        if "bound" not in look.work:
+        key = "bound", channel.plays_games
+        if key not in look.work:
             try:
-                look.work["bound"] = self._bound_of_noise(look)
+                look.work[key] = self._bound_of_noise(look, games=channel.plays_games)
             except UnusableObservation:  # the step cannot be made again
-                look.work["bound"] = 1.0
-        bound = float(look.work["bound"])
+                look.work[key] = 1.0
+        bound = float(look.work[key])
         return 1.0 if is_written and math.isnan(bound) else bound
 
-    def _bound_of_noise(self, look: Look) -> float:
+    def _bound_of_noise(self, look: Look, *, games: bool) -> float:
         """Return the same for the declared noise on gradients alone; NaN without such noise."""
         step, std = look.training_step, look.training_step.noise_std
         if step.round is not None:
@@ -501,7 +503,7 @@ class Controls:
                 std = view.noise_std if not view.compression else std
         if std == 0 and math.isnan(step.example_norm):
             return math.nan
-        return self._hidden.bound(step, std)
+        return self._hidden.bound(step, std, games=games)
 
     def _zeros(self, role: str) -> Tensor:
         """Return a gradient of zeros, for a process whose part of a batch has no label."""
@@ -566,21 +568,13 @@ class Controls:
         look.controls[name] = control = replace(
             control, unexplained=look.training_step.unexplained, bound=self._bound(look, plan)
         )
-        self._controlled.add(name)
+        self.controlled.add(name)
         rate = control.part.get(channel.headline, control.rates.get(channel.headline, math.nan))
         answers, limit = self._answers(look, plan), self.limit(channel)
         has_number = any(not isinstance(a, Unknown | Waiting | None) for a in answers)
         fails = has_number and not (rate > limit or control.bound <= limit)
         self._uncontrolled[name] = 0
         self._period[name] = min(2 * self._period.get(name, 1), MAX_PERIOD) if fails else 1
-
-    def state(self) -> set[str]:
-        """Return the names of the attacks that had a control."""
-        return set(self._controlled)
-
-    def restore(self, state: set[str]) -> None:
-        """Restore what :meth:`state` returned."""
-        self._controlled = set(state)
 
     def limit(self, channel: Channel) -> float:
         """Return the value that a control must exceed for a low number to count."""

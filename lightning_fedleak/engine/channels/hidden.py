@@ -82,7 +82,7 @@ class HiddenWords:
         self._changes: list[float] = []  # the norm of D for some types
         self._looks = 0
 
-    def bound(self, step: Step, noise_std: float) -> float:
+    def bound(self, step: Step, noise_std: float, *, games: bool = False) -> float:
         """Return the highest F1 that any reader of a step's release can have; 1 without a bound.
 
         There is none for processes that are one client, if two defences rewrite the gradient, if
@@ -91,11 +91,17 @@ class HiddenWords:
         Args:
             step: The step before any defence.
             noise_std: The standard deviation of the noise on each number of the release.
+            games: Whether to return the AUC of whether a text is in the batch instead. A reader who
+                knows all else compares two normal distributions, whose means are at most the norm
+                of one clipped text apart; there is no bound if texts are not clipped one by one.
         """
         run, vocabulary = self._run, self._run.anatomy.embedding_rows
         rewriting = [d for d in run.defenses if d.acts_on_gradients and d.compression is None]
         if len(rewriting) > 1 or (run.client == "world" and run.processes > 1) or run.is_sharded:
             return 1.0
+        if games:
+            distance = step.example_norm / noise_std if 0 < noise_std < math.inf else math.nan
+            return 1.0 if math.isnan(distance) else float(ndtr(distance / math.sqrt(2)))
         ids = set(torch.cat([batch.context_ids() for batch in step.batches]).tolist())
         types = sorted(ids - self._special)
         others = sorted({*range(vocabulary)} - ids - self._special)

@@ -105,7 +105,6 @@ class WordsChannel(StepChannel):
     reads_updates: ClassVar[bool] = True
     tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
-    bounds_noise: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
     no_value = NO_WORD
 

@@ -9,7 +9,7 @@ state that the attack reads, so that the attack cannot decide.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -80,10 +80,6 @@ class GameConfig:
             raise ValueError("add_remove needs protocol='game', batch>1, targets_per_batch=1")
 
 
-# The fields of a result with one value for each game.
-_COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
-
-
 @dataclass(frozen=True, repr=False)
 class GameResult:
     """Guesses and scores of one adversary in all games.
@@ -122,10 +118,6 @@ class GameResult:
 
     def __len__(self) -> int:
         return len(self.bits)
-
-    def without_collisions(self) -> GameResult:
-        """Return only the games in which the assumption of Lemma 1 holds."""
-        return replace(self, **{name: getattr(self, name)[~self.collides] for name in _COLUMNS})
 
     def summary(self, confidence: float = 0.95, *, fitted: bool = False) -> dict[str, Rate]:
         """Return accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.

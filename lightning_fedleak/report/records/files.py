@@ -109,7 +109,7 @@ def parse_json(text: str) -> Any:
 
 def short(path: Path) -> str:
     """Return a file's name after that of its folder; reports are passed on without full paths."""
-    return f"{path.parent.name}/{path.name}"
+    return f"{path.parent.resolve().name}/{path.name}"
 
 
 def first_of(values: Sequence[object], most: int = 8) -> str:

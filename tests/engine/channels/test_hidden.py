@@ -19,9 +19,12 @@ from lightning_fedleak import (
     DPSGD,
     ActivationNoise,
     DefendedStrategy,
+    Games,
     GradientCompression,
+    GradientMembership,
     GradientNoise,
     LeakageMonitor,
+    PublicText,
     RiskGate,
     SubspaceWords,
     TokenLDP,
@@ -30,6 +33,7 @@ from lightning_fedleak.attacks import WordGuess
 from lightning_fedleak.defenses import Defense, mean_of_sample_means
 from lightning_fedleak.engine.channels import hidden
 from lightning_fedleak.engine.channels.hidden import best_f1
+from lightning_fedleak.model.snapshots import NotYet
 from tests.engine.test_step_again import VOCAB, adapted, trained
 
 
@@ -169,6 +173,43 @@ def test_dp_sgd_bounds_its_own_reader(tmp_path: Path, multiplier: float, known: 
         assert (gate.fired is None) == known
 
 
+def noise_multiplier(multiplier: float) -> DPSGD:
+    return DPSGD(max_grad_norm=1.0, noise_multiplier=multiplier, target_delta=1e-3, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("defenses", "auc"),
+    [
+        ([], None),
+        ([noise_multiplier(1.0)], 0.760),  # of N(0, 1) and N(1, 1)
+        ([noise_multiplier(20.0)], 0.514),
+        ([GradientNoise(1.0, 100.0)], 1.0),
+        ([GradientNoise(1.0, 100.0), GradientCompression("int8")], 1.0),
+        ([TokenLDP("grr", 1.0, seed=1)], 1.0),
+    ],
+)
+def test_low_membership_is_known_only_where_clipped_texts_bound_it(
+    tmp_path: Path, defenses: list[Defense], auc: float | None
+) -> None:
+    public = PublicText([row["input_ids"] for row in batches(16, 2)])
+    games = Games(held_out=PublicText([x["input_ids"] - 1 for x in batches(20, 2)]), targets=8)
+    monitor = LeakageMonitor([GradientMembership(public)], every_n_steps=1, games=games)
+    gate = RiskGate("leakage/worst/membership", at_most=0.6, action="warn")
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, enable_progress_bar=False,
+        enable_model_summary=False, strategy=DefendedStrategy("auto", defenses),
+    )  # fmt: skip
+    trainer.fit(Tuned(), torch.utils.data.DataLoader(batches(2), batch_size=2))
+    table = monitor.to_dataframe()
+    bounds = table[table.metric == "bound"].value.tolist()
+    assert bounds == ([] if auc is None else pytest.approx([auc] * len(bounds), abs=1e-3))
+    assert bool(bounds) == bool(defenses)
+    if auc is not None and auc > 0.6:  # a low number does not count
+        assert gate.fired is not None
+        assert gate.fired.value > 0.6 or "behind the declared defences" in gate.fired.why
+
+
 @pytest.mark.parametrize(
     ("epsilon", "attack"), itertools.product((1.0, 50.0), (SubspaceWords, Weak))
 )
@@ -187,6 +228,37 @@ def test_behind_noise_on_states_a_low_number_is_unknown(tmp_path: Path) -> None:
     gate, _ = look(tmp_path, ActivationNoise(1, 1e-6), attack=Weak)
     assert gate.fired is not None
     assert "nothing bounds what a reader" in gate.fired.why
+
+
+class Late(Weak):
+    """Waits for the gradient of A, as of more tokens than B can distinguish."""
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        if view.gradients[-1].step == 0:
+            raise NotYet("A has no gradient yet")
+        return super().run(view, query)
+
+
+def test_a_retry_between_looks_has_a_control(tmp_path: Path) -> None:
+    """Where defences act, stages are read one by one; the last one is no stage that is measured."""
+    module = Tuned()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter *= 0 if "lora_B" in name else 1  # A's gradient is zero in the first step
+    monitor = LeakageMonitor([Late(capacity_seconds=0)], every_n_steps=9)
+    gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=DefendedStrategy("auto", [GradientNoise(1.0, 0.0)]),  # it clips
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(batches(2), batch_size=2))
+    assert 0 < monitor.latest["leakage/subspace_words/f1"] < 0.5
+    assert monitor.latest["leakage/subspace_words/control"] < 0.5
+    assert gate.fired is not None
+    assert gate.fired.step == 1
+    assert "this attack cannot show more than" in gate.fired.why
 
 
 class Dithered(Defense):

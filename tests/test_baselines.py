@@ -65,9 +65,7 @@ def separable_by_hand(gradient: Tensor) -> set[int]:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 30), spread=st.floats(0.1, 3))
-def test_rlg_names_the_types_of_a_program_for_every_row(
-    seed: int, tokens: int, spread: float
-) -> None:
+def test_rlg_names_the_types_of_a_program_for_every_row(seed, tokens, spread) -> None:
     gradient, labels = softmax_gradient(24, 10, tokens, seed, spread)
     types = set(reveal_labels(gradient).tolist())
     assert types == separable_by_hand(gradient)
@@ -105,9 +103,7 @@ def texts(anatomy: Anatomy, n: int, length: int, seed: int) -> Tensor:
     return hidden_states(anatomy, 1, ids).double()
 
 
-def test_the_network_fires_on_the_target_and_stops_at_the_margin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_network_fires_on_the_target_and_stops_at_the_margin(monkeypatch) -> None:
     draw = generator(5)
     samples = 50 + torch.randn(300, 12, generator=draw) * torch.logspace(-1, 3, 12)
     target = samples[0] + torch.randn(12, generator=draw) * torch.logspace(-1, 3, 12)
@@ -130,9 +126,7 @@ def test_the_network_fires_on_the_target_and_stops_at_the_margin(
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**20), length=st.integers(1, 9), masked=st.booleans())
-def test_the_closed_form_is_what_backward_gives(
-    attack: TrainedMembership, anatomy: Anatomy, seed: int, length: int, masked: bool
-) -> None:
+def test_the_closed_form_is_what_backward_gives(attack, anatomy, seed, length, masked) -> None:
     hidden = texts(anatomy, 3, length, seed)
     mask = None
     if masked:

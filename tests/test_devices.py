@@ -227,9 +227,7 @@ def test_attack_results_agree_across_devices(name: str, device_type: Device) -> 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 @pytest.mark.parametrize("name", ["flatchat", "aligned", "attention"])
-def test_a_restored_calibration_moves_to_the_device_of_the_model(
-    name: str, device_type: Device
-) -> None:
+def test_a_restored_calibration_moves_to_the_device_of_the_model(name, device_type) -> None:
     """A checkpoint's tensors are on the host."""
     calibrated = ATTACKS[name]()
     here = run_attack(calibrated, model_for(name), unchanged)
@@ -263,9 +261,7 @@ def passive() -> list[Attack]:
     ("make_attacks", "settings"),
     [(crafted, {}), (crafted, {"targets_per_batch": 2}), (passive, {})],
 )
-def test_games_agree_across_devices(
-    make_attacks: Callable[[], list[Attack]], settings: dict[str, Any], device_type: Device
-) -> None:
+def test_games_agree_across_devices(make_attacks, settings, device_type) -> None:
     here = games(tiny_llama().eval(), make_attacks(), **settings)
     with device_type() as device:
         there = games(device.model(tiny_llama().eval()), make_attacks(), **settings)
@@ -376,9 +372,7 @@ def test_the_host_waits_twice_in_a_step_of_dpsgd() -> None:
     ],
     ids=["plain", "dpsgd"],
 )
-def test_steps_without_a_look_add_no_host_synchronisation(
-    names: tuple[str, ...], defenses: tuple[Callable[[], Defense], ...], device_type: Device
-) -> None:
+def test_steps_without_a_look_add_no_host_synchronisation(names, defenses, device_type) -> None:
     """One attack per surface: words, crafted layers, trained gradients, hidden states."""
     plain = fit(None, *(make() for make in defenses), device_type=device_type)
     monitor = monitor_of(*names, assume=DISHONEST_SERVER)
@@ -439,9 +433,7 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
     assert monitor.engine.results.looks == 1
 
 
-def test_what_make_gpu_measures_runs_on_the_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_make_gpu_measures_runs_on_the_device(monkeypatch, tmp_path) -> None:
     """Steps with looks of each kind, and DP-SGD beside its peers, as `make gpu` times them."""
     monkeypatch.setattr(scheduler, "Look", scheduler.Look)  # which the first of them replaces
     from benchmarks.cost import dpsgd, overhead

@@ -149,9 +149,7 @@ def test_a_gate_stops_and_both_go_on_from_its_checkpoint(files: Files, tmp_path:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "instance"])
-def test_a_defended_strategy_is_of_the_trainers_package(
-    strategy: str, files: Files, tmp_path: Path
-) -> None:
+def test_a_defended_strategy_is_of_the_trainers_package(strategy, files, tmp_path) -> None:
     runs = []
     for package in PACKAGES:
         single = lightning(package).strategies.SingleDeviceStrategy

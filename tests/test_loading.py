@@ -76,9 +76,7 @@ def test_missing_tensors_are_named(saved: Path, part: str, first: str) -> None:
         load_whole(AutoModelForCausalLM, str(saved))
 
 
-def test_several_prefixes_are_refused_and_further_tensors_named(
-    saved: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_several_prefixes_are_refused_and_further_tensors_named(saved, tmp_path_factory) -> None:
     def double(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"{p}.{n}": t.clone() for n, t in state.items() for p in ("a", "b")}
 

@@ -450,9 +450,7 @@ def test_under_inference_mode_and_nested() -> None:
 
 
 @pytest.mark.parametrize("kind", ["average", "lists"])
-def test_several_runs_save_once_and_restore_each(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_runs_save_once_and_restore_each(kind, monkeypatch) -> None:
     anatomy = text_model(KINDS.index(kind))
     before, held = picture(anatomy.root)
     saved: list[object] = []

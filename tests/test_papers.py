@@ -32,9 +32,7 @@ def cells(*values: int, together: str = "") -> list[Cell]:
 
 
 @pytest.mark.parametrize("jobs", [0, 2])
-def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(
-    tmp_path: Path, jobs: int
-) -> None:
+def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(tmp_path, jobs) -> None:
     path, said = tmp_path / "log.jsonl", []
     required = cells(1, 3, 2, 2, 5)
     failures = run(required, MEASURES, {}, Log.read(path), jobs=jobs, told=said.append)
@@ -129,9 +127,7 @@ def test_one_hot_gaps_are_those_of_the_heads() -> None:
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_table_runs_is_printed_and_goes_on(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_one_table_runs_is_printed_and_goes_on(capsys, tmp_path) -> None:
     words = ["membership", "fig5", "--log", str(tmp_path / "log.jsonl"), "--jobs", "0"]
     words += ["--set", "dims=1000,50000", "--set", "runs=5", "--json", str(tmp_path / "rows.json")]
     words += ["--docs", str(tmp_path / "page.md")]

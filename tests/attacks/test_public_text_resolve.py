@@ -66,9 +66,7 @@ def test_second_tokens_follow_the_models_distribution() -> None:
     assert chisquare(result.numpy(), expected.numpy()).pvalue > 1e-3
 
 
-def test_fewer_texts_than_were_written_are_not_written_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fewer_texts_than_were_written_are_not_written_again(monkeypatch) -> None:
     written: list[int] = []
     sample = public_text._sample
 
@@ -109,9 +107,7 @@ def _as_many(observed: Tensor, expected: Tensor, counted: Tensor) -> Any:
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_shorter_texts_are_written_in_the_same_run(
-    make: Any, has_cache: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shorter_texts_are_written_in_the_same_run(make, has_cache, monkeypatch) -> None:
     """Random starts, and then always the most likely token: all texts are known."""
     model = make().eval()
     model.config.bos_token_id = model.config.eos_token_id = None

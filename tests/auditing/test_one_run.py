@@ -70,9 +70,7 @@ def largest_chance(m: int, r: int, v: int, epsilon: float, delta: float) -> floa
 @pytest.mark.parametrize("delta", [0.0, 0.01])
 @pytest.mark.parametrize("epsilon", [0.3, 1.5])
 @pytest.mark.parametrize(("m", "r", "v"), [(20, 20, 17), (40, 12, 12), (30, 11, 8), (9, 9, 9)])
-def test_a_count_is_refuted_just_where_no_law_of_the_curve_gives_it(
-    m, r, v, epsilon, delta
-) -> None:
+def test_a_count_is_refuted_just_where_no_law_of_the_curve_gives_it(m, r, v, epsilon, delta):
     chance = largest_chance(m, r, v, epsilon, delta)
     least = functools.partial(least_of_dp, epsilon, delta)
     for error in np.geomspace(chance / 100, 1, 40):

@@ -191,9 +191,7 @@ def adapted(base: nn.Module, config: LoraConfig) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
-def test_training_is_the_same_to_the_last_bit_and_words_are_read(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_training_is_the_same_to_the_last_bit_and_words_are_read(folder, tmp_path, name) -> None:
     make, config = BASES[name]
     alone = fit(adapted(make(folder), config), [])
     watched, lines = looked(tmp_path, adapted(make(folder), config))
@@ -209,9 +207,7 @@ def test_training_is_the_same_to_the_last_bit_and_words_are_read(
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", [nf4, nf4_ready, int8, torchao])
-def test_a_first_run_leaves_what_it_would_fix_for_good(
-    folder: Path, make: Any, training: bool
-) -> None:
+def test_a_first_run_leaves_what_it_would_fix_for_good(folder, make, training) -> None:
     """Types to compute in, where int8 keeps its weight, and how some CPUs pack four bits."""
     model = make(folder).train(training)
     before = dict(contents(model))

@@ -107,9 +107,7 @@ def test_whole_texts_are_read_while_training(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(("texts", "counted"), [(8, 3), (1, 1)])
-def test_tokens_that_no_label_depends_on_do_not_count(
-    tmp_path: Path, texts: int, counted: int
-) -> None:
+def test_tokens_that_no_label_depends_on_do_not_count(tmp_path, texts, counted) -> None:
     """Row 1 has no labels on its last tokens, row 2 none on its ends of text, row 3 none at all."""
     ids = torch.randint(5, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()

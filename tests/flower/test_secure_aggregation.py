@@ -229,9 +229,7 @@ def test_a_look_before_the_mask_sees_the_update_and_changes_nothing(tmp_path: Pa
 
 @pytest.mark.parametrize("grid", [Here, ByMessages])
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
-    tmp_path: Path, broken: bool, grid
-) -> None:
+def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(tmp_path, broken, grid):
     def mods(number: int):
         gates = [RoundGate(F1, at_most=0.1 if number == 1 and not broken else 1.0)]
         return [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"), gates)]
@@ -362,9 +360,7 @@ WELL_SET_UP = {
         (Field.SOURCE_LIST, [], "among 1 clients"),
     ],
 )
-def test_masks_that_a_server_makes_too_thin_are_refused(
-    tmp_path: Path, field: str, value: object, said: str
-) -> None:
+def test_masks_that_a_server_makes_too_thin_are_refused(tmp_path, field, value, said) -> None:
     """Each setting is the server's. The reply never holds a number of the client's."""
 
     class Tampers(Here):
@@ -395,9 +391,7 @@ def test_a_sum_that_could_lack_more_noise_than_the_account_is_refused(tmp_path: 
     assert releases(tmp_path) == [0] * CLIENTS
 
 
-def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(
-    tmp_path: Path,
-) -> None:
+def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(tmp_path) -> None:
     """A key share that cannot be read fails the mask after the update was made and noised."""
 
     class Spoils(UpToTheMasks):
@@ -462,9 +456,7 @@ def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["train", "train.default", "train.other"])
 @pytest.mark.parametrize("claims", [None, {"srcs": [101, 102]}])
-def test_a_function_is_not_called_where_nothing_masks_its_reply(
-    kind: str, claims: dict | None
-) -> None:
+def test_a_function_is_not_called_where_nothing_masks_its_reply(kind, claims) -> None:
     content = fit_asked(trained_state(model())).content
     if claims is not None:
         content["secaggplus_configs"] = ConfigRecord(claims)

@@ -64,9 +64,7 @@ def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, settings
     ("sigma", "rate", "steps", "most"),
     [(0.5, 0.5, 1, None), (1.0, 0.5, 4, None), (0.5, 0.5, 1, 64)],
 )
-def test_nor_under_poisson_sampling(
-    sigma: float, rate: float, steps: int, most: int | None
-) -> None:
+def test_nor_under_poisson_sampling(sigma, rate, steps, most) -> None:
     game = planted(sigma, rate, steps, max_physical_batch_size=most)
     cut = best_threshold(sigma, rate, steps, games=GAMES, delta=0.1)
     count, power = audited(game, 120, sigma, rate, delta=0.1, threshold=cut)
@@ -128,9 +126,7 @@ def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClippedSum, "__init__", by_rows)
 
 
-def test_users_whose_rows_are_clipped_by_themselves_are_refuted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_users_whose_rows_are_clipped_by_themselves_are_refuted(monkeypatch) -> None:
     rows_by_themselves(monkeypatch)
     count, power = audited(of_users(1.0), 20, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
     assert count.refuted > 15
@@ -184,9 +180,7 @@ def a_piece_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     ("broken", "most"),
     [(half_the_noise, None), (twice_the_clip, None), (twice_the_clip, 150), (a_piece_twice, 150)],
 )
-def test_a_broken_step_is_refuted(
-    broken: Any, most: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_step_is_refuted(broken, most, monkeypatch) -> None:
     broken(monkeypatch)
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
     count, power = audited(
@@ -203,9 +197,7 @@ def test_a_broken_step_is_refuted(
 
 
 @pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip, rate_doubled])
-def test_a_broken_run_is_refuted_under_poisson_sampling(
-    broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_run_is_refuted_under_poisson_sampling(broken, monkeypatch) -> None:
     broken(monkeypatch)
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
     cut = best_threshold(1.0, 0.5, 4, games=GAMES, delta=0.1)
@@ -214,9 +206,7 @@ def test_a_broken_run_is_refuted_under_poisson_sampling(
     assert count.p_value < 1e-3
 
 
-def test_a_piece_that_is_added_twice_is_seen_by_dpsgd_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_piece_that_is_added_twice_is_seen_by_dpsgd_itself(monkeypatch) -> None:
     right = ClippedSum.check_complete
     a_piece_twice(monkeypatch)
     monkeypatch.setattr(ClippedSum, "check_complete", right)

@@ -91,9 +91,7 @@ def test_the_same_under_other_ways_to_shard(fsdp2, name: str) -> None:
         ("fsdp2", "replicated", 2),
     ],
 )
-def test_the_same_of_logical_batches_in_equally_many_pieces(
-    request: pytest.FixtureRequest, strategy: str, name: str, releases: int
-) -> None:
+def test_the_same_of_logical_batches_in_equally_many_pieces(request, strategy, name, releases):
     for found in of(request.getfixturevalue(strategy), f"pieces {name}"):
         check_exact(found, 1e-6, releases)
         first, second = found["ran"]
@@ -130,9 +128,7 @@ def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
     ("strategy", "name", "shards"),
     [("ddp", "noise", 1.0), ("fsdp2", "noise", 0.0), ("fsdp2", "noise replicated", 1.0)],
 )
-def test_one_noise_is_added_whoever_holds_the_weights(
-    request: pytest.FixtureRequest, strategy: str, name: str, shards: float
-) -> None:
+def test_one_noise_is_added_whoever_holds_the_weights(request, strategy, name, shards) -> None:
     for found in of(request.getfixturevalue(strategy), name):
         assert found["coordinates"] > 150_000
         assert found["std"] == pytest.approx([1.0, 1.0], rel=0.01)

@@ -74,9 +74,7 @@ def measured(folder: Path, copied: Callable[[nn.Module], Any] | None) -> dict[st
 
 
 @pytest.mark.parametrize("copied", COPIES)
-def test_a_copy_within_a_step_holds_no_ids_and_records_nothing(
-    tmp_path: Path, copied: Callable[[nn.Module], Any]
-) -> None:
+def test_a_copy_within_a_step_holds_no_ids_and_records_nothing(tmp_path, copied) -> None:
     assert measured(tmp_path / "a", copied) == measured(tmp_path / "b", None)
 
 

@@ -223,9 +223,7 @@ def mixtral_lora(coefficient: float = 0.01) -> nn.Module:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("coefficient", [0.01, 0.0])
 @pytest.mark.parametrize("family", [mixtral, mixtral_lora])
-def test_words_that_a_routers_loss_reaches_are_read(
-    family: Callable[[float], nn.Module], coefficient: float, padded: bool
-) -> None:
+def test_words_that_a_routers_loss_reaches_are_read(family, coefficient, padded) -> None:
     """Behind the last label too, and padding where the router's loss does not leave it out."""
     labels = IDS.masked_fill(torch.arange(LENGTH) > 3, -100)
     ids, mask = (PADDED, MASK) if padded else (IDS, None)
@@ -571,9 +569,7 @@ def gradient_of_states(model: nn.Module, ids: Tensor) -> None:
         (gradient_of_states, "autograd.grad beside its backward"),
     ],
 )
-def test_labels_are_unknown_if_several_passes_read_them(
-    step: Callable[[nn.Module, Tensor], None], reason: str
-) -> None:
+def test_labels_are_unknown_if_several_passes_read_them(step, reason) -> None:
     model = llama()
     tap = GraphTap(find_anatomy(model))
     tap.arm()

@@ -172,9 +172,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor]:
 
 @given(rows(), st.booleans())
 @settings(max_examples=100)
-def test_rows_of_any_loss(
-    case: tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor], are_given: bool
-) -> None:
+def test_rows_of_any_loss(case, are_given) -> None:
     states, gradient, head, labels, weights = case
     read = read_states(states, gradient, head, [labels] if are_given else [])
     assert torch.equal(read.labels, labels)
@@ -214,9 +212,7 @@ def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
 
 @given(rows(), st.integers(0, 2**20))
 @settings(max_examples=100)
-def test_a_false_label_is_not_believed(
-    case: tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor], seed: int
-) -> None:
+def test_a_false_label_is_not_believed(case, seed) -> None:
     states, gradient, head, labels, _ = case
     generator = torch.Generator().manual_seed(seed)
     false = torch.randint(0, len(head.weight), labels.shape, generator=generator)

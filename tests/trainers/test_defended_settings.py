@@ -172,9 +172,7 @@ class KTOTrainer(Trainer):
         (KTOTrainer, "KTOTrainer compares several texts .*train on single texts"),
     ],
 )
-def test_trainers_that_compute_otherwise_are_refused(
-    kind: Any, message: str, tmp_path: Path
-) -> None:
+def test_trainers_that_compute_otherwise_are_refused(kind, message, tmp_path) -> None:
     with pytest.raises(DefenseError, match=message):
         trainer_of(tmp_path, tiny_llama(), [private()], kind=kind).train()
 
@@ -191,9 +189,7 @@ def test_trainers_that_compute_otherwise_are_refused(
         ),
     ],
 )
-def test_models_and_defences_that_do_not_fit(
-    build: Any, defenses: Any, message: str, tmp_path: Path
-) -> None:
+def test_models_and_defences_that_do_not_fit(build, defenses, message, tmp_path) -> None:
     with pytest.raises(DefenseError, match=message):
         trainer_of(tmp_path, build(), defenses()).train()
 
@@ -248,9 +244,7 @@ class Peers(Team):
         return [max(float(value), 6.0) for value in values]
 
 
-def test_a_process_with_fewer_rows_than_others_computes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_with_fewer_rows_than_others_computes_the_same(tmp_path, monkeypatch) -> None:
     """Pieces that stand in for no rows add nothing; the Trainer takes labels out of each."""
 
     def among_peers(batch: Any, samples: int, max_rows: int, *_: Any) -> Any:

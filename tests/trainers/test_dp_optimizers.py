@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,7 @@ def test_what_is_read_is_what_the_step_is_taken_with_and_its_noise_known(tmp_pat
 @pytest.mark.parametrize(
     ("mode", "clipping"), [("hooks", "flat"), ("hooks", "per_layer"), ("ghost", "flat")]
 )
-def test_optimizers_of_an_engine_are_read_and_their_epsilon_is_logged(
-    tmp_path: Path, mode: str, clipping: str
-) -> None:
+def test_optimizers_of_an_engine_are_read_and_their_epsilon_is_logged(tmp_path, mode, clipping):
     torch.manual_seed(7)
     model = LM()
     engine = PrivacyEngine()
@@ -228,9 +226,7 @@ def patched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [Noises, lambda p, lr: patched(torch.optim.SGD(p, lr))])
-def test_what_cannot_be_read_inside_is_unknown_and_never_the_raw_gradient(
-    tmp_path: Path, make: Callable[..., torch.optim.Optimizer]
-) -> None:
+def test_what_cannot_be_read_inside_is_unknown_and_never_the_raw_gradient(tmp_path, make) -> None:
     torch.manual_seed(7)
     model = LM()
     optimizer = make(model.parameters(), 0.1)
@@ -254,9 +250,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("client", ["rank", "world"])
-def test_a_client_shares_what_it_noised_and_all_what_was_reduced(
-    tmp_path: Path, one_process: None, client: str
-) -> None:
+def test_a_client_shares_what_it_noised_and_all_what_was_reduced(tmp_path, one_process, client):
     """The sum over processes is made twice as large here, as if there were another process."""
     model, optimizer = private(DistributedDPOptimizer)
     reduce = optimizer.reduce_gradients

@@ -303,9 +303,7 @@ def test_it_is_given_the_trainer(tmp_path: Path) -> None:
         ({"optim": "adalomo"}, [], "during backward"),
     ],
 )
-def test_what_cannot_be_watched_is_refused(
-    tmp_path: Path, settings: dict[str, Any], gates: Any, words: str
-) -> None:
+def test_what_cannot_be_watched_is_refused(tmp_path, settings, gates, words) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     trainer = trainer_of(tmp_path, optimizers=constant(optimizer), **settings)
     watched(trainer, [BagOfWords()], gates)

@@ -359,9 +359,7 @@ def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", [llama, lora])
-def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(
-    family: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(family, monkeypatch):
     inside, others = texts(ROWS, LENGTH), texts(ROWS, LENGTH)
     query, both = torch.cat([inside, others]), prepared(ready(family()))
     runs: list[int] = []
@@ -382,9 +380,7 @@ def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(
     assert torch.equal(together.members, apart.members)
 
 
-def test_blocks_are_spread_where_there_is_no_memory_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_are_spread_where_there_is_no_memory_for_all(monkeypatch) -> None:
     model = lora()
     anatomy = find_anatomy(model)
     attack = GradientMembership(texts(4, LENGTH))
@@ -396,9 +392,7 @@ def test_blocks_are_spread_where_there_is_no_memory_for_all(
     assert set(some) < set(every)
 
 
-def test_what_the_model_wrote_is_kept_and_not_written_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_model_wrote_is_kept_and_not_written_again(monkeypatch) -> None:
     model = lora()
     anatomy = find_anatomy(model)
     first, second = GradientMembership("sampled"), GradientMembership("sampled")
@@ -426,9 +420,7 @@ def test_masked_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [lora, norms], ids=["maps", "other parameters"])
-def test_a_look_is_estimated_before_anything_is_calibrated(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_is_estimated_before_anything_is_calibrated(make, monkeypatch) -> None:
     ran: list[object] = []
 
     def timed(work: Callable[[], object], device: torch.device) -> float:

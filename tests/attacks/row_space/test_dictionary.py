@@ -100,9 +100,7 @@ def check_follows(model: nn.Module, change: Callable[[nn.Module], None]) -> None
 
 
 @pytest.mark.parametrize(("family", "how", "change"), CASES, ids=[how for _, how, _ in CASES])
-def test_whatever_moved_is_followed(
-    family: Callable[[], nn.Module], how: str, change: Callable[[nn.Module], None]
-) -> None:
+def test_whatever_moved_is_followed(family, how, change) -> None:
     model = with_lora(ready(family()), 12, PROJECTIONS[family.__name__])
     check_follows(model, change)
 
@@ -131,9 +129,7 @@ def test_an_embedding_that_was_replaced_is_followed() -> None:
     tokens=st.sets(st.integers(0, VOCABULARY - 1), max_size=60),
     seed=st.integers(0, 9),
 )
-def test_a_dictionary_that_follows_is_one_that_is_built_again(
-    family: Callable[[], nn.Module], tokens: set[int], seed: int
-) -> None:
+def test_a_dictionary_that_follows_is_one_that_is_built_again(family, tokens, seed) -> None:
     torch.manual_seed(seed)
     model = with_lora(ready(family()), 12, PROJECTIONS[family.__name__])
     attack, anatomy = prepared(model)

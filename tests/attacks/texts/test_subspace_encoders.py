@@ -126,9 +126,7 @@ def clients(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, Gradien
     ],
     ids=["noise", "small noise, not declared", "noise, not declared", "bf16", "bf16 as fp32"],
 )
-def test_noise_and_rounding_take_the_certificate(
-    clients: list[tuple[SubspaceTexts, GradientSnapshot]], change: Any, declared: bool
-) -> None:
+def test_noise_and_rounding_take_the_certificate(clients, change, declared) -> None:
     for attack, snapshot in clients:
         tensors = {n: change(g) for n, g in snapshot.tensors.items()}
         std = 1e-3 * float(torch.cat([g.flatten() for g in tensors.values()]).float().std())

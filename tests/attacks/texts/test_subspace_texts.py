@@ -385,9 +385,7 @@ def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, insid
         ("AdamW", {}, 1, True, False),
     ],
 )
-def test_rounds_of_steps_of_sgd_are_read(
-    optimizer: str, own: dict[str, float], steps: int, fresh: bool, known: bool
-) -> None:
+def test_rounds_of_steps_of_sgd_are_read(optimizer, own, steps, fresh, known) -> None:
     model, ids = ready(llama()), texts(2, 9)
     attack = SubspaceTexts()
     settings = {"lr": 0.1, **own}

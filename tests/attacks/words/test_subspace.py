@@ -59,9 +59,7 @@ def guess_of(
     return attack.run(observed(attack, anatomy))
 
 
-def test_a_batch_that_fills_all_directions_is_refused_before_the_atoms_are_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_that_fills_all_directions_is_refused_before_the_atoms_are_made(monkeypatch):
     def made(*_: object) -> None:
         raise AssertionError("atoms were made")
 
@@ -153,9 +151,7 @@ def test_dropout_that_hides_every_word_is_unknown() -> None:
     assert refused
 
 
-def test_an_update_below_the_rounding_of_stored_weights_is_unknown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_update_below_the_rounding_of_stored_weights_is_unknown(monkeypatch) -> None:
     model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model)
     view = step_of(torch.optim.SGD, model, attack, anatomy, texts(2, 7), weight_decay=0.0)
@@ -328,9 +324,7 @@ def of_a_text_and_a_lone_token(
         *((f, kinds[-1], False) for f, kinds in QUERIES_AND_KEYS.items()),
     ],
 )
-def test_queries_and_keys_alone_are_no_certificate(
-    family: str, targets: list[str], lora: bool
-) -> None:
+def test_queries_and_keys_alone_are_no_certificate(family, targets, lora) -> None:
     """A softmax over one key has no gradient, so that they miss words without a trace."""
     guess, truth = of_a_text_and_a_lone_token(family, targets, lora=lora)
     first = {30} if family != "bert" and len(targets) == 1 and targets[0] == "q_proj" else set()
@@ -538,9 +532,7 @@ def test_capacity_is_measured_where_there_is_time(seconds: float, known: bool) -
     assert not known or 10 < capacity < 64
 
 
-def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(monkeypatch) -> None:
     monkeypatch.setattr(explanation, "measure_capacity", lambda *_, **__: (0, 4, 20.0))
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
     guess, metric = guess_of(model, texts(2, 6), SubspaceWords()), WordRecovery(VOCABULARY)

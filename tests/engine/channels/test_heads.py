@@ -108,9 +108,7 @@ def settings(records: bool = False) -> WatchSettings:
 
 
 @pytest.mark.slow
-def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(
-    tmp_path: Path,
-) -> None:
+def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(tmp_path) -> None:
     train = leave_out(data("masked", 100), 50, seed=1)[0]
     arguments = TrainingArguments(
         str(tmp_path), num_train_epochs=30, per_device_train_batch_size=5, learning_rate=8e-3,
@@ -218,9 +216,7 @@ def test_repeats_are_searched_in_what_is_read_and_not_in_classes() -> None:
         (Combined(), "unnamed", "no tokenizer with a mask token is known"),
     ],
 )
-def test_what_cannot_be_asked_of_a_masked_model_is_refused(
-    tmp_path: Path, attack: Any, form: str, words: str
-) -> None:
+def test_what_cannot_be_asked_of_a_masked_model_is_refused(tmp_path, attack, form, words) -> None:
     train = leave_out(data("masked"), 100, seed=1)[0]
     collator = collate("masked")
 

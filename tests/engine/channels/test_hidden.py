@@ -34,9 +34,7 @@ from tests.engine.test_step_again import VOCAB, adapted, trained
 
 
 @pytest.mark.parametrize(("distances", "types"), [((0.5, 3.0), 20), ((4.0,), 100), ((0.0,), 30)])
-def test_no_reader_of_drawn_noise_exceeds_the_bound_and_the_best_one_reaches_it(
-    distances: tuple[float, ...], types: int
-) -> None:
+def test_no_reader_of_drawn_noise_exceeds_the_bound_and_the_best_one_reaches_it(distances, types):
     vocabulary, generator = 400, np.random.default_rng(1)
     distance = np.resize(distances, vocabulary)
     projections = generator.normal(size=(400, vocabulary))
@@ -114,9 +112,7 @@ def look(
 
 
 @pytest.mark.parametrize(("sigma", "known"), [(1e-2, False), (1.0, True)])
-def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(
-    tmp_path: Path, sigma: float, known: bool
-) -> None:
+def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(tmp_path, sigma, known):
     gate, values = look(tmp_path, GradientNoise(None, sigma), steps=1)
     assert values["f1"] < 0.5
     assert (values["bound"] <= 0.5) == known
@@ -126,9 +122,7 @@ def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(
         assert "behind the declared defences" in gate.fired.why
 
 
-def test_the_change_of_a_word_is_that_of_a_second_backward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_change_of_a_word_is_that_of_a_second_backward(tmp_path, monkeypatch) -> None:
     pairs: list[tuple[int, int]] = []
     changes: list[float] = []
     replaced, real = hidden.replace_word, hidden.HiddenWords._change
@@ -172,9 +166,7 @@ def test_dp_sgd_bounds_its_own_reader(tmp_path: Path, multiplier: float, known: 
 @pytest.mark.parametrize(
     ("epsilon", "attack"), itertools.product((1.0, 50.0), (SubspaceWords, Weak))
 )
-def test_behind_replaced_tokens_an_attack_has_to_read_what_was_written(
-    tmp_path: Path, epsilon: float, attack: type[SubspaceWords]
-) -> None:
+def test_behind_replaced_tokens_an_attack_has_to_read_what_was_written(tmp_path, epsilon, attack):
     gate, values = look(tmp_path, TokenLDP("grr", epsilon, seed=1), attack=attack)
     if attack is Weak:  # it recovers little of the written words too
         assert gate.fired is not None
@@ -206,9 +198,7 @@ class Dithered(Defense):
                 p.grad.add_(1e-6 * torch.randn(p.grad.shape, generator=self.generator))
 
 
-def test_a_control_draws_no_random_number_of_a_defence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_control_draws_no_random_number_of_a_defence(tmp_path, monkeypatch) -> None:
     calls: list[int] = []
     real = Dithered.on_gradients
 

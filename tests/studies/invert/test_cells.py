@@ -203,9 +203,7 @@ def test_noise_on_states_is_added_at_the_split(layer: int) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 25])
-def test_utility_equals_the_next_token_predictions_of_the_plain_model(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_utility_equals_the_next_token_predictions_of_the_plain_model(at_once, monkeypatch) -> None:
     monkeypatch.setattr("lightning_fedleak.cli.commands.invert.LOGITS_AT_ONCE", at_once)
     model = tiny_gpt2(layers=3).double()
     anatomy = find_anatomy(model)

@@ -299,23 +299,6 @@ def test_targets_are_those_of_the_models_loss(name: str) -> None:
     check()
 
 
-def targets_by_hand(batch: TokenBatch) -> list[int]:
-    if batch.labels is None:
-        assert batch.attention_mask is not None
-        source = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
-        return [t for row, keep in source for t, k in zip(row[1:], keep[1:], strict=True) if k]
-    start = 1 if batch.kind == "causal" else 0
-    return [t for row in batch.labels.tolist() for t in row[start:] if t != -100]
-
-
-@given(
-    st.sampled_from(["causal", "masked", "seq2seq"]).flatmap(batches)
-    | batches("causal", with_labels=False)
-)
-def test_targets_in_reading_order(batch: TokenBatch) -> None:
-    assert batch.target_ids().tolist() == targets_by_hand(batch)
-
-
 def test_classes_are_the_targets_of_a_classifier() -> None:
     labels = torch.tensor([2, -100])
     batch = read_batch({"input_ids": IDS, "labels": labels}, "classifier")

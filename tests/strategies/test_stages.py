@@ -333,23 +333,3 @@ def test_validation_without_a_fit_is_the_plain_one() -> None:
         found.append((result, trained, torch.get_rng_state()))
     assert same(found[0], found[1])
     assert same(found[0], found[2])
-
-
-class Reseeding(ToyLM):
-    """Dropout draws from the global RNG, whose state a checkpoint does not hold."""
-
-    def on_train_batch_start(self, batch, batch_idx) -> None:
-        torch.manual_seed(self.trainer.global_step)
-
-
-def test_resume_is_the_uninterrupted_run(tmp_path) -> None:
-    whole = state_of(*fit("auto", Reseeding, shuffle=False, max_epochs=2))
-    keep = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    fit(DefendedStrategy(), Reseeding, shuffle=False, callbacks=[keep], enable_checkpointing=True)
-    last = str(tmp_path / "last.ckpt")
-    assert CHECKPOINT_KEY not in torch.load(last, weights_only=True)
-    again = fit(DefendedStrategy(), Reseeding, shuffle=False, max_epochs=2, ckpt_path=last)
-    resumed = state_of(*again)
-    assert same(whole["weights"], resumed["weights"])
-    assert same(whole["optimizers"], resumed["optimizers"])
-    assert whole["losses"][6:] == resumed["losses"]

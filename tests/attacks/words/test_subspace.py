@@ -354,12 +354,6 @@ def test_a_side_that_is_not_trained_is_no_certificate_either(side: str) -> None:
     assert not guess.certified
 
 
-def test_more_types_than_dimensions_are_refused() -> None:
-    model = ready(llama())
-    with pytest.raises(UnusableObservation, match="too many types"):
-        guess_of(model, texts(12, 14))
-
-
 def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
     model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model)

@@ -10,21 +10,20 @@ it. All gradients are clipped (C is tiny), so that a sound training's sum moves 
 
 from __future__ import annotations
 
-import argparse
-import logging
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import peft
 import torch
 import transformers as tf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks import shared
 from lightning_fedleak import DPSGD, DefendedStrategy
 from lightning_fedleak.defenses import DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.isolation import Isolation
@@ -32,22 +31,15 @@ from lightning_fedleak.trainers import DefendedLoop, defended
 
 SMOKE = ("--models GPT-2 --hosts loop --rows 4", "--unsound --rows 4 --only 2", "--half --rows 4")
 VOCABULARY, WIDTH, POSITIONS, CLIP = 120, 16, 48, 1e-3
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": POSITIONS}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "vocab_size": 120}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1}
 NEO = {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
 NEO |= {"embed_dropout": 0.0, "attention_dropout": 0.0, "resid_dropout": 0.0}
+OPT = {"word_embed_proj_dim": WIDTH, "ffn_dim": 24, "dropout": 0.0, "attention_dropout": 0.0}
 GROUPED = {"num_key_value_heads": 1}
 
 
@@ -63,23 +55,17 @@ def model_of(name: str, kind: str = "CausalLM", **settings: Any) -> Callable[[],
 
 
 def lora() -> nn.Module:
-    import peft
-
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        settings = peft.LoraConfig(
-            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-        )
-        return peft.get_peft_model(MODELS["Llama"](), settings).train()  # type: ignore[arg-type]
+        settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        return peft.get_peft_model(MODELS["Llama"](), peft.LoraConfig(r=2, **settings)).train()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "GPT-2": model_of("GPT2", **GPT2, eos_token_id=2, pad_token_id=0),
     "GPT-Neo": model_of("GPTNeo", **SIZES, **NEO),
     "GPT-NeoX": model_of("GPTNeoX", **SIZES),
-    "OPT": model_of(
-        "OPT", **SIZES, word_embed_proj_dim=WIDTH, ffn_dim=24, dropout=0.0, attention_dropout=0.0
-    ),
+    "OPT": model_of("OPT", **SIZES, **OPT),
     "Llama": model_of("Llama", **SIZES, **GROUPED),
     "Mistral, window 8": model_of("Mistral", **SIZES, **GROUPED, sliding_window=8),
     "Qwen2": model_of("Qwen2", **SIZES, **GROUPED),
@@ -122,12 +108,8 @@ class Rows(Dataset[Any]):
 
 
 def collate(
-    rows: Sequence[dict[str, Tensor]],
-    *,
-    side: str = "right",
-    cut: bool = False,
-    is_causal: bool = True,
-) -> Any:
+    rows: Any, *, side: str = "right", cut: bool = False, is_causal: bool = True
+) -> dict[str, Tensor]:
     """Return the rows with padding on a side; or all cut to the shortest."""
     pad = {"labels": -100}
     sizes = [len(row["input_ids"]) for row in rows]
@@ -160,43 +142,25 @@ class Keep(torch.optim.SGD):
 def train(
     host: str,
     model: nn.Module,
-    rows: Dataset[Any],
+    rows: Any,
     loss: Callable[[nn.Module, Any], Tensor],
     collate_fn: Callable[[Any], Any],
     precision: str = "32-true",
 ) -> tuple[list[Tensor], DPSGD]:
     """Return what one step releases, times the batch's size, and the defence."""
-    import lightning.pytorch as L
-
-    size = rows.public_length  # type: ignore[attr-defined]
+    size = rows.public_length
     defense = DPSGD(CLIP, noise_multiplier=0.0, target_delta=1e-3, seed=7)
-    optimizer = Keep([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    optimizer = Keep(shared.trained(model), lr=0.0)
     loader: DataLoader[Any] = DataLoader(rows, size, shuffle=True, collate_fn=collate_fn)
     if host == "lightning":
 
-        class Module(L.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
-
-            def training_step(self, batch: Any, _: int) -> Tensor:
+        class Module(shared.FineTuning):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
                 return loss(self.model, batch)
 
-            def configure_optimizers(self) -> Any:
-                return optimizer
-
-        quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+        module = Module(model, lambda _: optimizer)
         strategy = DefendedStrategy("auto", [defense])
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=1,
-            enable_model_summary=False,
-            strategy=strategy,
-            precision=precision,  # type: ignore[arg-type]
-            **quiet,
-        )
-        trainer.fit(Module(), loader)
+        shared.fit(module, loader, max_steps=1, strategy=strategy, precision=precision)
     elif host == "trainer":
 
         class OwnLoss(tf.Trainer):
@@ -204,26 +168,11 @@ def train(
                 return loss(model, inputs)
 
         with tempfile.TemporaryDirectory() as folder:
-            arguments = tf.TrainingArguments(
-                folder,
-                per_device_train_batch_size=size,
-                max_steps=1,
-                report_to=[],
-                use_cpu=True,
-                save_strategy="no",
-                disable_tqdm=True,
-                remove_unused_columns=False,
-                bf16=precision == "bf16-mixed",
-            )
+            settings = {"per_device_train_batch_size": size, "remove_unused_columns": False}
+            arguments = shared.trainer_arguments(folder, max_steps=1, **settings)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-            own = defended(OwnLoss)(
-                model,
-                arguments,
-                data_collator=collate_fn,
-                train_dataset=rows,
-                optimizers=(optimizer, schedule),
-                defenses=[defense],
-            )
+            both = {"optimizers": (optimizer, schedule), "defenses": [defense]}
+            own = defended(OwnLoss)(model, arguments, collate_fn, rows, **both)
             own.remove_callback(tf.PrinterCallback)
             own.train()
     else:
@@ -303,15 +252,9 @@ def over_labels(model: nn.Module, batch: Any) -> Tensor:
     return (losses * share).sum(1).mean()
 
 
-def left(rows: Any) -> Any:
-    return collate(rows, side="left")
-
-
-def cut(rows: Any) -> Any:
-    return collate(rows, cut=True)
-
-
+left, cut = partial(collate, side="left"), partial(collate, cut=True)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+SHORT = {**SIZES, "max_position_embeddings": 24}
 UNSOUND: dict[str, tuple[Any, Any, Any]] = {
     "padding on the left, GPT-2": (MODELS["GPT-2"], own_loss, left),
     "padding on the left, OPT": (MODELS["OPT"], own_loss, left),
@@ -320,11 +263,7 @@ UNSOUND: dict[str, tuple[Any, Any, Any]] = {
     "rows cut to the shortest": (MODELS["GPT-2"], own_loss, cut),
     "a loss over the batch's labels": (MODELS["GPT-2"], over_labels, collate),
     "statistics of the batch, detached": (BatchStatistics, own_loss, collate),
-    "dynamic RoPE": (
-        model_of("Llama", **{**SIZES, "max_position_embeddings": 24}, rope_parameters=DYNAMIC),
-        own_loss,
-        collate,
-    ),
+    "dynamic RoPE": (model_of("Llama", **SHORT, rope_parameters=DYNAMIC), own_loss, collate),
 }
 
 
@@ -335,10 +274,8 @@ def print_sound(models: Sequence[str], hosts: Sequence[str], number: int) -> Non
         with measured(values):
             cells = [[moved(h, name, kind, number) for h in hosts] for kind in COMPANY]
         ends = [(min(cell), max(cell)) for cell in cells]
-        shown = [
-            f"{low:.4f}" if f"{low:.4f}" == f"{high:.4f}" else f"{low:.4f} to {high:.4f}"
-            for low, high in ends
-        ]
+        texts = [dict.fromkeys(f"{end:.4f}" for end in pair) for pair in ends]
+        shown = [" to ".join(pair) for pair in texts]
         print(f"| {name} | {' | '.join(shown)} | {max(values):.1e} |", flush=True)
 
 
@@ -374,16 +311,13 @@ def print_half(number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
-    parser.add_argument("--hosts", nargs="+", default=[*HOSTS], choices=HOSTS)
-    parser.add_argument("--rows", type=int, default=6, help="rows beside the added one")
-    parser.add_argument("--unsound", action="store_true")
-    parser.add_argument("--only", type=int, help="the first unsound trainings")
-    parser.add_argument("--half", action="store_true")
+    parser = shared.parser_of(
+        __doc__, models=([*MODELS], [*MODELS]), hosts=([*HOSTS], HOSTS),
+        rows=(6, "rows beside the added one"), unsound=False,
+        only=(int, "the first unsound trainings"), half=False,
+    )  # fmt: skip
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    shared.quieten()
     if options.unsound:
         print_unsound(options.rows, options.only)
     elif options.half:

@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import shared
-from benchmarks.shared import FineTuning, trained
+from benchmarks.shared import FineTuning, fit, trained
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import defended
@@ -232,7 +232,7 @@ class Watched(L.Callback):
 
 def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
     defense = DPSGD(CLIP, noise_multiplier=SIGMA, max_physical_batch_size=options.pieces)
-    shared.fit(
+    fit(
         SampleMeans(build(options), partial(torch.optim.SGD, lr=LR)),
         DataLoader(TensorDataset(ids), batch_size=len(ids)),
         strategy=DefendedStrategy("auto", [defense]),

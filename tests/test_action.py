@@ -83,9 +83,7 @@ def environment(folder: Path, inputs: dict[str, str]) -> dict[str, str]:
     }
 
 
-def run_step(
-    name: str, variables: dict[str, str], folder: Path
-) -> subprocess.CompletedProcess[str]:
+def run_step(name, variables, folder) -> subprocess.CompletedProcess[str]:
     """Run a script as a runner does."""
     (folder / "script.sh").write_text(STEPS[name]["run"])
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(folder / "script.sh")]

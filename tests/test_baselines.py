@@ -34,9 +34,7 @@ from tests.helpers.models import VOCAB, tiny_gpt2
 # ---- RLG ---------------------------------------------------------------------------------------
 
 
-def softmax_gradient(
-    vocab: int, d: int, tokens: int, seed: int, spread: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def softmax_gradient(vocab, d, tokens, seed, spread=1.0) -> tuple[Tensor, Tensor]:
     """Head gradient (vocab, d) by autograd, and the labels (tokens,)."""
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, d, generator=draw, dtype=torch.float64)

@@ -394,9 +394,7 @@ def test_batches_whose_values_contradict_each_other_are_refused(name: str) -> No
     assert "0000" not in str(refused.value)
 
 
-def _hangs_on(
-    model: torch.nn.Module, batch: TokenBatch, **inputs: torch.Tensor | None
-) -> torch.Tensor:
+def _hangs_on(model, batch, **inputs) -> torch.Tensor:
     """(B, L) bool, whether the embedding at a position has a gradient: what a label hangs on."""
     embedded = model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
     model(inputs_embeds=embedded, **inputs).loss.backward()

@@ -69,7 +69,7 @@ from lightning_fedleak.engine.channels.released.weights import WeightLooks
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream
-from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import (
@@ -137,9 +137,7 @@ def model_for(name: str) -> nn.Module:
     return (tiny_bert_mlm() if name == "bias_sign" else tiny_llama()).eval()
 
 
-def observation_for(
-    attack: Attack, anatomy: Anatomy, to_device: Callable[[Tensor], Tensor]
-) -> tuple[Observation, Query | None]:
+def observation_for(attack, anatomy, to_device) -> tuple[Observation, Query | None]:
     """A client's shared update for two texts, and the query, on the model's device."""
     ids = to_device(ids_of(ROWS, LENGTH, seed=2))
     if isinstance(attack, MembershipAttack):

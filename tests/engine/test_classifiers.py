@@ -87,9 +87,7 @@ def subspace() -> SubspaceWords:
     return SubspaceWords(capacity_seconds=0.0)
 
 
-def build_model(
-    make: Build, *, lora: list[str] | None = None, task: TaskType | None = None
-) -> nn.Module:
+def build_model(make, *, lora=None, task=None) -> nn.Module:
     with own_rng(3):
         model = make()
         if lora is not None:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
-from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import Games, WatchSettings
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.results import Results
@@ -168,9 +167,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> 
     return loss.item()
 
 
-def watched(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *more: Attack
-) -> Watch:
+def watched(folder, model, optimizer, *more) -> Watch:
     return Watch(
         model,
         optimizer,

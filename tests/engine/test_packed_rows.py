@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import DataCollatorWithFlattening
 
 from lightning_fedleak import (
@@ -62,9 +61,7 @@ FORMS = {
 }  # fmt: skip
 
 
-def lines(
-    folder: Path, model: nn.Module, attack: Any, form: str, steps: int = 3, **options: Any
-) -> list[dict[str, Any]]:
+def lines(folder, model, attack, form, steps=3, **options) -> list[dict[str, Any]]:
     """Return what is logged of a loop on packed rows."""
     batches = [FORMS[form](documents(step)) for step in range(steps)]
     return watched(folder, [attack], model, batches=batches, lr=1e-3, **options).lines()

@@ -93,13 +93,7 @@ def values(a: float, b: float, worst: float | None = None, **more: float) -> dic
     return logged | {f"{WORDS}_{name}": value for name, value in more.items()}
 
 
-def look(
-    gate: RiskGate,
-    logged: dict[str, float],
-    why: str = "",
-    latest: dict[str, float] | None = None,
-    channel: Any = None,
-) -> None:
+def look(gate, logged, why="", latest=None, channel=None) -> None:
     """Let a gate decide on the values of a look."""
     engine: Any = SimpleNamespace(
         results=SimpleNamespace(

@@ -23,16 +23,7 @@ FILES = RESULTS, RECORD  # in this order: the last line of a record closes the r
 IDS = torch.randint(3, 60, (12, 6), generator=torch.Generator().manual_seed(1))
 
 
-def train(
-    folder: Path,
-    key_of: Path | None = None,
-    *,
-    start: float = 0.0,
-    order: int = 0,
-    rate: float = 0.1,
-    every_n_steps: int = 2,
-    extra: float = 0.0,
-) -> Path:
+def train(folder, key_of=None, *, start=0.0, order=0, rate=0.1, every_n_steps=2, extra=0.0) -> Path:
     """Train two epochs of three batches, watched; ``extra`` is added to the loss of one batch."""
     folder.mkdir()
     if key_of is not None:

@@ -188,9 +188,7 @@ def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path, metric: 
     assert "did not act" in text
 
 
-def plans(
-    folder: Path, *lines: dict[str, Any], looks: str = "every_n_steps=2", goes_on: bool = False
-) -> Verdict:
+def plans(folder, *lines, looks="every_n_steps=2", goes_on=False) -> Verdict:
     """Return what is found of a run with these lines after its first."""
     monitor = {"client": "rank", "looks": looks}
     start = begin("a", schema=4, monitor=monitor, next_look=0)

@@ -37,9 +37,7 @@ def planted(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) ->
     )
 
 
-def audited(
-    game: PlantedGradients, audits: int, sigma: float, rate: float = 1.0, **settings: Any
-) -> tuple[Refutations, float]:
+def audited(game, audits, sigma, rate=1.0, **settings) -> tuple[Refutations, float]:
     """Refutations of the accounted epsilon, and the median bound over it."""
     played = [game.games(number, sigma, rate) for number in range(audits)]
     bounds = [audit_scores(own.scores, own.members, **settings).epsilon for own in played]

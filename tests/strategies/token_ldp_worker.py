@@ -60,16 +60,7 @@ def repeated(length: int) -> DataLoader[Any]:
     return DataLoader([ids] * BATCH, batch_size=BATCH)
 
 
-def run(
-    defense: TokenLDP,
-    client: str = "rank",
-    *,
-    shuffle: bool = False,
-    data: DataLoader[Any] | None = None,
-    path: Path | None = None,
-    callbacks: list[Callback] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+def run(defense, client="rank", *, shuffle=False, data=None, path=None, callbacks=None, **settings):
     """A fit of two epochs, and what this rank saw of it."""
     module, truth = Recording(), Truth()
     torch.manual_seed(1)

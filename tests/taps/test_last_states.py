@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +49,7 @@ class Fused:
         return SimpleNamespace(logits=logits, loss=loss)
 
 
-def read_fused(
-    model: nn.Module, loss: Callable[[Any], Tensor], temperature: float = 1.0
-) -> list[ModelCall]:
+def read_fused(model, loss, temperature=1.0) -> list[ModelCall]:
     """Return the calls of a step with a fused loss, whose gradients stay in the parameters."""
     fused = Fused(model.train(), temperature)
     return calls_of(model, lambda _: loss(fused), temperature)

@@ -102,9 +102,7 @@ def resumed(train: Trains, folder: Path, state: Callable[[Any], list[Any]]) -> d
     }
 
 
-def asked(
-    train: Trains, folder: Path, state: Callable[[Any], list[Any]], **more: Any
-) -> dict[str, Any]:
+def asked(train, folder, state, **more) -> dict[str, Any]:
     """Return what is logged of trained weights, and whether training was as without a callback."""
     part, _ = leave_out(rows(400, 10), 200, seed=1)
     more |= {

@@ -71,9 +71,7 @@ def private(kind: type[DPOptimizer] = DPOptimizer, **settings: Any) -> tuple[nn.
     return model, kind(optimizer, generator=generator, **grouped(known | settings))
 
 
-def train(
-    model: nn.Module, optimizer: Any, watch: Watch | None, steps: int = 3, parts: int = 1
-) -> list[Tensor]:
+def train(model, optimizer, watch, steps=3, parts=1) -> list[Tensor]:
     """Return the gradient of the embeddings that each step was really taken with."""
     applied: list[Tensor] = []
     inner = getattr(optimizer, "original_optimizer", optimizer)
@@ -90,9 +88,7 @@ def train(
     return applied
 
 
-def watch_of(
-    model: nn.Module, optimizer: Any, folder: Path, *more: Any, **settings: Any
-) -> tuple[Watch, Probe]:
+def watch_of(model, optimizer, folder, *more, **settings) -> tuple[Watch, Probe]:
     probe = Probe(role=EMBEDDING_WEIGHT)
     attacks = [BagOfWords(), probe, *more]
     defaults = {"every_n_steps": 1, "tensorboard": False, "games": Games(targets=2)}

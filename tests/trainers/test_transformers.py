@@ -56,13 +56,7 @@ class Evaluated(TrainerCallback):
         self.values.append(metrics[self.name])
 
 
-def trainer_of(
-    folder: Path,
-    model: Any = None,
-    dropout: float = 0.0,
-    kind: type[Trainer] = Sequential,
-    **more: Any,
-) -> Trainer:
+def trainer_of(folder, model=None, dropout=0.0, kind=Sequential, **more) -> Trainer:
     torch.manual_seed(7)
     model = tiny_gpt2(tied=False, dropout=dropout) if model is None else model
     settings = {

@@ -52,14 +52,7 @@ class WideLogProbs:
             return chosen, entropy, None, logits.mean(-1), logits.argmax(-1) == targets
 
 
-def trainer_of(
-    folder: Path,
-    defense: DPSGD | None,
-    kind: Any = DPOTrainer,
-    data: Any = None,
-    peft: Any = LORA,
-    **more: Any,
-) -> Any:
+def trainer_of(folder, defense, kind=DPOTrainer, data=None, peft=LORA, **more) -> Any:
     arguments = {**COMMON, "max_length": 48, "learning_rate": 0.0, "beta": BETA, **more}
     torch.manual_seed(3)
     model = model_of().double()

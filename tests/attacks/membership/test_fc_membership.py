@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.membership.base import (
     upstream_of,
 )
 from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
-from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.model.taps.activations import ActivationTap
@@ -411,9 +411,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
-def attack_and_target(
-    anatomy: Anatomy, layer: int, granularity: str, inputs: dict[str, Tensor]
-) -> tuple[FCMembership, Tensor]:
+def attack_and_target(anatomy, layer, granularity, inputs) -> tuple[FCMembership, Tensor]:
     """Its widest rungs reach many tokens of the batch, and its target is one of them."""
     attack = FCMembership(
         layer, granularity, tau=1.0, dead_zone=1e-9, ladder=LADDER, tokens=5, name="fc"

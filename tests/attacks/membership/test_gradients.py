@@ -75,20 +75,11 @@ def prepared(model: nn.Module, facts: RunFacts | None = None) -> tuple[Anatomy, 
     return anatomy, attack
 
 
-def asked(
-    model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, **more: Tensor
-) -> Any:
+def asked(model, inside, query, noise=0.0, **more) -> Any:
     return asked_of(*prepared(model), inside, query, noise, **more)
 
 
-def asked_of(
-    anatomy: Anatomy,
-    attack: GradientMembership,
-    inside: Tensor,
-    query: Tensor,
-    noise: float = 0.0,
-    **more: Tensor,
-) -> Any:
+def asked_of(anatomy, attack, inside, query, noise=0.0, **more) -> Any:
     backward(anatomy.model, inside, **more)
     tensors = {r: anatomy.parameter(r).grad.clone() for r in attack.needs(anatomy).gradients}
     for g in tensors.values():

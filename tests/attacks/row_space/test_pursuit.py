@@ -210,9 +210,7 @@ def test_equals_are_exchanged_as_least_squares_for_each_place_say(apart: float) 
         assert left(exchanged) == pytest.approx(left(types), rel=1e-3)
 
 
-def nearly_twins(
-    apart: float, rank: int, seed: int, *, both: bool
-) -> tuple[PursuitResult, set[int]]:
+def nearly_twins(apart, rank, seed, *, both) -> tuple[PursuitResult, set[int]]:
     """What is found where two types differ by a share of their norm; both are there, or one."""
     rows = dictionary(seed % 5)
     truth = planted(rows, 10, rank, seed)[1].tolist()

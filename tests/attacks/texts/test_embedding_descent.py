@@ -50,9 +50,7 @@ def sent_by(model: nn.Module, layer: int, *size: int, **more: Any) -> tuple[Tens
 RARE = [field.name for field in fields(DescentSettings)]
 
 
-def prepared(
-    model: nn.Module, layer: int = 2, facts: RunFacts | None = None, **settings: Any
-) -> EmbeddingDescent:
+def prepared(model, layer=2, facts=None, **settings) -> EmbeddingDescent:
     rare = {name: settings.pop(name) for name in RARE if name in settings}
     attack = EmbeddingDescent(layer, descent=DescentSettings(**rare), **settings)
     attack.meet(facts or RunFacts())

@@ -47,9 +47,7 @@ def deep_llama(blocks: int, seed: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def shared(
-    anatomy: Anatomy, attack: SubspaceTexts, noise: float = 0.0, declared: bool = True
-) -> Observation:
+def shared(anatomy, attack, noise=0.0, declared=True) -> Observation:
     tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
     for g in tensors.values():
         g += noise * torch.randn_like(g)
@@ -63,15 +61,7 @@ def prepared(model: nn.Module, **settings: Any) -> tuple[SubspaceTexts, Anatomy]
     return attack, anatomy
 
 
-def read(
-    model: nn.Module,
-    ids: Tensor,
-    noise: float = 0.0,
-    *,
-    declared: bool = True,
-    budget_seconds: float | None = None,
-    **more: Any,
-) -> TextGuess:
+def read(model, ids, noise=0.0, *, declared=True, budget_seconds=None, **more) -> TextGuess:
     attack, anatomy = prepared(model, budget_seconds=budget_seconds)
     backward(model, ids, **more)
     return attack.run(shared(anatomy, attack, noise, declared))

@@ -86,9 +86,7 @@ def f1(made: AlignedFlatChat, cases: list[tuple[Observation, Tensor]]) -> float:
     return total / len(cases)
 
 
-def cases(
-    model: Any, language: Language, round_: RunFacts, texts: int = 4
-) -> list[tuple[Observation, Tensor]]:
+def cases(model, language, round_, texts=4) -> list[tuple[Observation, Tensor]]:
     steps = round_.local_steps or 1
     drawn = [language.texts(texts * steps, 16, seed=100 + i).split(texts) for i in range(4)]
     return [shared(model, round_, list(batches)) for batches in drawn]

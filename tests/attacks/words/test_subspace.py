@@ -50,9 +50,7 @@ def is_causal(model: nn.Module) -> bool:
     return not any("MaskedLM" in type(m).__name__ for m in model.modules())
 
 
-def guess_of(
-    model: nn.Module, ids: Tensor, attack: SubspaceWords | None = None, **more: Tensor
-) -> WordGuess:
+def guess_of(model, ids, attack=None, **more) -> WordGuess:
     """Return what is said of the gradients of one backward pass."""
     attack, anatomy = prepared(model, attack)
     backward(model, ids, **more)
@@ -299,9 +297,7 @@ QUERIES_AND_KEYS = {
 VALUES = {"llama": "v_proj", "opt": "v_proj", "bert": "value"}
 
 
-def of_a_text_and_a_lone_token(
-    family: str, targets: list[str], *, lora: bool
-) -> tuple[WordGuess, set[int]]:
+def of_a_text_and_a_lone_token(family, targets, *, lora) -> tuple[WordGuess, set[int]]:
     """What is said of a text and of one with a single token that counts, and what was there."""
     model = ready(FAMILIES[family]())
     if lora:

@@ -93,9 +93,7 @@ class Tuned(L.LightningModule):
         return torch.optim.AdamW(trained(self), lr=1e-2)
 
 
-def look(
-    folder: Path, *defenses: Defense, attack: type[SubspaceWords] = SubspaceWords, steps: int = 2
-) -> Any:
+def look(folder, *defenses, attack=SubspaceWords, steps=2) -> Any:
     """Return the gate of a run and the table of its last look, by metric."""
     monitor = LeakageMonitor([attack(capacity_seconds=0)], every_n_steps=1)
     gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")

@@ -87,6 +87,7 @@ from tests.helpers.fake_device import DEVICE, FakeDevice, MixedDevices, single_d
 from tests.helpers.gpu import DEVICES, Gpu, strategy_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
+from tests.helpers.settings import QUIET
 
 ROWS, LENGTH = 2, 6
 
@@ -325,15 +326,11 @@ def fit(
         counter = SyncCounter(device)
         trainer = L.Trainer(
             strategy=DefendedStrategy(inner, list(defenses)) if defenses else inner,
-            accelerator="auto" if there else "cpu",
             max_steps=steps,
             max_epochs=-1,
             callbacks=[counter, *([monitor] if monitor else [])],
-            logger=False,
             default_root_dir=tempfile.mkdtemp(),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET | {"accelerator": "auto" if there else "cpu"},
         )
         trainer.fit(
             module(device.model(model) if there else model, optimizer=optimizer),
@@ -420,10 +417,8 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
     loader = DataLoader(leave_out(rows(80), 40, seed=1)[0], batch_size=20, shuffle=True)
     with device_type() as device:
         model = device.model(tiny_llama(vocab=2000))
-        trainer = L.Trainer(
-            strategy=strategy_of(device_type), max_epochs=1, callbacks=[monitor], logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        settings = QUIET | {"accelerator": "auto", "strategy": strategy_of(device_type)}
+        trainer = L.Trainer(max_epochs=1, callbacks=[monitor], **settings)
         trainer.fit(CausalLMModule(model), loader)
     # At the look, and at the ends of training and fit.
     assert devices == [strategy_of(device_type).root_device.type] * 3

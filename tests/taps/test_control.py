@@ -368,16 +368,10 @@ def test_a_part_has_the_first_labels_alone() -> None:
     assert len(kept) == 2
 
 
-def loss_of_last_logits(model: nn.Module) -> Tensor:
-    """Return a loss on the last five logits of each text, which the model alone computes."""
-    logits = model(input_ids=IDS, logits_to_keep=5).logits[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1), IDS[:, -4:].flatten())
-
-
 FAMILIES = [(name, HARD["answers"][0]) for name in CAUSAL if "bf16" not in name]
 
 
-@pytest.mark.parametrize(("family", "loss"), [*FAMILIES, ("llama", loss_of_last_logits)])
+@pytest.mark.parametrize(("family", "loss"), [*FAMILIES, ("llama", HARD["logits_to_keep"][0])])
 def test_a_part_runs_only_the_texts_of_its_labels(family: str, loss, monkeypatch) -> None:
     model = CAUSAL[family]().train()
     generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,8 @@ from lightning_fedleak.trainers import defended
 from tests.helpers.models import own_rng
 from tests.helpers.processes import two_processes
 from tests.trainers.hosts import traced
-from tests.trl.test_trl import ANSWERS, COMMON, model_of, pairs, tokenizer, watched
+from tests.trainers.test_transformers import watched
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, pairs, tokenizer
 
 BETA = 0.5
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])

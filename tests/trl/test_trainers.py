@@ -36,8 +36,9 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, WatchSettings
 from lightning_fedleak.trainers.rollouts import Rollouts
 from tests.helpers.folders import TEXTS
+from tests.trainers.test_transformers import watched
 from tests.trainers.test_watch import lines
-from tests.trl.test_trl import ANSWERS, COMMON, model_of, tokenizer, watched
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, tokenizer
 
 PROMPTS = [text[:18] for text in TEXTS * 4]
 ROWS: dict[str, Callable[[], dict[str, list[Any]]]] = {

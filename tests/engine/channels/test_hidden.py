@@ -31,6 +31,7 @@ from lightning_fedleak.defenses import Defense, mean_of_sample_means
 from lightning_fedleak.engine.channels import hidden
 from lightning_fedleak.engine.channels.hidden import best_f1
 from tests.engine.test_step_again import VOCAB, adapted, trained
+from tests.helpers.settings import QUIET
 
 
 @pytest.mark.parametrize(("distances", "types"), [((0.5, 3.0), 20), ((4.0,), 100), ((0.0,), 30)])
@@ -93,17 +94,19 @@ class Tuned(L.LightningModule):
         return torch.optim.AdamW(trained(self), lr=1e-2)
 
 
+def fit(module, defenses, steps, callbacks, folder) -> None:
+    strategy = DefendedStrategy("auto", [*defenses])
+    where = {"devices": 1, "default_root_dir": folder, "strategy": strategy, **QUIET}
+    trainer = L.Trainer(max_steps=steps, callbacks=callbacks, **where)
+    trainer.fit(module, torch.utils.data.DataLoader(batches(steps), batch_size=2))
+
+
 def look(folder, *defenses, attack=SubspaceWords, steps=2) -> Any:
     """Return the gate of a run and the table of its last look, by metric."""
     monitor = LeakageMonitor([attack(capacity_seconds=0)], every_n_steps=1)
     gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")
     module = Tuned()
-    trainer = L.Trainer(
-        max_steps=steps, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
-        enable_checkpointing=False, default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, strategy=DefendedStrategy("auto", [*defenses]),
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches(steps), batch_size=2))
+    fit(module, defenses, steps, [monitor, gate], folder)
     table = monitor.to_dataframe()
     last = table[table.step == table.step.max()]
     return gate, dict(zip(last.metric, last.value, strict=True))
@@ -210,12 +213,7 @@ def test_a_control_draws_no_random_number_of_a_defence(tmp_path, monkeypatch) ->
         torch.manual_seed(0)
         defense, module = Dithered(), Tuned()
         monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
-        trainer = L.Trainer(
-            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
-            callbacks=[monitor] * watches, default_root_dir=tmp_path, enable_progress_bar=False,
-            enable_model_summary=False, strategy=DefendedStrategy("auto", [defense]),
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(batches(3), batch_size=2))
+        fit(module, [defense], 3, [monitor] * watches, tmp_path)
         sizes.append((defense.sizes, torch.get_rng_state().tolist()))
     assert len(set(calls)) > 2  # copies acted on controls
     assert sizes[0] == sizes[1]
@@ -226,12 +224,7 @@ def test_a_control_goes_through_a_copy_of_a_compression(tmp_path: Path) -> None:
     alone = GradientCompression("low_rank", rank=2, error_feedback=False)
     _, values = look(tmp_path / "watched", compression)
     module = Tuned()
-    trainer = L.Trainer(
-        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-        strategy=DefendedStrategy("auto", [alone]),
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches(2), batch_size=2))
+    fit(module, [alone], 2, [], tmp_path)
     assert compression.memory.keys() == alone.memory.keys()
     assert all(torch.equal(alone.memory[name], x) for name, x in compression.memory.items())
     assert values["f1_of_control"] < 1  # rank 2 is too little for the control too

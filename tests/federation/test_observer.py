@@ -34,7 +34,7 @@ from lightning_fedleak.callbacks import Games
 from lightning_fedleak.defenses import GradientNoise, Privacy
 from lightning_fedleak.engine import WatchSettings
 from tests.callbacks.runs import Probe
-from tests.engine.test_failures import EIGHTHS, PARTS, functions, nothing, profiled, raises
+from tests.engine.test_failures import QUARTERS, functions, nothing, profiled, raises
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
 from tests.helpers.models import tiny_llama
 
@@ -433,7 +433,7 @@ def test_a_full_disk_ends_no_round_and_is_said(tmp_path, monkeypatch):
         assert any(re.search(what, one) for one in said), what
 
 
-@pytest.mark.parametrize("part", EIGHTHS)
+@pytest.mark.parametrize("part", QUARTERS)
 def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog, part):
     """Every function of the package that a later look enters raises in a round of its own."""
     sent = model()
@@ -457,7 +457,7 @@ def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog, part)
         if code.co_qualname not in thin
     ]
     assert len(targets) > 80
-    targets = targets[part::PARTS]
+    targets = targets[part::4]
     looks = observed("failing", [nothing, *map(raises, targets), nothing])
     name = "leakage/bag_of_words/f1"
     assert looks[0].values[name] == looks[-1].values[name] == 1.0

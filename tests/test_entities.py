@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 from lightning_fedleak.cli.finetuning.module import load_tokenizer
-from lightning_fedleak.evaluation import entities
+from lightning_fedleak.evaluation.entities import (
+    KINDS,
+    EntityFinder,
+    finders_of,
+    is_card_number,
+    is_iban,
+    spans_of,
+)
 
 TOKENIZER = ByT5Tokenizer()
 GAPS = st.sampled_from(["", " "])
 
 
-def found(text: str, kinds: Any = entities.KINDS) -> list[tuple[str, str]]:
-    finders = kinds if isinstance(kinds, dict) else entities.finders_of([*kinds])
-    return [(kind, text[start:end]) for kind, start, end in entities.spans_of(text, finders)]
+def found(text: str, kinds: Any = KINDS) -> list[tuple[str, str]]:
+    finders = kinds if isinstance(kinds, dict) else finders_of([*kinds])
+    return [(kind, text[start:end]) for kind, start, end in spans_of(text, finders)]
 
 
 def luhn_digit(digits: str) -> str:
@@ -43,10 +50,10 @@ def iban_of(country: str, account: str) -> str:
 @given(st.text("0123456789", min_size=12, max_size=18), st.integers(0, 17), st.integers(1, 9))
 def test_a_check_digit_decides_what_is_a_card_number(body: str, place: int, step: int) -> None:
     number = body + luhn_digit(body)
-    assert entities.is_card_number(number)
+    assert is_card_number(number)
     place %= len(number)
     changed = str((int(number[place]) + step) % 10)
-    assert not entities.is_card_number(number[:place] + changed + number[place + 1 :])
+    assert not is_card_number(number[:place] + changed + number[place + 1 :])
     grouped = " ".join(number[n : n + 4] for n in range(0, len(number) - 1, 4))
     if len(number) % 4 != 1:  # a last group of one digit is no group
         assert ("card", grouped) in found(f"Pay by {grouped}, please.", ["card"])
@@ -60,10 +67,10 @@ def test_a_check_digit_decides_what_is_a_card_number(body: str, place: int, step
 )
 def test_check_digits_decide_what_is_an_account_number(country, account, place, gap) -> None:
     number = iban_of(country, account)
-    assert entities.is_iban(number)
+    assert is_iban(number)
     place = 4 + place % len(account)
     other = "0" if number[place] != "0" else "1"  # every single change is seen by mod 97
-    assert not entities.is_iban(number[:place] + other + number[place + 1 :])
+    assert not is_iban(number[:place] + other + number[place + 1 :])
     written = gap.join(number[n : n + 4] for n in range(0, len(number), 4)) if gap else number
     assert found(f"From {written}.", ["iban"]) == [("iban", written)]
 
@@ -106,7 +113,7 @@ def test_kinds_that_cannot_be_found_are_refused(tmp_path: Path, name: str) -> No
         kind = tmp_path / name
         kind.write_text(files[name])
     with pytest.raises(ValueError, match="entities") as error:
-        entities.finders_of([kind])
+        finders_of([kind])
     assert "Jo" not in str(error.value)
 
 
@@ -114,7 +121,7 @@ def test_kinds_that_cannot_be_found_are_refused(tmp_path: Path, name: str) -> No
 def test_tokens_of_a_value_are_those_that_write_it(tokenizer: Any) -> None:
     text = "Müller ☃: call +49 30 5550123 or write to jo@example.com today."
     ids = tokenizer(text)["input_ids"]
-    finder = entities.EntityFinder(["phone", "email"], [None, tokenizer])
+    finder = EntityFinder(["phone", "email"], [None, tokenizer])
     values = finder.find(ids)
     written = [tokenizer.decode(ids[one.start : one.end]).strip() for one in values]
     assert written == ["+49 30 5550123", "jo@example.com"]
@@ -127,7 +134,7 @@ def test_tokens_of_a_value_are_those_that_write_it(tokenizer: Any) -> None:
 
 
 def test_dates_have_one_key_only_where_they_are_the_same_date() -> None:
-    finder = entities.EntityFinder(["date", "phone"], [TOKENIZER])
+    finder = EntityFinder(["date", "phone"], [TOKENIZER])
     text = "On 1-11-2020, 11-1-2020 or 1.11.2020 call 555-0123 or 5550-123."
     keys = [one.key for one in finder.find(TOKENIZER(text)["input_ids"])]
     assert keys == ["1-11-2020", "11-1-2020", "1-11-2020", "5550123", "5550123"]
@@ -143,4 +150,4 @@ def test_a_tokenizer_is_needed_that_writes_texts_back() -> None:
 
     for tokenizer in (None, Lower()):
         with pytest.raises(ValueError, match=r"needs settings=WatchSettings\(tokenizer="):
-            entities.EntityFinder(["phone"], [tokenizer])
+            EntityFinder(["phone"], [tokenizer])

@@ -14,6 +14,12 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
+from lightning_fedleak.evaluation.games.play import (
+    _PooledStates,
+    client_states,
+    find_collisions,
+    reads_ahead,
+)
 from lightning_fedleak.evaluation.games.pool import Challenge, pad
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
@@ -43,7 +49,7 @@ def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
     anatomy = anatomy_of(name)
     ids, mask = pad(SentencePool([[5, 6, 7, 8], [9, 8, 7], [4, 3]]).rows, 0)
     before = torch.random.get_rng_state()
-    seen = play.client_states(anatomy, [0, 1, 2], ids, mask)
+    seen = client_states(anatomy, [0, 1, 2], ids, mask)
     assert torch.equal(before, torch.random.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in anatomy.root.modules())
     with undisturbed(anatomy) as model, torch.no_grad():
@@ -54,7 +60,7 @@ def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
         server = hidden_states(anatomy, layer, ids, mask)
         real = mask.bool()
         torch.testing.assert_close(seen[layer][real], server[real], rtol=1e-12, atol=1e-12)
-    assert set(play.client_states(anatomy, [1], ids, mask)) == {1}
+    assert set(client_states(anatomy, [1], ids, mask)) == {1}
 
 
 def test_encoders_without_a_head_and_of_encoder_decoders_are_read_too() -> None:
@@ -65,9 +71,9 @@ def test_encoders_without_a_head_and_of_encoder_decoders_are_read_too() -> None:
     with own_rng(0):
         anatomy = find_anatomy(BertModel(config), kind="classifier")
     ids, mask = pad(SentencePool([[5, 6, 7], [9, 8]]).rows, 0)
-    assert play.client_states(anatomy, [2], ids, mask)[2].shape == (2, 3, 16)
-    assert play.reads_ahead(anatomy, 1)
-    assert play.client_states(find_anatomy(tiny_t5()), [1], ids, mask)[1].shape == (2, 3, 16)
+    assert client_states(anatomy, [2], ids, mask)[2].shape == (2, 3, 16)
+    assert reads_ahead(anatomy, 1)
+    assert client_states(find_anatomy(tiny_t5()), [1], ids, mask)[1].shape == (2, 3, 16)
 
 
 def dealt(targets, positions, places, data) -> Challenge:
@@ -91,7 +97,7 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
         target = pool.rows[data[2] if inside else order[4]]
         position = int(torch.randint(len(target), (1,), generator=generator))
         found.append(
-            play.find_collisions(
+            find_collisions(
                 dealt(
                     [target],
                     torch.tensor([position]),
@@ -121,7 +127,7 @@ def test_whole_sentences_collide_where_what_is_read_of_them_is_the_same() -> Non
         (0, 1, False, [True, True, True]),
         (1, 1, True, [False, False, False]),
     ):
-        flags = play.find_collisions(
+        flags = find_collisions(
             dealt(targets, torch.zeros(3, dtype=torch.int64), torch.arange(3), pool.rows),
             layer=layer, reads=lambda p, n=tokens: slice(0, n), ahead=ahead, positional=True,
         )  # fmt: skip
@@ -133,7 +139,7 @@ def test_who_attends_to_a_sentence_or_its_prefix_collides_where_that_occurs() ->
 
     def flags(layer, reads, position=1, ahead=False):
         data = [torch.tensor([1, 2, 3, 5])]
-        return play.find_collisions(
+        return find_collisions(
             dealt(pool.rows, torch.full((3,), position), torch.full((3,), -1), data),
             layer=layer, reads=reads, ahead=ahead, positional=True,
         ).tolist()  # fmt: skip
@@ -155,14 +161,14 @@ def test_who_attends_to_a_sentence_or_its_prefix_collides_where_that_occurs() ->
 def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(name, length) -> None:
     anatomy = anatomy_of(name)
     pool = SentencePool([[i, *range(20, 22 + i % 4)] for i in range(1, 12)])
-    pooled = play._PooledStates(
+    pooled = _PooledStates(
         anatomy, [0, 1, 2], pool.rows, 4, 0, torch.Generator().manual_seed(0), length
     )
     for indices in ([3, 0, 7], [10, 3, 2, 1]):
         data = [pool.rows[i] for i in indices]
         ids, mask = pad(data, 0, length)
         together = pooled.batch_states(data)
-        wanted = play.client_states(anatomy, [0, 1, 2], ids, mask if length is None else None)
+        wanted = client_states(anatomy, [0, 1, 2], ids, mask if length is None else None)
         real = mask.bool() if length is None else torch.ones_like(ids, dtype=torch.bool)
         for layer in (0, 1, 2):
             assert together[layer].shape == wanted[layer].shape

@@ -58,7 +58,7 @@ help:
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/, and some examples, in their smallest setting (some minutes)"
-	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
+	@echo "make papers  every table and figure of docs/papers.md that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
 	@echo "make gpu     write what the monitor and DP-SGD cost on one CUDA card into docs/what_ran.md"
 	@echo "make lint    ruff and mypy"
 	@echo "make metrics count lines, imports, arguments, names and docstrings of the package; where they stand: ARGS=\"--list names lightning_fedleak/evaluation/games\""

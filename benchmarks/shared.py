@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.cli.finetuning.texts import read_texts as finetuning_texts
 
 NAMED = {
     "imdb": "imdb/test.jsonl.gz",
@@ -106,6 +108,12 @@ def read_texts(name: str) -> list[str]:
     return [t for t in texts if t]
 
 
+def shuffled_texts(name: str) -> list[str]:
+    """Return the different texts of a set or a file, in one random order."""
+    texts = list(dict.fromkeys(t.replace("<br />", " ") for t in finetuning_texts(name)))
+    return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
+
+
 def without_token_spaces(text: str) -> str:
     """Return WikiText's spaced-out punctuation as it is written."""
     text = re.sub(r" @([-.,])@ ", r"\1", text)
@@ -159,6 +167,24 @@ def with_lora(
     return get_peft_model(model, config)
 
 
+def float_model(folder: str) -> Any:
+    """Return a folder's model in single precision."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def tuned_model(options: argparse.Namespace, seed: int) -> Any:
+    """Return the model of the options, with a LoRA of a seed where they give its rank."""
+    model = float_model(options.model)
+    torch.manual_seed(seed)
+    return with_lora(model, options.lora, lora_dropout=0.05) if options.lora else model
+
+
+def trainer_arguments(folder: str, **settings: Any) -> TrainingArguments:
+    """Return the arguments of a silent Trainer of transformers, on the processor."""
+    silent = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "use_cpu": True}
+    return TrainingArguments(folder, disable_tqdm=True, **silent, **settings)
+
+
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
 
@@ -207,6 +233,24 @@ def mean_and_half(values: Iterable[float]) -> tuple[float, float]:
 def with_ends(rate: Any, digits: int = 3) -> str:
     """Return a rate and its interval as text."""
     return f"{rate.value:.3f} ({rate.low:.{digits}f} to {rate.high:.{digits}f})"
+
+
+def with_range(value: float, low: float, high: float, **_: Any) -> str:
+    """Return a rate and its interval as the short text of a cell."""
+    return f"{value:.3f} ({low:.2f}-{high:.2f})"
+
+
+def print_head(options: argparse.Namespace, *more: str) -> None:
+    """Print which model a table is of, and what of it is trained."""
+    kind = f"LoRA r {options.lora}" if options.lora else "whole"
+    print(f"\n### {', '.join([Path(options.model).name, kind, *more])}")
+
+
+def print_epochs(options: argparse.Namespace, cells: dict[str, list[str]], *more: str) -> None:
+    """Print the AUCs of attacks after each epoch below such a line."""
+    print_head(options, *more)
+    head = ["AUC (interval) after epoch", *(str(n + 1) for n in range(options.epochs))]
+    print(table(head, ([name, *row] for name, row in cells.items())), flush=True)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -47,11 +47,7 @@ LIMIT_S = 600.0
 PRINTED = "printed"
 IMPORTED = ["lightning", "peft", "opacus", "torch.distributed.fsdp", "lightning_fedleak.callbacks"]
 IMPORTED += ["benchmarks.papers.reference"]
-NEEDS = {
-    "accounting.py": "dp_accounting",
-    "__main__.py": "multi_freq_ldpy",
-    "rl_prompts.py": "trl",
-}
+NEEDS = {"accounting.py": "dp_accounting", "__main__.py": "multi_freq_ldpy", "rl_prompts.py": "trl"}
 """Packages without which a script has nothing to train or to compare with."""
 EXAMPLES: dict[str, dict[str, Any]] = {
     "membership.py": {"games": 8},

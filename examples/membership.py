@@ -9,13 +9,7 @@ import os
 
 from peft import LoraConfig, get_peft_model
 
-from lightning_fedleak.attacks import (
-    AttentionMembership,
-    FCMembership,
-    GradientMembership,
-    PublicText,
-    SubspaceMembership,
-)
+from lightning_fedleak import attacks
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
@@ -33,20 +27,15 @@ TOKENS, BATCH, LAYER = 16, 8, 3
 def replaced(anatomy, tokenizer, epsilon: float):
     """Returns what a client under TokenLDP makes of the token ids of a batch."""
     ldp = TokenLDP("grr", epsilon, per="token", memoize=False, special_ids=tokenizer)
-    context = DefenseContext(
-        anatomy.model,
-        client=0,
-        clients=1,
-        device=anatomy.device,
-        precision="32-true",
-        step=0,
-        entropy=os.urandom(32),
-    )
+    where = {"device": anatomy.device, "precision": "32-true", "entropy": os.urandom(32)}
+    context = DefenseContext(anatomy.model, client=0, clients=1, step=0, **where)
     ldp.before_setup(context)
     print(f"{ldp.guarantee}:")
-    return lambda ids, mask: ldp.on_batch({"input_ids": ids, "attention_mask": mask}, context)[
-        "input_ids"
-    ]
+
+    def client(ids, mask):
+        return ldp.on_batch({"input_ids": ids, "attention_mask": mask}, context)["input_ids"]
+
+    return client
 
 
 def show(results, fitted: bool = False) -> None:
@@ -64,23 +53,24 @@ def main(games: int = 24) -> None:
     """Plays the games of both servers, and those of a client that replaces its tokens."""
     tokenizer, anatomy = load_tokenizer(None), find_anatomy(load_model(None).eval())
     texts = read_texts(EMBEDDED_MESSAGES)
-    public = PublicText(texts[:40], tokenizer)  # what the servers calibrate on
+    public = attacks.PublicText(texts[:40], tokenizer)  # what the servers calibrate on
     pool = SentencePool.from_texts(texts[40:], tokenizer, TOKENS)
     config = GameConfig(games=games, batch=BATCH, targets_per_batch=4)  # of one gradient
     print("A server that adds nothing, to a client that trains a LoRA:")
     # B is not zero, as after some steps: while it is, A has no gradient.
     config_of_lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     lora = find_anatomy(get_peft_model(load_model(None), config_of_lora).eval())
-    honest = [attack(public, tokens=TOKENS) for attack in (GradientMembership, SubspaceMembership)]
+    kinds = attacks.GradientMembership, attacks.SubspaceMembership
+    honest = [kind(public, tokens=TOKENS) for kind in kinds]
     show(play(lora, honest, pool, config))
     print("A server that adds layers:")
     crafted = [
-        FCMembership(LAYER, "full", tokens=TOKENS),
-        FCMembership(LAYER, "token", tokens=TOKENS, name="fc_membership_of_a_token"),
-        AttentionMembership(LAYER, public, tokens=TOKENS, batch=BATCH),
+        attacks.FCMembership(LAYER, "full", tokens=TOKENS),
+        attacks.FCMembership(LAYER, "token", tokens=TOKENS, name="fc_membership_of_a_token"),
+        attacks.AttentionMembership(LAYER, public, tokens=TOKENS, batch=BATCH),
     ]
     show(play(anatomy, crafted, pool, config))
-    crafted = [FCMembership(LAYER, "full", tokens=TOKENS, ladder=RANDOMISED_LADDER)]
+    crafted = [attacks.FCMembership(LAYER, "full", tokens=TOKENS, ladder=RANDOMISED_LADDER)]
     for epsilon in (8, 2):
         defend = replaced(anatomy, tokenizer, epsilon)
         show(play(anatomy, crafted, pool, config, defend=defend), fitted=True)

@@ -12,20 +12,9 @@ from typing import ClassVar
 
 import lightning as L
 
-from lightning_fedleak import Games, LeakageMonitor, WatchSettings
-from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    FCMembership,
-    PrefixInversion,
-)
+from lightning_fedleak import Games, LeakageMonitor, WatchSettings, attacks
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.defenses import (
-    DPSGD,
-    ActivationNoise,
-    Freeze,
-    GradientNoise,
-    TokenLDP,
-)
+from lightning_fedleak.defenses import DPSGD, ActivationNoise, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.strategies import DefendedStrategy
 
 LAYER = 2
@@ -65,9 +54,9 @@ def train(name: str, defenses: list, steps: int) -> tuple[L.Trainer, LeakageMoni
     data = TextDataModule(length=24)
     monitor = LeakageMonitor(
         [
-            AlignedFlatChat("sampled", calibration_tokens=2_000),
-            FCMembership(LAYER),
-            PrefixInversion(LAYER, None, budget_seconds=20),
+            attacks.AlignedFlatChat("sampled", calibration_tokens=2_000),
+            attacks.FCMembership(LAYER),
+            attacks.PrefixInversion(LAYER, None, budget_seconds=20),
         ],
         every_n_steps=max(1, steps // 3),
         games=Games(window=steps),

@@ -4,13 +4,7 @@ The callback is given the Trainer. What it finds stands among the Trainer's own 
 ``leakage.jsonl`` in the output folder. The gate stops the run after a checkpoint.
 """
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
+import transformers
 
 from lightning_fedleak.attacks import FlatChat
 from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
@@ -19,11 +13,11 @@ from lightning_fedleak.trainers import LeakageCallback, Threshold
 
 def main() -> None:
     """Fine-tunes at most 20 steps; the gate lets two looks pass that are above it."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     texts = read_texts(EMBEDDED_MESSAGES)
-    trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype="float32"),
-        TrainingArguments(
+    trainer = transformers.Trainer(
+        transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype="float32"),
+        transformers.TrainingArguments(
             "fedleak_runs/trainer",
             max_steps=20,
             per_device_train_batch_size=4,
@@ -32,7 +26,7 @@ def main() -> None:
             report_to=[],
             disable_tqdm=True,
         ),
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
         train_dataset=[tokenizer(text, truncation=True, max_length=64) for text in texts],
     )
     gate = Threshold("leakage/worst/words", at_most=0.5, patience=2)

@@ -11,13 +11,6 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from benchmarks.papers import baselines
-from benchmarks.papers.baselines import (
-    TokenRelaxation,
-    TrainedMembership,
-    reveal_labels,
-    row_space,
-    train_network,
-)
 from lightning_fedleak.attacks import DescentSettings
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
@@ -34,9 +27,7 @@ from tests.helpers.models import VOCAB, tiny_gpt2
 # ---- RLG ---------------------------------------------------------------------------------------
 
 
-def softmax_gradient(
-    vocab: int, d: int, tokens: int, seed: int, spread: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def softmax_gradient(vocab, d, tokens, seed, spread=1.0) -> tuple[Tensor, Tensor]:
     """Head gradient (vocab, d) by autograd, and the labels (tokens,)."""
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, d, generator=draw, dtype=torch.float64)
@@ -65,13 +56,11 @@ def separable_by_hand(gradient: Tensor) -> set[int]:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 30), spread=st.floats(0.1, 3))
-def test_rlg_names_the_types_of_a_program_for_every_row(
-    seed: int, tokens: int, spread: float
-) -> None:
+def test_rlg_names_the_types_of_a_program_for_every_row(seed, tokens, spread) -> None:
     gradient, labels = softmax_gradient(24, 10, tokens, seed, spread)
-    types = set(reveal_labels(gradient).tolist())
+    types = set(baselines.reveal_labels(gradient).tolist())
     assert types == separable_by_hand(gradient)
-    assert row_space(gradient).shape[1] == min(tokens, 10)
+    assert baselines.row_space(gradient).shape[1] == min(tokens, 10)
     if tokens <= 8:
         assert set(labels.tolist()) <= types
 
@@ -79,7 +68,7 @@ def test_rlg_names_the_types_of_a_program_for_every_row(
 def test_rlg_has_no_answer_without_time() -> None:
     gradient, _ = softmax_gradient(400, 32, 28, 7)
     with pytest.raises(UnusableObservation, match="not in time"):
-        reveal_labels(gradient, seconds=1e-9)
+        baselines.reveal_labels(gradient, seconds=1e-9)
 
 
 # ---- AMI FC ------------------------------------------------------------------------------------
@@ -91,9 +80,9 @@ def anatomy() -> Anatomy:
 
 
 @pytest.fixture(scope="module", params=["token", "full"])
-def attack(request: pytest.FixtureRequest, anatomy: Anatomy) -> TrainedMembership:
+def attack(request: pytest.FixtureRequest, anatomy: Anatomy) -> baselines.TrainedMembership:
     public = PublicText(torch.randint(3, VOCAB, (30, 10), generator=generator(1)))
-    made = TrainedMembership(
+    made = baselines.TrainedMembership(
         1, public, request.param, tokens=8, hidden_units=24, steps=40, public_rows=64
     )
     made.prepare(anatomy)
@@ -105,9 +94,7 @@ def texts(anatomy: Anatomy, n: int, length: int, seed: int) -> Tensor:
     return hidden_states(anatomy, 1, ids).double()
 
 
-def test_the_network_fires_on_the_target_and_stops_at_the_margin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_network_fires_on_the_target_and_stops_at_the_margin(monkeypatch) -> None:
     draw = generator(5)
     samples = 50 + torch.randn(300, 12, generator=draw) * torch.logspace(-1, 3, 12)
     target = samples[0] + torch.randn(12, generator=draw) * torch.logspace(-1, 3, 12)
@@ -116,7 +103,7 @@ def test_the_network_fires_on_the_target_and_stops_at_the_margin(
     taken = {}
     for margin in (2.0, 5.0, 99.0):
         monkeypatch.setattr(baselines, "MARGIN", margin)
-        network = train_network(target, samples, generator(), hidden_units=32, steps=200)
+        network = baselines.train_network(target, samples, generator(), hidden_units=32, steps=200)
         taken[margin] = network.steps
         if margin == 2.0:
             output = baselines.outputs_of(network.parameters, torch.cat([target[None], samples]))
@@ -130,9 +117,7 @@ def test_the_network_fires_on_the_target_and_stops_at_the_margin(
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**20), length=st.integers(1, 9), masked=st.booleans())
-def test_the_closed_form_is_what_backward_gives(
-    attack: TrainedMembership, anatomy: Anatomy, seed: int, length: int, masked: bool
-) -> None:
+def test_the_closed_form_is_what_backward_gives(attack, anatomy, seed, length, masked) -> None:
     hidden = texts(anatomy, 3, length, seed)
     mask = None
     if masked:
@@ -167,7 +152,9 @@ def test_the_relaxations_gradient_is_that_of_the_plain_model(name: str) -> None:
     out = model(inputs_embeds=words, attention_mask=mask, output_hidden_states=True)
     difference = (out.hidden_states[2] - sent).square().sum(-1)
     (difference * mask).sum().backward()
-    attack = TokenRelaxation(2, initial="mean", descent=DescentSettings(weighting="paper"))
+    attack = baselines.TokenRelaxation(
+        2, initial="mean", descent=DescentSettings(weighting="paper")
+    )
     attack.prepare(find_anatomy(model))
     observed = Sent.from_states(sent, mask)
     gradient, _ = _Descent(attack, observed, Deadline())._gradient(weights, observed)
@@ -179,7 +166,7 @@ def test_the_relaxation_recovers_texts() -> None:
     model = MODELS["llama"]().train()
     ids, mask = padded_text()
     sent = hidden_states(find_anatomy(model), 1, ids, mask)
-    attack = TokenRelaxation(1, 400, 0.5, initial="mean")
+    attack = baselines.TokenRelaxation(1, 400, 0.5, initial="mean")
     attack.prepare(find_anatomy(model))
     guess = attack.reconstruct(sent, mask, None)
     assert guess.finished

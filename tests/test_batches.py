@@ -23,16 +23,7 @@ from lightning_fedleak.model.batches import (
     read_batch,
     write_batch,
 )
-from tests.helpers.models import (
-    VOCAB,
-    tiny_bert_classifier,
-    tiny_bert_mlm,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_marian,
-    tiny_roberta_mlm,
-    tiny_t5,
-)
+from tests.helpers import models
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -225,7 +216,7 @@ def test_reading_a_batch_looks_into_no_tensor() -> None:
 def batches(draw: st.DrawFn, kind: Kind, with_labels: bool = True) -> TokenBatch:
     """Right-padded rows, some labels ignored at random."""
     rows, length = draw(st.integers(1, 3)), draw(st.integers(2, 6))
-    cells = st.lists(st.integers(3, VOCAB - 1), min_size=length, max_size=length)
+    cells = st.lists(st.integers(3, models.VOCAB - 1), min_size=length, max_size=length)
     ids = torch.tensor(draw(st.lists(cells, min_size=rows, max_size=rows)))
     ends = draw(st.lists(st.integers(1, length), min_size=rows, max_size=rows))
     mask = torch.arange(length) < torch.tensor(ends)[:, None]
@@ -275,12 +266,12 @@ def used_by_the_loss(model: nn.Module, batch: TokenBatch) -> Counter[int]:
 
 
 MODELS: dict[str, tuple[Any, Kind]] = {
-    "gpt2": (tiny_gpt2, "causal"),
-    "llama": (tiny_llama, "causal"),
-    "bert": (tiny_bert_mlm, "masked"),
-    "roberta": (tiny_roberta_mlm, "masked"),
-    "t5": (tiny_t5, "seq2seq"),
-    "marian": (tiny_marian, "seq2seq"),
+    "gpt2": (models.tiny_gpt2, "causal"),
+    "llama": (models.tiny_llama, "causal"),
+    "bert": (models.tiny_bert_mlm, "masked"),
+    "roberta": (models.tiny_roberta_mlm, "masked"),
+    "t5": (models.tiny_t5, "seq2seq"),
+    "marian": (models.tiny_marian, "seq2seq"),
 }
 
 
@@ -299,28 +290,11 @@ def test_targets_are_those_of_the_models_loss(name: str) -> None:
     check()
 
 
-def targets_by_hand(batch: TokenBatch) -> list[int]:
-    if batch.labels is None:
-        assert batch.attention_mask is not None
-        source = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
-        return [t for row, keep in source for t, k in zip(row[1:], keep[1:], strict=True) if k]
-    start = 1 if batch.kind == "causal" else 0
-    return [t for row in batch.labels.tolist() for t in row[start:] if t != -100]
-
-
-@given(
-    st.sampled_from(["causal", "masked", "seq2seq"]).flatmap(batches)
-    | batches("causal", with_labels=False)
-)
-def test_targets_in_reading_order(batch: TokenBatch) -> None:
-    assert batch.target_ids().tolist() == targets_by_hand(batch)
-
-
 def test_classes_are_the_targets_of_a_classifier() -> None:
     labels = torch.tensor([2, -100])
     batch = read_batch({"input_ids": IDS, "labels": labels}, "classifier")
     assert batch.target_ids().tolist() == [2]
-    model = tiny_bert_classifier().eval()
+    model = models.tiny_bert_classifier().eval()
     output = model(input_ids=IDS, labels=labels)
     (grad,) = torch.autograd.grad(output.loss, [output.logits])
     assert (grad.abs().sum(-1) > 0).tolist() == [True, False]
@@ -411,9 +385,7 @@ def test_batches_whose_values_contradict_each_other_are_refused(name: str) -> No
     assert "0000" not in str(refused.value)
 
 
-def _hangs_on(
-    model: torch.nn.Module, batch: TokenBatch, **inputs: torch.Tensor | None
-) -> torch.Tensor:
+def _hangs_on(model, batch, **inputs) -> torch.Tensor:
     """(B, L) bool, whether the embedding at a position has a gradient: what a label hangs on."""
     embedded = model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
     model(inputs_embeds=embedded, **inputs).loss.backward()
@@ -424,7 +396,7 @@ def _hangs_on(
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_context_ids_are_those_whose_embedding_has_a_gradient(kind: str, counted: bool) -> None:
     """Padding too, where the loss counts it."""
-    model = (tiny_llama() if kind == "causal" else tiny_bert_mlm(dropout=0.0)).eval()
+    model = (models.tiny_llama() if kind == "causal" else models.tiny_bert_mlm(dropout=0.0)).eval()
     ids = torch.randint(5, 50, (4, 7))
     mask = torch.ones_like(ids)
     mask[0, 4:] = mask[1, 6:] = 0
@@ -444,7 +416,7 @@ def test_tokens_read_of_packed_documents_are_those_with_a_gradient(crossing: boo
     """The batch is the same: what the model's attention does decides."""
     ids = torch.randint(5, 50, (1, 10))
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0, 1]])
-    model = tiny_llama().eval()
+    model = models.tiny_llama().eval()
     labels = ids.clone()  # those at boundaries are predicted by the last token of another document
     for ignored in (3, 0, 7, 8, 2, 9):
         labels[:, ignored] = -100

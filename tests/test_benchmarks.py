@@ -63,9 +63,7 @@ def script(path: Path, smoke: str, body: str) -> None:
     path.write_text(f"import sys\n{smoke}\nif __name__ == '__main__':\n    {body}\n")
 
 
-def test_what_fails_hangs_or_is_silent_is_told(
-    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_what_fails_hangs_or_is_silent_is_told(smoke, tmp_path, monkeypatch, capsys) -> None:
     script(tmp_path / "good.py", 'SMOKE = ("--model {model}", "b")', "print(sys.argv[1:])")
     (tmp_path / "module.py").write_text("1 / 0\n")
     assert main(smoke, monkeypatch, tmp_path) == 0
@@ -80,9 +78,7 @@ def test_what_fails_hangs_or_is_silent_is_told(
     assert "printed nothing" in message
 
 
-def test_a_run_that_does_not_end_is_killed_and_told(
-    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_a_run_that_does_not_end_is_killed_and_told(smoke, tmp_path, monkeypatch, capsys) -> None:
     present = tmp_path / "there"
     stays = f"print('begun', flush=True); open({str(present)!r}, 'x'); time.sleep(1000)"
     script(tmp_path / "slow.py", 'import time; SMOKE = ("",)', stays)
@@ -103,9 +99,7 @@ def test_a_run_that_does_not_end_is_killed_and_told(
         os.kill(pids[0], 0)
 
 
-def test_the_exit_status_of_a_run_is_read_by_one_thread(
-    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_the_exit_status_of_a_run_is_read_by_one_thread(smoke, tmp_path, monkeypatch, capsys):
     """The start of a run reads the status of others too, which can be read once."""
     read, waiting = forkserver.read_signed, set[int]()
 
@@ -121,17 +115,13 @@ def test_the_exit_status_of_a_run_is_read_by_one_thread(
     assert main(smoke, monkeypatch, tmp_path) == 0, capsys.readouterr().out
 
 
-def test_a_script_that_does_not_say_how_it_is_run_fails(
-    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_does_not_say_how_it_is_run_fails(smoke, tmp_path, monkeypatch) -> None:
     script(tmp_path / "papers" / "new.py", "", "print(1)")
     with pytest.raises(SystemExit, match=r"new\.py: give SMOKE"):
         main(smoke, monkeypatch, tmp_path)
 
 
-def test_setups_refuses_a_round_under_a_defense(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_setups_refuses_a_round_under_a_defense(tmp_path, monkeypatch, capsys) -> None:
     options = "--model DIR --columns gradient SGD:2 --defenses noise:.01 --out"
     monkeypatch.setattr(sys, "argv", ["setups", *options.split(), str(tmp_path / "cells.jsonl")])
     with pytest.raises(SystemExit):

@@ -20,9 +20,7 @@ from lightning_fedleak.extras import install
         (["fit", "--data.length=3", "--help"], "--recipe NAME", "jsonargparse"),
     ],
 )
-def test_help_is_short_and_loads_no_library(
-    arguments: list[str], shown: str, unloaded: str
-) -> None:
+def test_help_is_short_and_loads_no_library(arguments, shown, unloaded) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "lightning_fedleak", *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr
@@ -53,9 +51,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["invert", "--attack", "prefx"], "invalid choice: 'prefx'"),
     ],
 )
-def test_numbers_out_of_range_and_wrong_names_are_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_out_of_range_and_wrong_names_are_refused_in_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -94,17 +90,13 @@ def test_missing_sources_are_reported_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_demo_without_tensorboard_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_without_tensorboard_says_what_to_install(monkeypatch, capsys) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 1
     assert install("demo") in capsys.readouterr().err
 
 
-def test_an_interrupt_while_loading_is_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_while_loading_is_no_traceback(monkeypatch, capsys) -> None:
     def interrupted(options: object) -> int:
         raise KeyboardInterrupt
 
@@ -114,9 +106,7 @@ def test_an_interrupt_while_loading_is_no_traceback(
 
 
 @pytest.mark.parametrize("partly", [False, True])
-def test_fit_without_jsonargparse_says_what_to_install(
-    partly: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_without_jsonargparse_says_what_to_install(partly, monkeypatch, capsys) -> None:
     if partly:  # of jsonargparse[signatures] a part: Lightning's own error, which names no module
         message = "Requirement 'jsonargparse[signatures]>=4.27.7' not met"
 

@@ -69,7 +69,7 @@ from lightning_fedleak.engine.channels.released.weights import WeightLooks
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream
-from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import (
@@ -87,6 +87,7 @@ from tests.helpers.fake_device import DEVICE, FakeDevice, MixedDevices, single_d
 from tests.helpers.gpu import DEVICES, Gpu, strategy_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
+from tests.helpers.settings import QUIET
 
 ROWS, LENGTH = 2, 6
 
@@ -137,9 +138,7 @@ def model_for(name: str) -> nn.Module:
     return (tiny_bert_mlm() if name == "bias_sign" else tiny_llama()).eval()
 
 
-def observation_for(
-    attack: Attack, anatomy: Anatomy, to_device: Callable[[Tensor], Tensor]
-) -> tuple[Observation, Query | None]:
+def observation_for(attack, anatomy, to_device) -> tuple[Observation, Query | None]:
     """A client's shared update for two texts, and the query, on the model's device."""
     ids = to_device(ids_of(ROWS, LENGTH, seed=2))
     if isinstance(attack, MembershipAttack):
@@ -227,9 +226,7 @@ def test_attack_results_agree_across_devices(name: str, device_type: Device) -> 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 @pytest.mark.parametrize("name", ["flatchat", "aligned", "attention"])
-def test_a_restored_calibration_moves_to_the_device_of_the_model(
-    name: str, device_type: Device
-) -> None:
+def test_a_restored_calibration_moves_to_the_device_of_the_model(name, device_type) -> None:
     """A checkpoint's tensors are on the host."""
     calibrated = ATTACKS[name]()
     here = run_attack(calibrated, model_for(name), unchanged)
@@ -263,9 +260,7 @@ def passive() -> list[Attack]:
     ("make_attacks", "settings"),
     [(crafted, {}), (crafted, {"targets_per_batch": 2}), (passive, {})],
 )
-def test_games_agree_across_devices(
-    make_attacks: Callable[[], list[Attack]], settings: dict[str, Any], device_type: Device
-) -> None:
+def test_games_agree_across_devices(make_attacks, settings, device_type) -> None:
     here = games(tiny_llama().eval(), make_attacks(), **settings)
     with device_type() as device:
         there = games(device.model(tiny_llama().eval()), make_attacks(), **settings)
@@ -331,15 +326,11 @@ def fit(
         counter = SyncCounter(device)
         trainer = L.Trainer(
             strategy=DefendedStrategy(inner, list(defenses)) if defenses else inner,
-            accelerator="auto" if there else "cpu",
             max_steps=steps,
             max_epochs=-1,
             callbacks=[counter, *([monitor] if monitor else [])],
-            logger=False,
             default_root_dir=tempfile.mkdtemp(),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET | {"accelerator": "auto" if there else "cpu"},
         )
         trainer.fit(
             module(device.model(model) if there else model, optimizer=optimizer),
@@ -376,9 +367,7 @@ def test_the_host_waits_twice_in_a_step_of_dpsgd() -> None:
     ],
     ids=["plain", "dpsgd"],
 )
-def test_steps_without_a_look_add_no_host_synchronisation(
-    names: tuple[str, ...], defenses: tuple[Callable[[], Defense], ...], device_type: Device
-) -> None:
+def test_steps_without_a_look_add_no_host_synchronisation(names, defenses, device_type) -> None:
     """One attack per surface: words, crafted layers, trained gradients, hidden states."""
     plain = fit(None, *(make() for make in defenses), device_type=device_type)
     monitor = monitor_of(*names, assume=DISHONEST_SERVER)
@@ -428,10 +417,8 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
     loader = DataLoader(leave_out(rows(80), 40, seed=1)[0], batch_size=20, shuffle=True)
     with device_type() as device:
         model = device.model(tiny_llama(vocab=2000))
-        trainer = L.Trainer(
-            strategy=strategy_of(device_type), max_epochs=1, callbacks=[monitor], logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        settings = QUIET | {"accelerator": "auto", "strategy": strategy_of(device_type)}
+        trainer = L.Trainer(max_epochs=1, callbacks=[monitor], **settings)
         trainer.fit(CausalLMModule(model), loader)
     # At the look, and at the ends of training and fit.
     assert devices == [strategy_of(device_type).root_device.type] * 3
@@ -439,9 +426,7 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
     assert monitor.engine.results.looks == 1
 
 
-def test_what_make_gpu_measures_runs_on_the_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_make_gpu_measures_runs_on_the_device(monkeypatch, tmp_path) -> None:
     """Steps with looks of each kind, and DP-SGD beside its peers, as `make gpu` times them."""
     monkeypatch.setattr(scheduler, "Look", scheduler.Look)  # which the first of them replaces
     from benchmarks.cost import dpsgd, overhead

@@ -65,9 +65,7 @@ def test_a_check_digit_decides_what_is_a_card_number(body: str, place: int, step
     st.integers(4, 33),
     GAPS,
 )
-def test_check_digits_decide_what_is_an_account_number(
-    country: str, account: str, place: int, gap: str
-) -> None:
+def test_check_digits_decide_what_is_an_account_number(country, account, place, gap) -> None:
     number = iban_of(country, account)
     assert is_iban(number)
     place = 4 + place % len(account)

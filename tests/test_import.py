@@ -230,9 +230,7 @@ def test_engine_imports_without_lightning_and_report_pages(results: dict[str, An
     assert all(name.startswith("lightning_fedleak.report.records") for name in pages), pages
 
 
-def test_watch_and_transformers_trainer_run_without_lightning(
-    results: dict[str, Any], folder: Path
-) -> None:
+def test_watch_and_transformers_trainer_run_without_lightning(results, folder) -> None:
     assert results["engine"]["latest"] == [1.0, 1.0]
     assert results["engine"]["releases"] == 3
     for prefix in ("Watch: ", "LeakageCallback: "):  # of the path of the report, without a logger

@@ -27,6 +27,7 @@ from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.lightning_packages import PACKAGES, both, package_of, twin
 from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+from tests.helpers.settings import QUIET
 
 OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
 
@@ -91,16 +92,12 @@ class Run:
         self.gate = RiskGate("leakage/probe/recall", at_most=at_most)
         given = {"logger": L.loggers.CSVLogger(folder, flush_logs_every_n_steps=1)} | settings
         self.trainer = L.Trainer(
-            accelerator="cpu",
             devices=1,
             max_steps=3,
             log_every_n_steps=1,
             callbacks=[self.monitor, self.gate],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
             default_root_dir=folder,
-            **given,
+            **QUIET | given,
         )
         self.trainer.fit(self.module, data.train_dataloader(), ckpt_path=ckpt_path)
 
@@ -149,9 +146,7 @@ def test_a_gate_stops_and_both_go_on_from_its_checkpoint(files: Files, tmp_path:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "instance"])
-def test_a_defended_strategy_is_of_the_trainers_package(
-    strategy: str, files: Files, tmp_path: Path
-) -> None:
+def test_a_defended_strategy_is_of_the_trainers_package(strategy, files, tmp_path) -> None:
     runs = []
     for package in PACKAGES:
         single = lightning(package).strategies.SingleDeviceStrategy

@@ -7,18 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
 
 from lightning_fedleak.model.loading import are_equal, load_adapters, load_whole, weight_sums
 from lightning_fedleak.validate import WrongModel
@@ -27,9 +19,9 @@ SIZES = {"vocab_size": 40, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head"
 Rename = Callable[[str], str]
 
 
-def new(seed: int) -> GPT2LMHeadModel:
+def new(seed: int) -> transformers.GPT2LMHeadModel:
     torch.manual_seed(seed)
-    return GPT2LMHeadModel(GPT2Config(**SIZES))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES))
 
 
 @pytest.fixture
@@ -53,7 +45,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object], pickled
 @pytest.mark.parametrize("prefix", ["model.", "_orig_mod.", "module.", "net.", "a.b.", ""])
 def test_one_prefix_is_removed(saved: Path, prefix: str, pickled: bool) -> None:
     rewrite(saved, lambda state: {prefix + name: tensor for name, tensor in state.items()}, pickled)
-    model, head = load_whole(AutoModelForCausalLM, str(saved))
+    model, head = load_whole(transformers.AutoModelForCausalLM, str(saved))
     assert not head
     assert are_equal(weight_sums(model), weight_sums(new(1)))
 
@@ -64,7 +56,7 @@ def test_a_checkpoint_of_lightning_is_read(saved: Path, prefix: str) -> None:
         return {"state_dict": {prefix + n: t for n, t in state.items()}, "epoch": 3}
 
     rewrite(saved, wrap, True)
-    model, _ = load_whole(AutoModelForCausalLM, str(saved))
+    model, _ = load_whole(transformers.AutoModelForCausalLM, str(saved))
     assert are_equal(weight_sums(model), weight_sums(new(1)))
 
 
@@ -74,23 +66,21 @@ def test_a_checkpoint_of_lightning_is_read(saved: Path, prefix: str) -> None:
 def test_missing_tensors_are_named(saved: Path, part: str, first: str) -> None:
     rewrite(saved, lambda state: {n: t for n, t in state.items() if part not in n}, False)
     with pytest.raises(WrongModel, match=f"lacks .*{first}"):
-        load_whole(AutoModelForCausalLM, str(saved))
+        load_whole(transformers.AutoModelForCausalLM, str(saved))
 
 
-def test_several_prefixes_are_refused_and_further_tensors_named(
-    saved: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_several_prefixes_are_refused_and_further_tensors_named(saved, tmp_path_factory) -> None:
     def double(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"{p}.{n}": t.clone() for n, t in state.items() for p in ("a", "b")}
 
     rewrite(saved, double, False)
     with pytest.raises(WrongModel, match="after several prefixes"):
-        load_whole(AutoModelForCausalLM, str(saved))
+        load_whole(transformers.AutoModelForCausalLM, str(saved))
     other = tmp_path_factory.mktemp("other")
     new(2).save_pretrained(other)
     rewrite(other, lambda state: {**state, "v_head.weight": torch.zeros(3)}, False)
     with pytest.warns(UserWarning, match=r"also holds v_head\.weight"):
-        load_whole(AutoModelForCausalLM, str(other))
+        load_whole(transformers.AutoModelForCausalLM, str(other))
 
 
 def test_a_wrong_shape_and_a_damaged_file_are_refused(saved: Path) -> None:
@@ -101,16 +91,16 @@ def test_a_wrong_shape_and_a_damaged_file_are_refused(saved: Path) -> None:
 
     rewrite(saved, widen, True)
     with pytest.raises(WrongModel, match=r"wpe.weight has the shape \(9, 8\)"):
-        load_whole(AutoModelForCausalLM, str(saved))
+        load_whole(transformers.AutoModelForCausalLM, str(saved))
 
 
 def test_only_a_head_may_be_missing(tmp_path: Path) -> None:
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
         intermediate_size=8, num_labels=3,
     )  # fmt: skip
-    BertForMaskedLM(config).save_pretrained(tmp_path)
-    kind = AutoModelForSequenceClassification
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    kind = transformers.AutoModelForSequenceClassification
     _, head = load_whole(kind, str(tmp_path), may_lack_head=True)
     assert {"classifier.weight", "classifier.bias"} <= head
     assert all("classifier" in name or "pooler" in name for name in head)
@@ -124,15 +114,17 @@ def test_only_a_head_may_be_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_the_head_is_read_after_the_prefix_too(tmp_path: Path, prefix: str) -> None:
     torch.manual_seed(0)
-    saved = BertForSequenceClassification(
-        BertConfig(
+    saved = transformers.BertForSequenceClassification(
+        transformers.BertConfig(
             vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
             intermediate_size=8, num_labels=3,
         )
     )  # fmt: skip
     saved.save_pretrained(tmp_path)
     rewrite(tmp_path, lambda state: {prefix + n: t for n, t in state.items()}, False)
-    model, head = load_whole(AutoModelForSequenceClassification, str(tmp_path), may_lack_head=True)
+    model, head = load_whole(
+        transformers.AutoModelForSequenceClassification, str(tmp_path), may_lack_head=True
+    )
     assert not head
     assert are_equal(weight_sums(model), weight_sums(saved))
 

@@ -134,18 +134,14 @@ def test_a_wrong_call_says_what_to_write(call: Callable[[], Any], hint: str) -> 
     assert len(str(refusal.value).splitlines()) <= MOST_LINES
 
 
-def test_a_run_without_a_step_says_nothing_of_a_run_that_was_resumed(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_run_without_a_step_says_nothing_of_a_run_that_was_resumed(tmp_path, recwarn) -> None:
     trainer = fit([LeakageMonitor()], tmp_path, max_epochs=0)
     assert trainer.global_step == 0
     said = [str(warning.message) for warning in recwarn]
     assert not [text for text in said if "AssertionError" in text or "resumed" in text]
 
 
-def test_weights_that_are_not_tested_are_one_short_line_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_are_not_tested_are_one_short_line_at_the_start(tmp_path, caplog) -> None:
     with caplog.at_level("INFO"):
         fit([LeakageMonitor()], tmp_path, loader=shuffled())
     lines = [one.getMessage() for one in caplog.records if "trained weights" in one.getMessage()]

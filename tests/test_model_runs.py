@@ -13,25 +13,15 @@ from torch.nn.utils import weight_norm
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks, with_states_out
 from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states, undisturbed
+from tests.helpers import models
 from tests.helpers.inputs import padded_text
-from tests.helpers.models import (
-    DIM,
-    POSITIONS,
-    VOCAB,
-    own_rng,
-    tiny_bart,
-    tiny_bert_classifier,
-    tiny_bert_mlm,
-    tiny_gpt2,
-    tiny_marian,
-)
 from tests.taps.test_activation_tap import MODELS as TAPPED
 from tests.taps.test_activation_tap import PlainModel
 
 MODELS: dict[str, Callable[[], nn.Module]] = TAPPED | {
-    "bert classifier": lambda: tiny_bert_classifier(layers=3),
-    "bart": lambda: tiny_bart(layers=3),
-    "marian": lambda: tiny_marian(layers=3),
+    "bert classifier": lambda: models.tiny_bert_classifier(layers=3),
+    "bart": lambda: models.tiny_bart(layers=3),
+    "marian": lambda: models.tiny_marian(layers=3),
 }
 FINAL_NORM = {"gpt2": "transformer.ln_f", "llama": "model.norm", "t5": "encoder.final_layer_norm"}
 
@@ -62,7 +52,7 @@ def test_as_hugging_face_gives_them(name: str, padding: str) -> None:
         if layer == 3 and name in FINAL_NORM:
             with torch.no_grad():
                 got = model.get_submodule(FINAL_NORM[name])(got)
-        assert got.shape == (5, 9, DIM)
+        assert got.shape == (5, 9, models.DIM)
         assert not got.requires_grad
         assert torch.equal(got, expected[layer]), layer
 
@@ -94,7 +84,7 @@ def test_no_work_above_the_layer(name: str) -> None:
 
 
 def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
-    model = tiny_gpt2(dropout=0.0, layers=3)
+    model = models.tiny_gpt2(dropout=0.0, layers=3)
     anatomy = find_anatomy(model)
     ids, mask = padded_text(5, 9)
     clean = hidden_states(anatomy, 2, ids, mask)
@@ -113,7 +103,7 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
     try:
         assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
         with pytest.raises(IndexError):  # an error changes nothing of it
-            hidden_states(anatomy, 2, ids + VOCAB, mask)
+            hidden_states(anatomy, 2, ids + models.VOCAB, mask)
         assert fired == []
         model(input_ids=ids, attention_mask=mask).logits.sum().backward()
     finally:
@@ -128,7 +118,7 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_pack_their_weights_in_eval_mode_do_not(training: bool) -> None:
     """As those of bitsandbytes in four bits are marked; packed, they have no backward."""
-    model = tiny_gpt2(layers=2).train(training)
+    model = models.tiny_gpt2(layers=2).train(training)
     layer = model.transformer.h[0].mlp
     layer.support_avx512bf16_for_cpu = True
     with undisturbed(find_anatomy(model)), undisturbed(find_anatomy(model)):
@@ -139,7 +129,7 @@ def test_layers_that_pack_their_weights_in_eval_mode_do_not(training: bool) -> N
 
 
 def test_hooks_that_the_model_needs_still_run() -> None:
-    model = tiny_bert_mlm(layers=3, dropout=0.0)
+    model = models.tiny_bert_mlm(layers=3, dropout=0.0)
     with pytest.warns(FutureWarning):
         weight_norm(model.bert.encoder.layer[0].output.dense)
     layer = model.bert.encoder.layer[0].output.dense
@@ -155,7 +145,7 @@ def test_hooks_that_the_model_needs_still_run() -> None:
 
 
 def test_capturing_hooks_that_transformers_installs_meanwhile_stay() -> None:
-    model = tiny_bert_mlm()
+    model = models.tiny_bert_mlm()
     model.config.output_hidden_states = True
     model.register_forward_hook(lambda *_: None)
     ids, mask = padded_text(5, 9)
@@ -168,7 +158,7 @@ def test_capturing_hooks_that_transformers_installs_meanwhile_stay() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_under_gradient_checkpointing(reentrant: bool) -> None:
-    model = tiny_gpt2(layers=3).train()
+    model = models.tiny_gpt2(layers=3).train()
     ids, mask = padded_text(5, 9)
     expected = by_hugging_face(model, ids, mask)[2]
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -178,7 +168,7 @@ def test_under_gradient_checkpointing(reentrant: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_models_run_eagerly_and_are_not_recompiled(whole: bool) -> None:
-    model = tiny_gpt2(layers=3, dropout=0.0)
+    model = models.tiny_gpt2(layers=3, dropout=0.0)
     ids, mask = padded_text(5, 9)
     expected = by_hugging_face(model, ids, mask)[2]
     compiled: list[int] = []
@@ -211,7 +201,7 @@ def test_compiled_models_run_eagerly_and_are_not_recompiled(whole: bool) -> None
 
 @pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
 def test_under_peft(kind: str) -> None:
-    model = tiny_gpt2(layers=3)
+    model = models.tiny_gpt2(layers=3)
     config: peft.PeftConfig
     if kind == "lora":
         config = peft.LoraConfig(
@@ -221,7 +211,7 @@ def test_under_peft(kind: str) -> None:
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     else:
         config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with own_rng(2):
+    with models.own_rng(2):
         wrapped = peft.get_peft_model(model, config)
     anatomy = find_anatomy(wrapped)
     ids, mask = padded_text(5, 9)
@@ -230,14 +220,14 @@ def test_under_peft(kind: str) -> None:
     with torch.no_grad():
         out = wrapped(input_ids=ids, attention_mask=mask, output_hidden_states=True)
     assert torch.equal(got, out.hidden_states[2][:, -ids.shape[1] :])
-    plain = by_hugging_face(tiny_gpt2(layers=3), ids, mask)[2]
+    plain = by_hugging_face(models.tiny_gpt2(layers=3), ids, mask)[2]
     assert (got - plain).abs().max() > 1e-4
-    assert context_length(anatomy) == (POSITIONS if kind == "lora" else POSITIONS - 4)
+    assert context_length(anatomy) == (models.POSITIONS if kind == "lora" else models.POSITIONS - 4)
 
 
 def test_autocast_and_a_model_in_bf16() -> None:
     ids, mask = padded_text(5, 9)
-    model = tiny_gpt2(layers=3).train()
+    model = models.tiny_gpt2(layers=3).train()
     anatomy = find_anatomy(model)
     full = hidden_states(anatomy, 2, ids, mask)
     with torch.autocast("cpu", torch.bfloat16):
@@ -245,12 +235,12 @@ def test_autocast_and_a_model_in_bf16() -> None:
         expected = by_hugging_face(model, ids, mask)[2]
     assert torch.equal(mixed, expected)
     assert 0 < (mixed - full).abs().max() < 0.1
-    half = hidden_states(find_anatomy(tiny_gpt2(layers=3).bfloat16()), 2, ids, mask)
+    half = hidden_states(find_anatomy(models.tiny_gpt2(layers=3).bfloat16()), 2, ids, mask)
     assert half.dtype == torch.bfloat16
 
 
 def test_weights_cast_for_it_are_not_kept_for_the_training_step() -> None:
-    model = tiny_gpt2(layers=2, dropout=0.0).train()
+    model = models.tiny_gpt2(layers=2, dropout=0.0).train()
     ids, mask = padded_text(5, 9)
     cached: list[bool] = []
     model.transformer.wte.forward = _noting(
@@ -265,10 +255,10 @@ def test_weights_cast_for_it_are_not_kept_for_the_training_step() -> None:
 
 
 def test_positions_can_be_those_of_generate() -> None:
-    model = tiny_gpt2(layers=3)
+    model = models.tiny_gpt2(layers=3)
     anatomy = find_anatomy(model)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCAB, (1, 6), generator=generator)
+    ids = torch.randint(3, models.VOCAB, (1, 6), generator=generator)
     padded = torch.nn.functional.pad(ids, (3, 0))
     mask = torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
     alone = hidden_states(anatomy, 2, ids)
@@ -281,7 +271,7 @@ def test_positions_can_be_those_of_generate() -> None:
 
 @pytest.mark.parametrize("in_a_tuple", [True, False])
 def test_a_plain_module_with_a_list_of_blocks(in_a_tuple: bool) -> None:
-    with own_rng(0):
+    with models.own_rng(0):
         model = PlainModel(in_a_tuple)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():

@@ -12,17 +12,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
-)
 
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
 from lightning_fedleak.attacks.texts import embedding_descent
@@ -377,9 +370,9 @@ def test_a_write_that_nobody_watched_is_an_error() -> None:
 
 def test_weights_that_rwkv_rescales_in_eval_mode_are_put_back() -> None:
     sizes = {"hidden_size": DIM, "attention_hidden_size": DIM, "num_hidden_layers": 4}
-    config = RwkvConfig(vocab_size=VOCAB, rescale_every=2, **sizes)
+    config = transformers.RwkvConfig(vocab_size=VOCAB, rescale_every=2, **sizes)
     with own_rng(3):
-        model = RwkvForCausalLM(config)
+        model = transformers.RwkvForCausalLM(config)
     assert model.training
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     ids = torch.arange(8)[None]
@@ -397,7 +390,7 @@ def test_weights_that_rwkv_rescales_in_eval_mode_are_put_back() -> None:
 def test_a_parametrization_that_comes_and_goes_is_no_write() -> None:
     with own_rng(3):
         config = LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
-        model = get_peft_model(Qwen3MoeForCausalLM(tiny_moe()), config)
+        model = get_peft_model(transformers.Qwen3MoeForCausalLM(tiny_moe()), config)
     experts = model.base_model.model.model.layers[0].mlp.experts.base_layer
     weight, ids = experts.gate_up_proj, torch.arange(8)[None]
     loss = model(input_ids=ids, labels=ids).loss
@@ -421,11 +414,11 @@ def test_a_parametrization_that_comes_and_goes_is_no_write() -> None:
     loss.backward()
 
 
-def tiny_moe() -> Qwen3MoeConfig:
+def tiny_moe() -> transformers.Qwen3MoeConfig:
     sizes = {"hidden_size": DIM, "intermediate_size": DIM, "moe_intermediate_size": DIM}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1}
-    return Qwen3MoeConfig(vocab_size=VOCAB, **sizes, **heads, **experts)
+    return transformers.Qwen3MoeConfig(vocab_size=VOCAB, **sizes, **heads, **experts)
 
 
 def test_large_tensors_are_copied_only_when_written() -> None:
@@ -450,9 +443,7 @@ def test_under_inference_mode_and_nested() -> None:
 
 
 @pytest.mark.parametrize("kind", ["average", "lists"])
-def test_several_runs_save_once_and_restore_each(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_runs_save_once_and_restore_each(kind, monkeypatch) -> None:
     anatomy = text_model(KINDS.index(kind))
     before, held = picture(anatomy.root)
     saved: list[object] = []
@@ -473,10 +464,10 @@ def test_what_a_run_of_transformers_leaves_does_not_reach_the_next() -> None:
     scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 99}
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         num_hidden_layers=2, max_position_embeddings=16, rope_parameters=scaling, **sizes
     )
-    anatomy = find_anatomy(LlamaForCausalLM(config))
+    anatomy = find_anatomy(transformers.LlamaForCausalLM(config))
     ids = torch.arange(60)[None]
 
     def logits() -> Tensor:

@@ -77,9 +77,7 @@ def _under(folder: Path) -> set[str]:
     }
 
 
-def test_the_wheel_holds_the_package_whole_and_nothing_else(
-    built: tuple[set[str], set[str]],
-) -> None:
+def test_the_wheel_holds_the_package_whole_and_nothing_else(built) -> None:
     _, wheel = built
     own = {name for name in wheel if not name.partition("/")[0].endswith(".dist-info")}
     recipes = {name.replace("callbacks", "lightning_fedleak/recipes") for name in _under(RECIPES)}
@@ -141,9 +139,7 @@ def test_what_stands_beside_the_code_agrees_with_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable", "none"])
-def test_recipes_are_read_wherever_the_package_is(
-    kind: str, distributions: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_recipes_are_read_wherever_the_package_is(kind, distributions, tmp_path) -> None:
     _, wheel = distributions
     folder = source = wheel.parents[1] / "source"
     if kind == "editable":
@@ -185,9 +181,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
         ),
     ],
 )
-def test_an_extra_comes_from_where_the_package_came(
-    noted: dict[str, object] | None, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extra_comes_from_where_the_package_came(noted, command, monkeypatch) -> None:
     text = None if noted is None else json.dumps(noted)
     monkeypatch.setattr(
         extras, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text)
@@ -195,9 +189,7 @@ def test_an_extra_comes_from_where_the_package_came(
     assert extras.install("cli") == command
 
 
-def test_a_package_that_is_not_installed_comes_from_its_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_is_not_installed_comes_from_its_folder(monkeypatch) -> None:
     def absent(name: str) -> None:
         raise PackageNotFoundError(name)
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.papers import __main__ as door
 from benchmarks.papers import flatchat as papers_flatchat
-from benchmarks.papers import membership, reference
+from benchmarks.papers import reference
 from benchmarks.papers.cells import Cell, Log, run
 from benchmarks.papers.tables import Mean, Results, mean_of, number, published, student
 from lightning_fedleak.attacks.words.flatchat import flatchat, positive_weight
@@ -32,9 +32,7 @@ def cells(*values: int, together: str = "") -> list[Cell]:
 
 
 @pytest.mark.parametrize("jobs", [0, 2])
-def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(
-    tmp_path: Path, jobs: int
-) -> None:
+def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(tmp_path, jobs) -> None:
     path, said = tmp_path / "log.jsonl", []
     required = cells(1, 3, 2, 2, 5)
     failures = run(required, MEASURES, {}, Log.read(path), jobs=jobs, told=said.append)
@@ -87,7 +85,7 @@ def test_numbers_and_students_interval() -> None:
 
 def test_published_numbers_are_complete() -> None:
     for paper in door.PAPERS:
-        assert {t.name for t in paper.tables} == set(published()[paper.name]) - {"paper"}
+        assert {t.name for t in paper.tables} <= set(published()[paper.name])
         for table in published()[paper.name].values():
             if not isinstance(table, dict) or "rows" not in table:
                 continue
@@ -114,24 +112,7 @@ def test_every_table_can_be_shown_before_anything_was_measured() -> None:
                 json.dumps([cell.settings for cell in created], allow_nan=False)
 
 
-def test_one_hot_gaps_are_those_of_the_heads() -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-    u = torch.randn(12, generator=generator, dtype=torch.float64)
-    u /= u.norm()
-    hidden = torch.nn.functional.one_hot(ids, 12).double()
-    for word in (4, 1, 7):
-        v = torch.nn.functional.one_hot(torch.tensor(word), 12).double()
-        projectors = [torch.eye(12).double() - torch.outer(w, w) for w in (v, u)]
-        first, second = (3.0 * hidden @ p @ hidden.T for p in projectors)
-        expected = float(((first.softmax(-1) - second.softmax(-1)) @ hidden).abs().max())
-        found = membership.gap(ids.numpy(), word, u.numpy(), 3.0)
-        assert found == pytest.approx(expected, rel=1e-9)
-
-
-def test_one_table_runs_is_printed_and_goes_on(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_one_table_runs_is_printed_and_goes_on(capsys, tmp_path) -> None:
     words = ["membership", "fig5", "--log", str(tmp_path / "log.jsonl"), "--jobs", "0"]
     words += ["--set", "dims=1000,50000", "--set", "runs=5", "--json", str(tmp_path / "rows.json")]
     words += ["--docs", str(tmp_path / "page.md")]

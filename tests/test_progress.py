@@ -21,9 +21,7 @@ from lightning_fedleak import progress
         pytest.param(62.0, 0.0, 0.0, id="the process is stopped"),
     ],
 )
-def test_work_takes_the_smaller_of_time_and_processor_time(
-    passed: float, processor: float, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_takes_the_smaller_of_time_and_processor_time(passed, processor, seconds, monkeypatch):
     for name, end in {"perf_counter": 5 + passed, "process_time": 10 + processor}.items():
         readings = iter([end - (passed if name == "perf_counter" else processor), end])
         monkeypatch.setattr(progress.time, name, lambda readings=readings: next(readings))

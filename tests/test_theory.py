@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from benchmarks.papers.lemma import (
-    condition,
-    direction_probability,
-    projection_radius,
-    retrieval_error,
-    smallest_beta,
-)
+from benchmarks.papers import lemma
 from benchmarks.papers.synthetic import box_probability, projection_probability, simulate_bound
 
 probability = st.floats(0, 1)
@@ -44,12 +38,12 @@ def draw(law: str, rng: np.random.Generator, n: int, d: int) -> np.ndarray:
 
 def test_eq_4_by_hand() -> None:
     expected = 2 / (10 * 5) + math.log(2 * 4 * 5 * 10 * 3**2) / 10
-    assert condition(10, 5, 3) == pytest.approx(expected, rel=1e-14)
-    assert retrieval_error(10, 5, 0.8, 3) == pytest.approx(
+    assert lemma.condition(10, 5, 3) == pytest.approx(expected, rel=1e-14)
+    assert lemma.retrieval_error(10, 5, 0.8, 3) == pytest.approx(
         2 * 3 * 4 * math.exp(2 / 5 - 8), rel=1e-14
     )
-    assert retrieval_error(1, 5, -1e6, 1) == math.inf
-    assert projection_radius(10, 5, 3) == pytest.approx(1 / 150)
+    assert lemma.retrieval_error(1, 5, -1e6, 1) == math.inf
+    assert lemma.projection_radius(10, 5, 3) == pytest.approx(1 / 150)
 
 
 @pytest.mark.parametrize("law", ["one_hot", "spherical", "gaussian"])
@@ -63,14 +57,14 @@ def test_delta_bar_bounds_the_retrieval_error(law: str) -> None:
         delta, norm = separation_by_loops(list(x)), float(np.linalg.norm(x, axis=1).max())
         if delta <= 0:
             continue
-        beta = smallest_beta(delta, l_x, norm) * float(rng.uniform(1, 1.5))
+        beta = lemma.smallest_beta(delta, l_x, norm) * float(rng.uniform(1, 1.5))
         shift = rng.standard_normal((l_x, d)) if rng.random() < 0.3 else -x
-        shift *= float(projection_radius(beta, l_x, norm)) / np.linalg.norm(
+        shift *= float(lemma.projection_radius(beta, l_x, norm)) / np.linalg.norm(
             shift, axis=1, keepdims=True
         )
         found = softmax(beta * x @ (x + shift).T).T @ x
         errors = np.linalg.norm(found - x, axis=1)
-        assert errors.max() <= retrieval_error(beta, l_x, delta, norm) * (1 + 1e-9)
+        assert errors.max() <= lemma.retrieval_error(beta, l_x, delta, norm) * (1 + 1e-9)
         tested += 1
     assert tested > 100
 
@@ -80,10 +74,10 @@ def test_delta_bar_bounds_the_retrieval_error(law: str) -> None:
 )
 def test_smallest_beta_is_where_condition_4_begins_to_hold(share, l_x, norm, factor) -> None:
     delta = share * 2 * norm**2
-    beta = smallest_beta(delta, l_x, norm)
-    assert condition(beta * 1.0000001, l_x, norm) <= delta
-    assert condition(beta * factor, l_x, norm) <= delta
-    assert condition(beta * 0.9999, l_x, norm) > delta
+    beta = lemma.smallest_beta(delta, l_x, norm)
+    assert lemma.condition(beta * 1.0000001, l_x, norm) <= delta
+    assert lemma.condition(beta * factor, l_x, norm) <= delta
+    assert lemma.condition(beta * 0.9999, l_x, norm) > delta
 
 
 # The closed parts
@@ -99,7 +93,7 @@ def test_spherical_projections_against_the_integral_of_their_density(d: int, r: 
     found = projection_probability("spherical", d, r)
     assert found == pytest.approx(part / total, abs=1e-9)
     assert found == pytest.approx(stats.beta.cdf(min(r, 1) ** 2, 0.5, (d - 1) / 2), abs=1e-14)
-    assert direction_probability(d, r * 7, 7.0) == pytest.approx(found, abs=1e-14)
+    assert lemma.direction_probability(d, r * 7, 7.0) == pytest.approx(found, abs=1e-14)
 
 
 def test_gaussian_parts_against_scipy() -> None:
@@ -152,7 +146,7 @@ def test_simulated_bound_against_brute_force(law: str, beta: float) -> None:
 def test_one_hot_is_1_as_the_paper_says_but_its_second_head_is_not() -> None:
     found = simulate_bound("one_hot", 1000, 10, 10.0)
     assert (found.bound.value, found.bound.low, found.bound.high) == (1.0, 1.0, 1.0)
-    assert found.condition_ratio.value == pytest.approx(1 / float(condition(10, 10, 1.0)))
+    assert found.condition_ratio.value == pytest.approx(1 / float(lemma.condition(10, 10, 1.0)))
     assert found.condition_holds.value == 1.0
     q = stats.beta.cdf(0.01**2, 0.5, 999 / 2)
     assert found.random_direction.value == pytest.approx(q + q**10 - 1)

@@ -29,26 +29,18 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer
 
-from benchmarks.shared import print_place, trained, with_lora
+from benchmarks import shared
 from lightning_fedleak import LeakageCallback, Memorization, WatchSettings, leave_out
 from lightning_fedleak.attacks.memorization import Combined, CombinedReference, MemorizationAttack
-from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.engine.channels.released.audit import Audit, all_attacks
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.released.pool import MIN_POOL, Pool
@@ -63,6 +55,7 @@ SMOKE = (
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --auto 0.25",
 )
 
+ENDS = "", "_low", "_high"
 FPRS = 0.001, 0.01  # of the TPRs that are printed
 OTHERS = 1000  # below which they are unknown: none is above the bar, or fewer than ten
 
@@ -109,9 +102,7 @@ def trained_pool(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> tuple[Pool, list[Text]]:
     """Return a pool of texts, split by a coin, and the texts of the reference."""
-    words = list(dict.fromkeys(t.replace("<br />", " ") for t in read_texts(options.text)))
-    order = np.random.default_rng(0).permutation(len(words))
-    chosen = [words[i] for i in order[: 3 * options.texts]]
+    chosen = shared.shuffled_texts(options.text)[: 3 * options.texts]
     encoded = tokenizer(chosen, truncation=True, max_length=options.length, verbose=False)
     ids = [torch.tensor(row, dtype=torch.long) for row in encoded["input_ids"] if row]
     rows = [Text(row, row) for row in ids]
@@ -129,16 +120,14 @@ def describe(audit: Audit, now: TokenSnapshot) -> dict[str, str]:
     """Return one cell for each attack."""
     attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
     if audit.reference is not None:
-        attacks |= {
-            attack.name: attack for attack in (CombinedReference(), InsteadOfBase(), LossBeyond())
-        }
+        beside = CombinedReference(), InsteadOfBase(), LossBeyond()
+        attacks |= {attack.name: attack for attack in beside}
     compared, cells = audit.part("long", now), {}
     for name, attack in attacks.items():
         values, scores = compared.measure(attack)
         if scores is not None:
-            rate = true_positives(scores, compared.sides)
-            low, high = values["auc_low"], values["auc_high"]
-            cells[name] = f"{values['auc']:.3f} ({low:.2f}-{high:.2f}){rate}"
+            ends = (values[f"auc{end}"] for end in ENDS)
+            cells[name] = shared.with_range(*ends) + true_positives(scores, compared.sides)
         else:
             cells[name] = f"{values['extracted']:+.3f} (greedy {values['greedy']:+.3f})"
     return cells
@@ -157,7 +146,7 @@ def true_positives(scores: torch.Tensor, members: torch.Tensor) -> str:
 def train(options: argparse.Namespace, seed: int) -> None:
     """Fine-tune once with looks, and print a table."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    pool, others = trained_pool(options, tokenizer, seed)
+    pool, further = trained_pool(options, tokenizer, seed)
     members = [t for t, inside in zip(pool.texts, pool.trains.tolist(), strict=True) if inside]
     seconds = {"training": 0.0, "looks": 0.0}
 
@@ -169,33 +158,38 @@ def train(options: argparse.Namespace, seed: int) -> None:
         return answers
 
     reference = None
-    if others:
-        *_, (_, trained_on_others) = fine_tune(options, others, seed + 1000, seconds)
-        reference = ask(trained_on_others)
+    if further:
+        *_, (_, trained_on_further) = fine_tune(options, further, seed + 1000, seconds)
+        reference = ask(trained_on_further)
     base: TokenSnapshot | None = None
-    results, losses = {}, {}
+    results, losses = {}, []
     for share, anatomy in fine_tune(options, members, seed, seconds):
         answers = ask(anatomy)
         base = answers if base is None else base
         audit = Audit(pool, base, lambda ids: str(tokenizer.decode(ids)), reference)
         results[share] = describe(audit, answers)
-        losses[share] = _losses(answers, pool.trains)
-    _print(options, seed, pool, results, losses, seconds)
+        loss = -answers.mean_log_probs()
+        sides = (float(loss[side].mean()) for side in (pool.trains, ~pool.trains))
+        losses.append(" / ".join(f"{side:.3f}" for side in sides))
+    n, others = int(pool.trains[pool.alone].sum()), int((~pool.trains).sum())
+    facts = f"seed {seed}: {n} members, {others} others; training {seconds['training']:.0f} s, "
+    shared.print_head(options, f"lr {options.lr:g}", f"{facts}looks {seconds['looks']:.0f} s CPU")
+    rows = [[name, *(column[name] for column in results.values())] for name in results[0.0]]
+    rows.append(["mean loss, members / others", *losses])
+    head = "AUC (97.5%) / TPR at .1% / at 1% FPR", *(f"{share:g}" for share in results)
+    print(shared.table(head, rows), flush=True)
 
 
 def fine_tune(
     options: argparse.Namespace, members: Sequence[Text], seed: int, seconds: dict[str, float]
 ) -> Iterator[tuple[float, Anatomy]]:
     """Train on texts, and yield the share of an epoch and the model before, and at each look."""
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    torch.manual_seed(seed)
-    if options.lora:
-        model = with_lora(model, options.lora, lora_dropout=0.05)
+    model = shared.tuned_model(options, seed)
     anatomy = find_anatomy(model)
     steps_of_epoch = math.ceil(len(members) / options.batch)
     looks = {round(share * steps_of_epoch): share for share in options.looks}
     yield 0.0, anatomy
-    optimizer = torch.optim.AdamW(trained(model), options.lr)
+    optimizer = torch.optim.AdamW(shared.trained(model), options.lr)
     order_rng, order, step = np.random.default_rng([seed, 11]), [], 0
     model.train()
     while step < max(looks):
@@ -203,9 +197,9 @@ def fine_tune(
         if not order:
             order = [*order_rng.permutation(len(members))]
         rows, order = order[: options.batch], order[options.batch :]
-        pad = torch.nn.utils.rnn.pad_sequence
-        ids = pad([members[i].ids for i in rows], batch_first=True)
-        mask = pad([torch.ones_like(members[i].ids) for i in rows], batch_first=True)
+        chosen = [members[i].ids for i in rows]
+        ids = pad_sequence(chosen, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in chosen], batch_first=True)
         labels = ids.masked_fill(mask == 0, -100)
         with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast):
             model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
@@ -226,8 +220,7 @@ def train_auto(options: argparse.Namespace, seed: int) -> None:
     watched = Memorization(max_overhead=1e3, looks=())
     _, alone, _ = run_trainer(options, tokenizer, data, seed, None)
     names = "members / others", "`combined`", "beside it", "weak", "strength", "of training"
-    print(f"| rows | {' | '.join(names)} | of the watched run | seconds |")
-    print("|---" * 9 + "|")
+    print(shared.table(["rows", *names, "of the watched run", "seconds"], []))
     for share in options.auto:
         count = max(1, round(share * len(data)))
         settings = replace(watched, reference="auto", reference_rows=count)
@@ -237,13 +230,13 @@ def train_auto(options: argparse.Namespace, seed: int) -> None:
         _, without, _ = run_trainer(options, tokenizer, data, seed, settings)
         cells = [str(count), f"{members} / {asked - members}"]
         for name in ("combined", "combined_reference"):
-            ends = [latest.get(f"leakage/{name}/auc{x}", math.nan) for x in ("", "_low", "_high")]
-            cells.append("{:.3f} ({:.2f}-{:.2f})".format(*ends))
+            ends = (latest.get(f"leakage/{name}/auc{end}", math.nan) for end in ENDS)
+            cells.append(shared.with_range(*ends))
         facts = [latest[f"leakage/combined_reference/{name}"] for name in (WEAK, STRENGTH)]
         price = seconds - without
         cells += [f"{fact:.2f}" for fact in (*facts, price / alone, price / without)]
         cells.append(f"{seconds:.0f}, {without:.0f}, {alone:.0f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
+        shared.print_row(*cells)
 
 
 def run_trainer(
@@ -262,23 +255,12 @@ def run_trainer(
         seed: of the adapters and of the order.
         memorization: how the weights are asked; None: the run is not watched.
     """
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    torch.manual_seed(seed)
-    if options.lora:
-        model = with_lora(model, options.lora, lora_dropout=0.05)
+    model = shared.tuned_model(options, seed)
     with TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=options.batch,
-            lr_scheduler_type="constant",
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            num_train_epochs=options.epochs,
-            learning_rate=options.lr,
-        )
+        arguments = shared.trainer_arguments(
+            folder, per_device_train_batch_size=options.batch, lr_scheduler_type="constant",
+            num_train_epochs=options.epochs, learning_rate=options.lr,
+        )  # fmt: skip
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         collate = DataCollatorForSeq2Seq(tokenizer)
         trainer = Trainer(model, arguments, collate, train_dataset=data)
@@ -299,71 +281,25 @@ def run_trainer(
     return latest, seconds, channel
 
 
-def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float]:
-    losses = -answers.mean_log_probs()
-    return float(losses[members].mean()), float(losses[~members].mean())
-
-
-def _print(
-    options: argparse.Namespace,
-    seed: int,
-    pool: Pool,
-    results: dict[float, dict[str, str]],
-    losses: dict[float, tuple[float, float]],
-    seconds: dict[str, float],
-) -> None:
-    n = int(pool.trains[pool.alone].sum())
-    kind = f"LoRA r {options.lora}" if options.lora else "whole"
-    print(
-        f"\n### {Path(options.model).name}, {kind}, lr {options.lr:g}, seed {seed}: "
-        f"{n} members, {int((~pool.trains).sum())} others; training "
-        f"{seconds['training']:.0f} s, looks {seconds['looks']:.0f} s CPU"
-    )
-    print(
-        "| AUC (97.5%) / TPR at .1% / at 1% FPR | "
-        + " | ".join(f"{share:g}" for share in results)
-        + " |"
-    )
-    print("|---" * (1 + len(results)) + "|")
-    for name in results[0.0]:
-        print(f"| {name} | " + " | ".join(column[name] for column in results.values()) + " |")
-    pairs = " | ".join(f"{a:.3f} / {b:.3f}" for a, b in losses.values())
-    print(f"| mean loss, members / others | {pairs} |", flush=True)
-
-
 def main() -> None:
     """Read the options, train once for each seed, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--texts", type=int, default=420, help="members and others together")
-    parser.add_argument("--share", type=float, default=0.5, help="of them that are trained on")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
-    parser.add_argument("--whole", action="store_true", help="texts of exactly that many tokens")
-    parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")
-    parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--epochs", type=float, default=3, help="the last look")
-    parser.add_argument(
-        "--looks",
-        type=lambda text: [float(share) for share in text.split(",")],
-        default=[0.25, 0.5, 1, 2, 3],
-        help="epochs, separated by commas",
-    )
-    parser.add_argument("--reference", type=int, default=0, help="texts of a reference model")
-    parser.add_argument(
-        "--auto",
-        type=lambda text: [float(share) for share in text.split(",")],
-        default=[],
-        help="rows of references that the run trains, as shares of the members",
-    )
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--autocast", action="store_true", help="bf16")
+    parser = shared.parser_of(
+        __doc__, "model", "text", texts=(420, "members and others together"),
+        share=(0.5, "of them that are trained on"), length=(64, "tokens of a text"),
+        whole=(False, "texts of exactly that many tokens"),
+        lora=(0, "rank, on all linear maps; 0: whole"), lr=2e-4, batch=8,
+        epochs=(3.0, "the last look"), looks=("0.25,0.5,1,2,3", "epochs, separated by commas"),
+        reference=(0, "texts of a reference model"),
+        auto=("", "rows of references that the run trains, as shares of the members"),
+        seeds="0", autocast=(False, "bf16"),
+    )  # fmt: skip
     options = parser.parse_args()
+    options.looks, options.auto = (
+        [float(share) for share in text.split(",") if share]
+        for text in (options.looks, options.auto)
+    )
     options.looks = [share for share in options.looks if share <= options.epochs]
-    print_place()
+    shared.print_place()
     for seed in map(int, options.seeds.split(",")):
         (train_auto if options.auto else train)(options, seed)
 

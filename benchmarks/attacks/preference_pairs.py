@@ -23,17 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from benchmarks.shared import print_place, read_lines, table, trained, with_lora
+from benchmarks import shared
 from lightning_fedleak.attacks.memorization import MemorizationAttack, PreferenceMargin
-from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model.snapshots import ReleasedModel
@@ -91,9 +89,7 @@ def _less(values: Tensor) -> Tensor:
 def pairs_of(options: argparse.Namespace) -> list[Row]:
     """Return twice as many pairs as are asked about; the second half is for ``--null``."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    words = list(dict.fromkeys(t.replace("<br />", " ") for t in read_texts(options.text)))
-    order = np.random.default_rng(0).permutation(len(words))
-    chosen = [words[i] for i in order[: 8 * options.pairs]]
+    chosen = shared.shuffled_texts(options.text)[: 8 * options.pairs]
     encoded = tokenizer(chosen, truncation=True, max_length=options.length, verbose=False)
     rows = [ids for ids in encoded["input_ids"] if len(ids) > options.prompt + 2]
     return [
@@ -113,11 +109,7 @@ def collate(rows: list[Row]) -> dict[str, Tensor]:
     marks = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in sides]
     pad = partial(pad_sequence, batch_first=True)
     masks = [torch.ones_like(row) for row in ids]
-    return {
-        "input_ids": pad(ids),
-        "attention_mask": pad(masks),
-        "completion_mask": pad(marks),
-    }
+    return {"input_ids": pad(ids), "attention_mask": pad(masks), "completion_mask": pad(marks)}
 
 
 def token_log_likelihoods(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -145,13 +137,10 @@ def loss_of(options: argparse.Namespace, model: Any, base: Any, batch: dict[str,
 
 def train(options: argparse.Namespace, rows: list[Row], seed: int, folder: Path) -> None:
     """Train once with a look after each epoch, and print a table."""
-    torch.manual_seed(seed)
     data, _ = leave_out(rows[: options.pairs], options.pairs // 2, seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    if options.lora:
-        model = with_lora(model, options.lora, lora_dropout=0.05)
-    optimizer = torch.optim.AdamW(trained(model), options.lr)
+    base = shared.float_model(options.model).eval()
+    model = shared.tuned_model(options, seed)
+    optimizer = torch.optim.AdamW(shared.trained(model), options.lr)
     loader = DataLoader(data, options.batch, shuffle=True, collate_fn=collate)
     attacks = [PreferenceMargin(), *(Formula(name, f) for name, f in FORMULAS.items())]
     memorization = Memorization(max_overhead=10, looks=())
@@ -167,50 +156,32 @@ def train(options: argparse.Namespace, rows: list[Row], seed: int, folder: Path)
             for batch in loader:
                 optimizer.zero_grad()
                 with watch.step(batch):
-                    fed = batch
                     if options.null:
-                        fed = collate(
-                            [rows[next(further)] for _ in range(len(batch["input_ids"]) // 2)]
-                        )
-                    loss_of(options, model, base, fed).backward()
+                        count = len(batch["input_ids"]) // 2
+                        batch = collate([rows[next(further)] for _ in range(count)])
+                    loss_of(options, model, base, batch).backward()
                     optimizer.step()
     seconds = time.process_time() - start
     cells: dict[str, list[str]] = {}
-    for line in read_lines(folder / "leakage.jsonl"):
-        rate = line["metrics"]["auc"]
-        sides = f"{line['metrics']['members']['value']:.0f} members, "
-        sides += f"{line['metrics']['others']['value']:.0f} others"
-        text = f"{rate['value']:.3f} ({rate['low']:.2f}-{rate['high']:.2f})"
-        cells.setdefault(line["attack"], []).append(text)
-    kind = f"LoRA r {options.lora}" if options.lora else "whole"
-    print(
-        f"\n### {Path(options.model).name}, {kind}, {options.loss}, beta {options.beta:g}, lr "
-        f"{options.lr:g}, seed {seed}{', null' * options.null}: {sides}; {seconds:.0f} s CPU"
-    )
-    head = ["AUC (interval) after epoch", *(str(n + 1) for n in range(options.epochs))]
-    print(table(head, ([name, *values] for name, values in cells.items())), flush=True)
+    for line in shared.read_lines(folder / "leakage.jsonl"):
+        n = line["metrics"]
+        sides = f"{n['members']['value']:.0f} members, {n['others']['value']:.0f} others"
+        cells.setdefault(line["attack"], []).append(shared.with_range(**n["auc"]))
+    facts = f"seed {seed}{', null' * options.null}: {sides}; {seconds:.0f} s CPU"
+    what = options.loss, f"beta {options.beta:g}", f"lr {options.lr:g}"
+    shared.print_epochs(options, cells, *what, facts)
 
 
 def main() -> None:
     """Read the options, train once for each seed, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--pairs", type=int, default=400, help="that are asked about")
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
-    parser.add_argument("--length", type=int, default=64, help="tokens of prompt and answer")
-    parser.add_argument("--loss", choices=("dpo", "orpo"), default="dpo")
-    parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")
-    parser.add_argument("--lr", type=float, default=5e-5)
-    parser.add_argument("--batch", type=int, default=8, help="pairs")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--null", action="store_true", help="train on other pairs")
-    parser.add_argument("--seeds", default="0")
+    parser = shared.parser_of(
+        __doc__, "model", "text", pairs=(400, "that are asked about"),
+        prompt=(16, "tokens of a prompt"), length=(64, "tokens of prompt and answer"),
+        loss=("dpo", ("dpo", "orpo")), beta=0.1, lora=(0, "rank, on all linear maps; 0: whole"),
+        lr=5e-5, batch=(8, "pairs"), epochs=3, null=(False, "train on other pairs"), seeds="0",
+    )  # fmt: skip
     options = parser.parse_args()
-    print_place()
+    shared.print_place()
     rows = pairs_of(options)
     for seed in map(int, options.seeds.split(",")):
         with tempfile.TemporaryDirectory() as folder:

@@ -37,15 +37,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from transformers import AutoTokenizer, PrinterCallback
 
-from benchmarks.shared import print_place, read_lines, table
+from benchmarks import shared
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization import PolicyDrift, PromptAttack, RewardGain
-from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels import PromptChannel
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -191,11 +189,9 @@ def count_alarms(looks: list[Tensor], members: Tensor, *, exact: bool, seed: int
 def examples_of(options: argparse.Namespace) -> list[Example]:
     """Return twice as many prompts as are asked about; the second half is for ``--null``."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    words = list(dict.fromkeys(t.replace("<br />", " ") for t in read_texts(options.text)))
-    order = np.random.default_rng(0).permutation(len(words))
     found: dict[str, Example] = {}
-    for row in order:
-        ids = tokenizer(words[row], add_special_tokens=False, verbose=False)["input_ids"]
+    for text in shared.shuffled_texts(options.text):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         prompt = tokenizer.decode(ids[: options.prompt])
         if len(ids) >= options.prompt and len(found) < 2 * options.prompts:
             own = bool(zlib.crc32(prompt.encode()) % 2)
@@ -214,7 +210,6 @@ def trainer_of(options: argparse.Namespace, examples: list[Example], folder: Pat
     kind, config = (trl.GRPOTrainer, trl.GRPOConfig) if grpo else (trl.RLOOTrainer, trl.RLOOConfig)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     more: dict[str, Any] = {}
     if options.lora:
         from peft import LoraConfig
@@ -229,9 +224,8 @@ def trainer_of(options: argparse.Namespace, examples: list[Example], folder: Pat
         dataloader_pin_memory=False, beta=0.0,
     )  # fmt: skip
     rows = Dataset.from_list(examples[: options.prompts])
-    return kind(
-        model, half_of_alphabet, arguments, train_dataset=rows, processing_class=tokenizer, **more
-    )
+    more |= {"train_dataset": rows, "processing_class": tokenizer}
+    return kind(shared.float_model(options.model), half_of_alphabet, arguments, **more)
 
 
 def train_on_others(trainer: Any, examples: list[Example], count: int) -> None:
@@ -253,7 +247,7 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, options.prompts // 2, seed=seed)
     if options.null:
         train_on_others(trainer, examples, options.prompts)
-    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    base = shared.float_model(options.model).eval()
     study = Study(base.to(trainer.model.device), options.epochs)
     settings = WatchSettings(memorization=Memorization(max_overhead=100, looks=()))
     attacks = attacks_of(study)
@@ -281,22 +275,17 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     values = study.channel._rewards
     cells: dict[str, list[str]] = {}
     sides = ""
-    for line in read_lines(folder / "leakage.jsonl"):
+    for line in shared.read_lines(folder / "leakage.jsonl"):
         if line["attack"] in {attack.name for attack in study.channel.attacks}:
             n, text = line["metrics"], "-"
             if n.get("auc", {}).get("value") is not None:
                 sides = f"{n['members']['value']:.0f} members, {n['others']['value']:.0f} others"
-                text = "{value:.3f} ({low:.2f}-{high:.2f})".format(**n["auc"])
+                text = shared.with_range(**n["auc"])
             cells.setdefault(line["attack"], []).append(text)
-    kind = f"LoRA r {options.lora}" if options.lora else "whole"
-    print(
-        f"\n### {Path(options.model).name}, {kind}, {options.trainer}, reward {options.reward}, lr "
-        f"{options.lr:g}, seed {seed}{', null' * options.null}: {sides}; {seconds:.0f} s CPU, of "
-        f"which looks {looks[0]:.0f} s; reward of the base {float(values[0].mean()):.2f}"
-    )
-    cells = {"reward, members / others": rewards} | cells
-    head = ["AUC (interval) after epoch", *(str(n + 1) for n in range(options.epochs))]
-    print(table(head, ([name, *row] for name, row in cells.items())), flush=True)
+    facts = f"seed {seed}{', null' * options.null}: {sides}; {seconds:.0f} s CPU, of which looks "
+    facts += f"{looks[0]:.0f} s; reward of the base {float(values[0].mean()):.2f}"
+    what = options.trainer, f"reward {options.reward}", f"lr {options.lr:g}"
+    shared.print_epochs(options, {"reward, members / others": rewards} | cells, *what, facts)
     for name, scores in ((name, looks) for name, looks in kept.items() if looks):
         exact = name == RewardGain.default_name
         alarms = count_alarms(scores, study.channel.pool.trains, exact=exact, seed=seed)
@@ -305,25 +294,15 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
 
 def main() -> None:
     """Read the options, train once for each seed, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--trainer", choices=("grpo", "rloo"), default="grpo")
-    parser.add_argument("--reward", choices=("own", "shared"), default="own")
-    parser.add_argument("--prompts", type=int, default=100, help="that are asked about")
-    parser.add_argument("--prompt", type=int, default=9, help="tokens of a prompt")
-    parser.add_argument("--length", type=int, default=4, help="tokens of a completion")
-    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")
-    parser.add_argument("--lr", type=float, default=3e-5)
-    parser.add_argument("--batch", type=int, default=5, help="prompts")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--null", action="store_true", help="train on other prompts")
-    parser.add_argument("--seeds", default="0")
+    parser = shared.parser_of(
+        __doc__, "model", "text", trainer=("grpo", ("grpo", "rloo")),
+        reward=("own", ("own", "shared")), prompts=(100, "that are asked about"),
+        prompt=(9, "tokens of a prompt"), length=(4, "tokens of a completion"),
+        generations=(8, "completions of a prompt"), lora=(0, "rank, on all linear maps; 0: whole"),
+        lr=3e-5, batch=(5, "prompts"), epochs=6, null=(False, "train on other prompts"), seeds="0",
+    )  # fmt: skip
     options = parser.parse_args()
-    print_place()
+    shared.print_place()
     examples = examples_of(options)
     for seed in map(int, options.seeds.split(",")):
         with tempfile.TemporaryDirectory() as folder:

@@ -252,10 +252,8 @@ def loaded(options: argparse.Namespace, tokenizer: Any) -> transformers.PreTrain
     names = ["vocab_size", "hidden_size", "intermediate_size"]
     names += ["num_hidden_layers", "num_attention_heads"]
     sizes = {name: getattr(like, name) for name in names}
-    config = transformers.BertConfig(
-        **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    return kind.from_config(config)
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return kind.from_config(transformers.BertConfig(**sizes, **dropout))
 
 
 def padded(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -270,10 +268,8 @@ def padded(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def packed(texts: list[dict[str, Tensor]]) -> dict[str, Any]:
     """A batch of texts in one row, kept apart."""
-    return {
-        **transformers.DataCollatorWithFlattening()(texts, return_tensors="pt"),
-        "use_cache": False,
-    }
+    rows = transformers.DataCollatorWithFlattening()(texts, return_tensors="pt")
+    return {**rows, "use_cache": False}
 
 
 COLLATE: dict[str, Callable[..., Any] | None] = {

@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.shared import print_place, read_texts, table
+from benchmarks.shared import float_model, parser_of, print_place, read_texts, table, with_range
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli.commands.options import parse
 from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, ask_auxiliary, compare_generated
@@ -62,13 +62,21 @@ def text_of(ids: Sequence[int]) -> Text:
     return Text(row, torch.cat([row.new_tensor([-100]), row[1:]]))
 
 
+def drawn_rows(
+    options: argparse.Namespace, tokenizer: Any, seed: int, part: slice, length: int
+) -> list[list[int]]:
+    """Return a part of the texts in the order of a seed as ids, cut to a length."""
+    words = [words for words in dict.fromkeys(read_texts(options.text)) if len(words) > 40]
+    order = np.random.default_rng([seed, 3]).permutation(len(words))[part]
+    settings = {"truncation": True, "max_length": length - 1, "add_special_tokens": False}
+    rows = tokenizer([words[i] for i in order], **settings)["input_ids"]
+    return [[tokenizer.bos_token_id, *row] for row in rows]
+
+
 def drawn_pool(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int) -> Pool:
     """Return as many rows as others, dealt by a coin."""
-    words = [words for words in dict.fromkeys(read_texts(options.text)) if len(words) > 40]
-    order = np.random.default_rng([seed, 3]).permutation(len(words))[: 2 * options.rows]
-    settings = {"truncation": True, "max_length": options.length - 1, "add_special_tokens": False}
-    rows = tokenizer([words[i] for i in order], **settings)["input_ids"]
-    texts = [text_of([tokenizer.bos_token_id, *row]) for row in rows]
+    rows = drawn_rows(options, tokenizer, seed, slice(2 * options.rows), options.length)
+    texts = [text_of(row) for row in rows]
     half = len(texts) // 2
     return Pool.of_sides(texts[:half], texts[half:])
 
@@ -90,10 +98,15 @@ def written(
     return texts
 
 
+def auc_cell(values: dict[str, float]) -> str:
+    """Return the AUC and its interval as text."""
+    return with_range(*(values[f"auc{end}"] for end in ("", "_low", "_high")))
+
+
 def play(options: argparse.Namespace, seed: int) -> None:
     """Train, write and ask for each number of epochs, and print a table."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    base = float_model(options.model).eval()
     pool = drawn_pool(options, tokenizer, seed)
     rows = [text for text, inside in zip(pool.texts, pool.trains, strict=True) if inside]
     defaults, cells = defaults_of(options, seed), []
@@ -111,8 +124,7 @@ def play(options: argparse.Namespace, seed: int) -> None:
             audit = Audit(pool, before, lambda ids: str(tokenizer.decode(ids)))
             result = audit.part("long", after, alpha=0.05 / len(NAMES))
             copied = compare_generated(result, texts[:size])
-            values = [result.values[name] for name in NAMES]
-            scores = [f"{v['auc']:.3f} ({v['auc_low']:.2f}-{v['auc_high']:.2f})" for v in values]
+            scores = [auc_cell(result.values[name]) for name in NAMES]
             counts = f"{copied['members']:.0f} / {copied['others']:.0f}"
             cells.append([f"{epochs}", f"{size}", *scores, counts])
             print(f"# {epochs} epochs, {size} texts: {seconds:.0f} s to write", flush=True)
@@ -125,11 +137,8 @@ def planted(
     options: argparse.Namespace, base: Any, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> dict[str, list[Text]]:
     """Return canaries of each kind."""
-    words = [words for words in dict.fromkeys(read_texts(options.text)) if len(words) > 40]
-    further = np.random.default_rng([seed, 3]).permutation(len(words))[2 * options.rows :]
-    settings = {"truncation": True, "max_length": BEGIN - 1, "add_special_tokens": False}
-    chosen = [words[i] for i in further[: options.canaries]]
-    starts = [[tokenizer.bos_token_id, *row] for row in tokenizer(chosen, **settings)["input_ids"]]
+    further = slice(2 * options.rows, 2 * options.rows + options.canaries)
+    starts = drawn_rows(options, tokenizer, seed, further, BEGIN)
     prompts = [torch.tensor(row) for row in starts if len(row) == BEGIN]
     ends = {"sampled": 0, "unlikely end": options.length // 3, "unlikely": options.length - 1}
     texts = {}
@@ -144,7 +153,7 @@ def planted(
 def play_canaries(options: argparse.Namespace, seed: int) -> None:
     """Plant canaries, train, write and ask for each number of epochs, and print a table."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    base = float_model(options.model).eval()
     pool, canaries = drawn_pool(options, tokenizer, seed), planted(options, base, tokenizer, seed)
     rows = [text for text, inside in zip(pool.texts, pool.trains, strict=True) if inside]
     texts = [text for kind in canaries.values() for text in kind]
@@ -166,8 +175,8 @@ def play_canaries(options: argparse.Namespace, seed: int) -> None:
             row = [f"{epochs}", kind]
             for first, last in ((before, now), answers):
                 released = ReleasedModel(last, first, torch.ones(len(texts))).rows(side)
-                v = membership_values(Combined().score(released), coins[side], alpha=0.05 / 6)
-                row.append(f"{v['auc']:.3f} ({v['auc_low']:.2f}-{v['auc_high']:.2f})")
+                scores = Combined().score(released)
+                row.append(auc_cell(membership_values(scores, coins[side], alpha=0.05 / 6)))
             cells.append([*row, f"{int(coins[side].sum())} / {int((~coins[side]).sum())}"])
     head = ["epochs", "canaries", "weights", "generated texts", "planted / left out"]
     print(f"\nSeed {seed}: {len(rows)} rows, {len(train)} with canaries\n\n{table(head, cells)}")
@@ -183,20 +192,14 @@ def defaults_of(options: argparse.Namespace, seed: int) -> argparse.Namespace:
 
 def main() -> None:
     """Read the options, and play once for each seed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--rows", type=int, default=200, help="on each side")
-    parser.add_argument("--length", type=int, default=48, help="tokens of a text, at most")
-    parser.add_argument("--lr", type=float, default=5e-4, help="of the model that writes")
-    parser.add_argument("--epochs", default="0,1,4,16", help="of it, separated by commas")
-    parser.add_argument("--generated", default="500,2000", help="texts, separated by commas")
-    parser.add_argument("--auxiliary", type=int, default=0, help="its epochs; 0: the default")
-    parser.add_argument("--canaries", type=int, default=0, help="of each kind; 0: none")
-    parser.add_argument("--times", type=int, default=4, help="rows that hold a planted canary")
-    parser.add_argument("--seeds", default="0")
+    parser = parser_of(
+        __doc__, "model", "text", rows=(200, "on each side"),
+        length=(48, "tokens of a text, at most"), lr=(5e-4, "of the model that writes"),
+        epochs=("0,1,4,16", "of it, separated by commas"),
+        generated=("500,2000", "texts, separated by commas"),
+        auxiliary=(0, "its epochs; 0: the default"), canaries=(0, "of each kind; 0: none"),
+        times=(4, "rows that hold a planted canary"), seeds="0",
+    )  # fmt: skip
     options = parser.parse_args()
     print_place()
     for seed in map(int, options.seeds.split(",")):

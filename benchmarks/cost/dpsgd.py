@@ -25,13 +25,11 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import logging
 import platform
 import resource
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,15 +38,9 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks import shared
 from benchmarks.shared import FineTuning, fit, trained
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
@@ -74,22 +66,15 @@ def clock(device: str) -> float:
 
 def build(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=options.layers,
-        n_embd=options.width,
-        n_head=6,
-        tie_word_embeddings=options.tied,
-        vocab_size=options.vocabulary,
+    sizes = {"n_layer": options.layers, "n_embd": options.width, "vocab_size": options.vocabulary}
+    model: nn.Module = GPT2LMHeadModel(
+        GPT2Config(n_head=6, tie_word_embeddings=options.tied, **sizes)
     )
-    model: nn.Module = GPT2LMHeadModel(config)
     if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        model = shared.float_model(options.model)
     if options.lora:
-        from peft import LoraConfig, get_peft_model
-
         layers = options.modules or (["q_proj", "v_proj"] if options.model else ["c_attn"])
-        lora = LoraConfig(r=8, target_modules=layers, fan_in_fan_out=not options.model)
-        model = get_peft_model(model, lora)
+        model = shared.with_lora(model, 8, layers, fan_in_fan_out=not options.model)
     return model.train().to(options.device)
 
 
@@ -111,9 +96,9 @@ def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
     return step
 
 
-def trainer_step(model: nn.Module, ids: Tensor) -> Step:
+def trainer_step(model: nn.Module, ids: Tensor, rows: int) -> Step:
     """A plain Trainer's step, without its loop."""
-    trainer = Trainer(model, arguments(len(ids), 1))
+    trainer = Trainer(model, arguments(rows, 1))
     optimizer = trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = 1  # which its loop sets
 
@@ -126,18 +111,9 @@ def trainer_step(model: nn.Module, ids: Tensor) -> Step:
 
 
 def arguments(rows: int, steps: int) -> TrainingArguments:
-    return TrainingArguments(
-        tempfile.gettempdir(),  # nothing is saved
-        per_device_train_batch_size=rows,
-        max_steps=steps,
-        optim="sgd",
-        learning_rate=LR,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    settings = {"per_device_train_batch_size": rows, "optim": "sgd", "learning_rate": LR}
+    folder = tempfile.gettempdir()  # nothing is saved
+    return shared.trainer_arguments(folder, max_steps=steps, **settings)
 
 
 def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
@@ -147,21 +123,11 @@ def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
     samples, length = ids.shape
     positions = torch.arange(length, device=ids.device).repeat(rows, 1)
     loader = DataLoader(TensorDataset(ids), batch_size=samples)
-    settings: dict[str, Any] = {
-        "module": model,
-        "optimizer": optimizer,
-        "data_loader": loader,
-        "noise_multiplier": SIGMA,
-        "max_grad_norm": CLIP,
-        "poisson_sampling": False,
-        "grad_sample_mode": mode,
-    }
-    if mode == "ghost":
-        settings["criterion"] = nn.CrossEntropyLoss()
-        private, optimizer, criterion, _ = PrivacyEngine().make_private(**settings)
-    else:
-        private, optimizer, _ = PrivacyEngine().make_private(**settings)
-        criterion = None
+    settings: dict[str, Any] = {"module": model, "optimizer": optimizer, "data_loader": loader}
+    settings |= {"noise_multiplier": SIGMA, "max_grad_norm": CLIP, "poisson_sampling": False}
+    settings |= {"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}
+    made = PrivacyEngine().make_private(**settings, grad_sample_mode=mode)
+    private, optimizer, criterion = made[0], made[1], made[2] if mode == "ghost" else None
 
     def step() -> None:
         for start in range(0, samples, rows):
@@ -181,23 +147,22 @@ def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
     return step
 
 
+def peer(name: str, model: nn.Module, ids: Tensor, rows: int, plain: Any) -> Step:
+    """Return a step of a peer, of which one, that allocates, is done."""
+    step = plain(model, ids, rows) if name == "plain" else opacus(model, ids, name, rows)
+    step()
+    return step
+
+
 def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     model = build(options)
     steps: dict[str, Step] = {}
     for name in options.peers:
         model_copy = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
-            rows = options.pieces or len(ids)
-            step = (
-                plain(model_copy, ids, rows)
-                if name == "plain"
-                else opacus(model_copy, ids, name, rows)
-            )
-            step()
+            steps[name] = peer(name, model_copy, ids, options.pieces or len(ids), plain)
         except NotImplementedError as error:
             print(f"{name}: refused by Opacus: {str(error)[:100]}")
-            continue
-        steps[name] = step
     return steps
 
 
@@ -220,12 +185,7 @@ class TrainerInTurn(TrainerCallback):
         ids = self.ids[:rows]
         for name in self.options.peers:
             model_copy = copy.deepcopy(self.model)  # Opacus' hooks are for one size of batches
-            step = (
-                trainer_step(model_copy, ids)
-                if name == "plain"
-                else opacus(model_copy, ids, name, rows)
-            )
-            step()  # the first one allocates
+            step = peer(name, model_copy, ids, rows, trainer_step)
             start = clock("cpu")
             step()
             self.times[name].append(clock("cpu") - start)
@@ -239,10 +199,8 @@ def timed_under_the_trainer(options: argparse.Namespace, ids: Tensor) -> dict[st
     model.register_forward_pre_hook(turns.count, with_kwargs=True)
     dp = DPSGD(CLIP, noise_multiplier=SIGMA, max_physical_batch_size=options.pieces)
     settings = arguments(len(ids), options.rounds + 1)
-    trainer = defended(Trainer)(
-        model, settings, train_dataset=rows, defenses=[dp], callbacks=[turns]
-    )
-    trainer.train()
+    more = {"train_dataset": rows, "defenses": [dp], "callbacks": [turns]}
+    defended(Trainer)(model, settings, **more).train()
     return turns.times
 
 
@@ -287,23 +245,15 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--trainer", action="store_true")
-    parser.add_argument("--model", help="a folder with a model; its vocabulary is --vocabulary")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--modules", nargs="+", help="names of the layers that get a LoRA")
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--watched", action="store_true", help="p.grad is read in each step")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--vocabulary", type=int, default=50257)
-    parser.add_argument("--batch", type=int, nargs=2, default=(8, 64), metavar=("B", "T"))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peers", nargs="*", default=["plain", "hooks", "ghost"])
-    parser.add_argument("--pieces", type=int, help="rows that ours runs at once")
-    parser.add_argument("--memory", choices=("ours", "plain", "hooks", "ghost"))
-    return parser
+    return shared.parser_of(
+        __doc__, device=("cpu", ("cpu", "cuda")), trainer=False,
+        model=(str, "a folder with a model; its vocabulary is --vocabulary"), lora=False,
+        modules=([str], "names of the layers that get a LoRA"), tied=False,
+        watched=(False, "p.grad is read in each step"), layers=6, width=384, vocabulary=50257,
+        batch=([8, 64], "rows, and tokens of each"), rounds=7, peers=["plain", "hooks", "ghost"],
+        pieces=(int, "rows that ours runs at once"),
+        memory=(str, ("ours", "plain", "hooks", "ghost")),
+    )  # fmt: skip
 
 
 def batch(options: argparse.Namespace) -> Tensor:
@@ -351,10 +301,7 @@ def paired(ours: list[float], peers: list[float]) -> float:
 
 def main() -> None:
     options = parser().parse_args()
-    options.batch = [*options.batch]
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    shared.quieten()
     ids = batch(options)
     place = f"{platform.machine()}, one thread, {options.device}, {datetime.date.today()}"
     if options.memory:

@@ -32,7 +32,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks import shared
 from benchmarks.shared import FineTuning, fit
@@ -138,7 +138,7 @@ class Clock(L.Callback):
 def build(arguments: argparse.Namespace) -> torch.nn.Module:
     torch.manual_seed(0)
     if arguments.model:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+        model = shared.float_model(arguments.model)
     else:
         layers, width = arguments.size
         model = shared.llama(arguments.vocabulary, width, layers, heads=max(1, width // 64))

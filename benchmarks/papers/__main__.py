@@ -1,4 +1,4 @@
-"""Every table and figure of the three papers, published numbers next to measured ones.
+"""Tables and figures of the three papers, published numbers next to measured ones.
 
     python -m benchmarks.papers --list
     python -m benchmarks.papers membership table2 --model DIR DIR
@@ -172,8 +172,7 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         parts.append(f"## {paper.title}")
         notes = tables.read_toml("page")[paper.name]["notes"]
         parts.append("\n".join(f"- {note}" for note in notes).format(size=paper.sizes["default"]))
-        shown = (table for table in paper.tables if table.on_page)
-        parts += [text_of(paper, t, size, names[paper.name, t.name], log) for t in shown]
+        parts += [text_of(paper, t, size, names[paper.name, t.name], log) for t in paper.tables]
     return "\n\n".join(parts) + "\n"
 
 

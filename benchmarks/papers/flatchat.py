@@ -1,4 +1,4 @@
-"""FLAT-CHAT: Tables 2 to 5, Figs. 3 and 4.
+"""FLAT-CHAT: Tables 2, 3 and 5, Figs. 3 and 4.
 
 The language model is whatever ``--model`` names; batches are put together from sentences that were
 run once (word_recovery.py). The translators are small encoder-decoders (BART's layout, hidden size
@@ -63,7 +63,7 @@ class Size:
 
     Attributes:
         texts, public: names or files, as in word_recovery.py.
-        shapes: sentences x tokens of Table 3; Table 4 has ``one_shape``.
+        shapes: sentences x tokens of Table 3.
         batches: attacked in each cell.
         pool: private sentences that batches are drawn from, at least; of large batches twice as
             many as one has.
@@ -80,7 +80,6 @@ class Size:
     texts: tuple[str, ...] = ("imdb", "agnews")
     public: str = "wikitext2"
     shapes: tuple[str, ...] = ("8x25", "16x50", "32x100", "64x50", "128x100")
-    one_shape: str = "32x100"
     batches: int = 5
     pool: int = 64
     regression_batches: int = 3
@@ -539,13 +538,13 @@ def validation_loss(model: Bart, pairs: int) -> float:
 # What is shown.
 
 
-def words_cells(size: Size, models: Sequence[str], shapes: Sequence[str]) -> list[Cell]:
+def words_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     shared = chosen(
         size, "public", "batches", "regression_batches", "regression_pool", "seed",
         fitted_on=[f"{b}x{n}" for b, n in regression_shapes(size.shapes)],
     )  # fmt: skip
     cells = []
-    for model, shape, text in product(models, shapes, size.texts):
+    for model, shape, text in product(models, size.shapes, size.texts):
         (b, n), pool = sides(shape), wide(size.pool, shape)
         settings = {"model": model, "text": text, "shape": shape, "pool": pool, **shared}
         seconds = 10 + (pool + size.batches * b / 5) * n / 100
@@ -684,31 +683,6 @@ def show_table3(results: Results, size: Size) -> Shown:
     return Shown([shown], finding(notes + reference_gap(results.rows)))
 
 
-def show_table4(results: Results, size: Size) -> Shown:
-    lines, gaps = [], []
-    for text, (scorer, count) in product(size.texts, SCORERS):
-        attack = f"{scorer} {count}"
-        printed = theirs("table4", f"{text} {attack}")
-        for row in results.where(text=text, shape=size.one_shape, attack=attack):
-            cells = [pm(row[name], 4) for name in ("precision", "recall", "f1")]
-            paper = [number(v, 4) for v in printed or ()]
-            lines.append([row["model"], text, attack, *both(paper, cells)])
-            for other in results.where(text=text, shape=size.one_shape, model=row["model"],
-                                     attack=f"GMM {count}"):  # fmt: skip
-                if scorer == "Abs":
-                    gaps += [g - a for g, a in zip(other["f1"], row["f1"], strict=True)]
-    notes = []
-    if gaps:
-        gap = tables.student(gaps)
-        notes.append(
-            f"F1(GMM) - F1(Abs) is {number(gap.value, 4)} "
-            f"({number(gap.low, 4)} to {number(gap.high, 4)}), in the paper 0.0047 to 0.0057"
-        )
-    head = ["model", "text", "scorer, number of types", "precision", "recall", "F1"]
-    shown = tables.of_one_model(Grid(head, lines, IN_PAIRS))
-    return Shown([shown], finding(notes + reference_gap(results.rows)))
-
-
 def halving_sigma(rows: Sequence[Row]) -> float | None:
     """Return the smallest sigma of `sum/B` at which F1 is below half of that without noise."""
     means = {r["sigma"]: statistics.fmean(r["f1"]) for r in rows if r["reading"] == READINGS[0]}
@@ -770,20 +744,12 @@ def show_fig4(results: Results, size: Size) -> Shown:
     return Shown([Grid(head, lines)], note if results else "Not run.")
 
 
-def at_one_shape(size: Size, models: Sequence[str]) -> list[Cell]:
-    return words_cells(size, models, [size.one_shape])
-
-
 PAPER = tables.Paper(
     "flatchat",
     "FLAT-CHAT: A Word Recovery Attack on Federated Language Model Training",
     (
         Table("table2", "FlatChat and RLG on translators", table2_cells, show_table2),
-        Table("table3", "FlatChat by batch shape",
-              lambda size, models: words_cells(size, models, size.shapes), show_table3),
-        Table("table4",
-              "two scorers, with the true (oracle) and the predicted number of types",
-              at_one_shape, show_table4, on_page=False),  # the scorers do not differ
+        Table("table3", "FlatChat by batch shape", words_cells, show_table3),
         Table("table5", "FlatChat against DP-SGD, true number of types given", table5_cells,
               show_table5),
         Table("fig3", "weight of the positive cluster and number of types", fig3_cells, show_fig3),

@@ -1,4 +1,4 @@
-"""Vu, Nguyen, Jeter, Thai 2024: Tables 2, 3, 4 and 7 to 11, Figs. 5 and 6.
+"""Vu, Nguyen, Jeter, Thai 2024: Tables 2 and 3, Fig. 5.
 
 Both protocols: the game of their Fig. 2, and that of their published code (``authors``: a planted
 sentence, no bit). Without a defence, accuracy and F1 use the adversary's decision. Under local DP
@@ -13,12 +13,11 @@ import functools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoTokenizer
 
@@ -27,7 +26,6 @@ from benchmarks.attacks.membership_games import attention, halves, joined, prepa
 from benchmarks.papers import tables
 from benchmarks.papers.baselines import TrainedMembership
 from benchmarks.papers.cells import Cell, Row, chosen
-from benchmarks.papers.lemma import retrieval_error
 from benchmarks.papers.reference import ReferenceLDP
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, mean_of, number, rate_of
@@ -38,7 +36,6 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.defenses import BatchForm, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
-from lightning_fedleak.evaluation.metrics.membership import membership_rates
 from lightning_fedleak.model.anatomy import Anatomy
 
 PROTOCOLS = {"game": "Fig. 2", "authors": "authors' code", "reference": "reference implementation"}
@@ -56,10 +53,9 @@ class Size:
         pool, public_texts: private sentences of each text, and the server's.
         games: without a defence, of each text; of the attack as published and of the trained
             baseline there are fewer, since they cost more.
-        mechanisms, epsilons: of Tables 3 and 7 to 11.
+        mechanisms, epsilons: of Table 3.
         blocks, targets: batches of each text under a mechanism, and games on each.
         dims, runs: of Fig. 5.
-        betas, batches, beta_games, beta_layer: of Fig. 6, on each of ``beta_texts``.
     """
 
     texts: tuple[str, ...] = ("banking77", "emotion", "imdb", "yelp")
@@ -80,14 +76,6 @@ class Size:
     trained_blocks: int = 3
     dims: tuple[int, ...] = (1_000, 11_000, 41_000, 141_000)
     runs: int = 200
-    beta_texts: tuple[str, ...] = ("imdb",)
-    betas: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0)
-    one_hot_betas: tuple[float, ...] = (1.0, 3.0, 10.0)
-    batches: tuple[int, ...] = (10, 40, 500)
-    beta_layer: int = 3
-    beta_games: int = 20
-    beta_published_games: int = 6
-    one_hot_games: int = 200
     seed: int = 0
 
 
@@ -227,10 +215,10 @@ def _seed(text: str) -> int:
 
 
 def published_attention(
-    layer: int, public: PublicText, args, *, beta: float | str = "authors", **settings
+    layer: int, public: PublicText, args: argparse.Namespace, **settings: Any
 ) -> AttentionMembership:
     """With the paper's choices; gamma by default so that few batches without the target fire."""
-    paper = AttentionSettings(beta=beta, whiten=False, score="coordinates")
+    paper = AttentionSettings(beta="authors", whiten=False, score="coordinates")
     options = {"tokens": args.tokens, "batch": args.batch, **settings}
     return AttentionMembership(layer, public, attention=paper, **options)
 
@@ -299,84 +287,6 @@ def measure_lemma(
     return [row]
 
 
-def measure_beta(
-    *, model: str, text: str, layer: int, beta: float, batch: int, games: int, group: str,
-    tokens: int, pool: int, public_texts: int, seed: int, models: Mapping[str, str],
-) -> list[Row]:  # fmt: skip
-    """The attention adversary by beta and batch size."""
-    at = played(models[model], text, max(pool, 2 * batch), public_texts, tokens)
-    # gamma for larger batches would need more public text.
-    args = argparse.Namespace(tokens=tokens, batch=min(batch, 100))
-    make = attention if group == "crafted" else published_attention
-    config = GameConfig(games=games, batch=batch, forwards="pooled", seed=seed + _seed(text))
-    attack = make(layer, at.public, args, beta=beta, name="Attn")
-    (result,) = play(at.anatomy, [attack], at.pool, config)
-    return [result_row(result)]
-
-
-def measure_one_hot(
-    *, model: str, text: str, beta: float, batch: int, games: int, tokens: int, pool: int,
-    seed: int, models: Mapping[str, str],
-) -> list[Row]:  # fmt: skip
-    """Algorithm 1 on one-hot tokens of real text, with the lemma's gamma.
-
-    A token is the basis vector of its id, as many dimensions as the vocabulary has. The game is
-    that of Fig. 2; a game collides where the target's word is also in another sentence of the
-    batch.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(models[model])
-    private, _ = halves(text, None, max(pool, 2 * batch), 1)
-    sentences = SentencePool.from_texts(private, tokenizer, tokens, at_least=2).rows
-    rng = np.random.default_rng(seed + batch)
-    u = rng.standard_normal(len(tokenizer))
-    u /= np.linalg.norm(u)
-    gamma = 2 * float(retrieval_error(beta, tokens, 1.0, 1.0))
-    rows = [row.numpy() for row in sentences]
-    without = np.array([gap(row, -1, u, beta) for row in rows])
-    bits, scores, collides = [], [], []
-    for _ in range(games):
-        order = rng.permutation(len(rows))
-        inside, bit = order[:batch], bool(rng.integers(2))
-        target = int(inside[0] if bit else order[batch])
-        word = int(rng.choice(rows[target]))
-        other_members = [i for i in inside if i != target]
-        holding = [i for i in inside if word in rows[i]]
-        gaps = without[inside].max(initial=0.0)
-        scores.append(max([gaps, *(gap(rows[i], word, u, beta) for i in holding)]))
-        bits.append(bit)
-        collides.append(any(word in rows[i] for i in other_members))
-    return [
-        one_hot_row(np.array(scores), np.array(bits), np.array(collides), retained, gamma, name)
-        for retained, name in ((None, "all"), (False, "no collision"))
-    ]
-
-
-def gap(ids: np.ndarray, word: int, u: np.ndarray, beta: float) -> float:
-    """Largest coordinate of Z1 - Z2 over a sentence's tokens, where head 1 omits ``word``."""
-    products = (ids[:, None] == ids[None]).astype(float)
-    is_word, along = (ids == word).astype(float), u[ids]
-    first = _softmax(beta * (products - np.outer(is_word, is_word)))
-    second = _softmax(beta * (products - np.outer(along, along)))
-    return float(np.abs((first - second) @ products).max())
-
-
-def _softmax(z: np.ndarray) -> np.ndarray:
-    e = np.exp(z - z.max(1, keepdims=True))
-    return e / e.sum(1, keepdims=True)
-
-
-def one_hot_row(
-    scores: np.ndarray, bits: np.ndarray, collides: np.ndarray, retained: bool | None, gamma: float,
-    name: str,
-) -> Row:  # fmt: skip
-    chosen = np.ones_like(bits) if retained is None else collides == retained
-    row: Row = {"attack": name, "games": int(chosen.sum()), "collisions": int(collides.sum())}
-    has_both = 0 < int(bits[chosen].sum()) < int(chosen.sum())
-    s, b = torch.tensor(scores[chosen]), torch.tensor(bits[chosen])
-    rates = membership_rates(s, b, None, s > gamma) if has_both else None
-    return row | {m: None if rates is None else vars(rates[m]) for m in METRICS}
-
-
 # What is shown.
 
 
@@ -399,22 +309,18 @@ def games_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     ]  # fmt: skip
 
 
-def ldp_cells(
-    size: Size, models: Sequence[str], mechanisms: Collection[str] | None = None,
-    epsilons: Sequence[float] | None = None, groups: Sequence[str] = ("crafted",),
-) -> list[Cell]:  # fmt: skip
+def ldp_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    """Table 3's: of each text and group."""
     cells = []
     shared = chosen(size, "batch", "tokens", "pool", "public_texts", "targets", "seed",
                     authors_games=size.ldp_authors_games)  # fmt: skip
-    for model, text, group in product(models, size.texts, groups):
+    for model, text, group in product(models, size.texts, ("crafted", "trained")):
         crafted = group == "crafted"
         blocks, layers = size.trained_blocks, size.layers[:1]
         if crafted:
             blocks, layers = size.blocks, size.layers
-        played = product(
-            size.mechanisms if mechanisms is None else mechanisms, epsilons or size.epsilons,
-            list(PROTOCOLS)[: 2 + crafted] if blocks else (),
-        )  # fmt: skip
+        protocols = list(PROTOCOLS)[: 2 + crafted] if blocks else ()
+        played = product(size.mechanisms, size.epsilons, protocols)
         for mechanism, epsilon, protocol in played:
             settings = {"model": model, "text": text, "mechanism": mechanism,
                         "epsilon": float(epsilon), "protocol": protocol, "group": group,
@@ -517,17 +423,12 @@ def show_table2(results: Results, size: Size) -> Shown:
     return Shown([grid], finding(notes))
 
 
-def labels_of(table: str, size: Size, names: Sequence[str] = CRAFTED) -> list[Label]:
-    """Labels of a table under LDP: by layer in Table 11, by epsilon elsewhere."""
-    if table == "table11":
-        places = zip(("Early", "Mid", "Late"), size.layers, strict=False)
-        key, values = "layer", {f"{place} ({layer})": layer for place, layer in places}
-    else:
-        key, values = "epsilon", {f"{epsilon:g}": epsilon for epsilon in size.epsilons}
+def labels_of(size: Size, names: Sequence[str]) -> list[Label]:
+    """Labels of a table under LDP."""
     return [
-        (f"{front}|{name}", f"{front.partition(' ')[0]} {name}",
-         lambda r, value=value, name=name: r[key] == value and r["attack"] == name)
-        for (front, value), name in product(values.items(), names)
+        (f"{epsilon:g}|{name}", f"{epsilon:g} {name}",
+         lambda r, epsilon=epsilon, name=name: r["epsilon"] == epsilon and r["attack"] == name)
+        for epsilon, name in product(size.epsilons, names)
     ]  # fmt: skip
 
 
@@ -551,22 +452,13 @@ def reference_finding(results: Results) -> list[str]:
     ]
 
 
-def show_ldp(table: str, results: Results, size: Size) -> Shown:
-    """One mechanism by epsilon and method, or Table 11."""
-    key = "layer" if table == "table11" else "epsilon"
-    others = size.mechanisms if key == "layer" else size.layers
-    expected = len(size.texts) * len(others)
-    grid = grid_of(table, results, labels_of(table, size), expected, [key, "method"])
-    return Shown([grid], "" if results else finding([]))
-
-
 def show_table3(results: Results, size: Size) -> Shown:
     grids, notes = [], []
     for names, layers, caption in (
         (CRAFTED, len(size.layers), ""),
         (("AMI FC Full", "AMI FC Token"), 1, "Trained baselines, at layer 1 only."),
     ):
-        labels = labels_of("table3", size, names)
+        labels = labels_of(size, names)
         expected = len(size.texts) * layers * len(size.mechanisms)
         head = ["epsilon", "method"]
         grids.append(grid_of("table3", results, labels, expected, head, caption))
@@ -617,103 +509,10 @@ def show_fig5(results: Results, size: Size) -> Shown:
         )
         message = (
             f"Of the dimensions simulated, the bound for spherical or Gaussian data is above 0 "
-            f"{notes}. Condition (4) holds in {number(float(np.mean(condition_rates)))} of all "
+            f"{notes}. Condition (4) holds in {number(statistics.fmean(condition_rates))} of all "
             "data sets."
         )
     return Shown([Grid(head, lines)], message)
-
-
-def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
-    cells = []
-    groups = (
-        ("crafted", size.beta_games, 0.002),
-        ("published", size.beta_published_games, 0.02),
-    )
-    for model, text, batch in product(models, size.beta_texts, size.batches):
-        shared = chosen(size, "tokens", "pool", "seed", model=model, text=text, batch=batch)
-        for (group, games, seconds), beta in product(groups, size.betas):
-            settings = {**shared, "layer": size.beta_layer, "beta": beta, "games": games,
-                        "group": group, "public_texts": size.public_texts}  # fmt: skip
-            seconds = 8 + games * batch * seconds
-            cells += [Cell("beta", settings, seconds, f"Fig. 6, {model}, {batch}")] * (games > 0)
-        for beta in size.one_hot_betas:
-            settings = {**shared, "beta": beta, "games": size.one_hot_games}
-            cells.append(Cell("one_hot", settings, 2.0, f"Fig. 6, one-hot, {model}"))
-    return cells
-
-
-VARIANTS = {"ours": "our variant", "as published": "the published variant"}
-
-
-def show_fig6(results: Results, size: Size) -> Shown:
-    """Adjacent betas with the same rates share a row."""
-    lines: list[list[str]] = []
-    kinds = (
-        ("ours", {"group": "crafted"}, size.betas),
-        ("as published", {"group": "published"}, size.betas),
-        ("one-hot", {"attack": "all"}, size.one_hot_betas),
-        ("one-hot, unique word", {"attack": "no collision"}, size.one_hot_betas),
-    )
-    for model in results.values("model") or ["ours"]:
-        for (name, settings, betas), batch in product(kinds, size.batches):
-            for beta in betas:
-                rows = results.where(model=model, batch=batch, beta=beta, **settings)
-                right, _, auc = map(str, rates(rows, False))
-                line = [model, name, str(batch), f"{beta:g}", right, auc]
-                if lines and [*lines[-1][:3], *lines[-1][4:]] == [*line[:3], *line[4:]]:
-                    lines[-1][3] = f"{lines[-1][3].partition(' to ')[0]} to {beta:g}"
-                else:
-                    lines.append(line)
-    largest, notes = max(size.batches), []
-    for name, settings, betas in kinds[:2]:
-        rows = [r for b in betas for r in results.where(batch=largest, beta=b, **settings)]
-        if rows:
-            right, auc = (spread([rate_of(r, m).value for r in rows]) for m in ("accuracy", "auc"))
-            notes.append(f"at {largest} sentences, for every beta, {VARIANTS[name]} has accuracy "
-                         f"{right} and AUC {auc}")  # fmt: skip
-    grid = Grid(["model", "embedding", "sentences", "beta", "ACC", "AUC"], lines)
-    notes = [finding(notes), one_hot_finding(results, size)]
-    return Shown([tables.of_one_model(grid)], " ".join(filter(None, notes)))
-
-
-def one_hot_finding(results: Results, size: Size) -> str:
-    """Return whether one-hot embeddings are inferred perfectly at every batch size."""
-
-    def perfect_betas(attack: str) -> list[str]:
-        rows = {b: results.where(attack=attack, beta=b) for b in size.one_hot_betas}
-        return [
-            f"{beta:g}"
-            for beta, measured in rows.items()
-            if measured and all(rate_of(row, "accuracy").value == 1 for row in measured)
-        ]
-
-    if not results.where(attack="all"):
-        return ""
-    claim = "That one-hot embeddings are inferred perfectly at every batch size is"
-    if betas := perfect_betas("all"):
-        return f"{claim} confirmed with beta {tables.dots(betas)}."
-    betas = perfect_betas("no collision")
-    limit = f"with beta {tables.dots(betas)} it is if the target's word is in no other sentence"
-    return f"{claim} not confirmed in general" + (f"; {limit}." if betas else ".")
-
-
-def spread(values: Sequence[float]) -> str:
-    """Of what is known, the smallest and the largest."""
-    known = [value for value in values if not math.isnan(value)]
-    return " to ".join(dict.fromkeys(map(number, (min(known), max(known))))) if known else "unknown"
-
-
-def ldp_table(number_: int, mechanism: str, name: str) -> Table:
-    table, show = f"table{number_}", functools.partial(show_ldp, f"table{number_}")
-
-    def cells(size: Size, models: Sequence[str]) -> list[Cell]:
-        return ldp_cells(size, models, {mechanism} & {*size.mechanisms})
-
-    return Table(table, f"attacks under {name}", cells, show, on_page=False)  # table 3: their mean
-
-
-def at_largest(size: Size, models: Sequence[str]) -> list[Cell]:
-    return ldp_cells(size, models, epsilons=size.epsilons[:1])
 
 
 PAPER = tables.Paper(
@@ -721,19 +520,9 @@ PAPER = tables.Paper(
     "Analysis of Privacy Leakage in Federated Large Language Models (Vu et al. 2024)",
     (
         Table("table2", "attacks without a defence", games_cells, show_table2),
-        Table("table3", "attacks under LDP, mean over four mechanisms",
-              functools.partial(ldp_cells, groups=("crafted", "trained")), show_table3),
-        ldp_table(7, "grr", "GRR"),
-        ldp_table(8, "rappor", "RAPPOR"),
-        ldp_table(9, "the", "THE"),
-        ldp_table(10, "dbitflip", "dBitFlipPM"),
-        Table("table11", "all attacks by layer, epsilon 10", at_largest,
-              functools.partial(show_ldp, "table11"), on_page=False),
+        Table("table3", "attacks under LDP, mean over four mechanisms", ldp_cells, show_table3),
         Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5),
-        Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6,
-              on_page=False),
     ),
     SIZES,
-    {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,
-     "one_hot": measure_one_hot},
+    {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma},
 )  # fmt: skip

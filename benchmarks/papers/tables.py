@@ -94,14 +94,12 @@ class Table:
         title: what it shows.
         cells: those that it shows, for a size and the names of models.
         show: what is printed, of the measured rows.
-        on_page: whether benchmarks/papers/README.md has it; else it is printed alone.
     """
 
     name: str
     title: str
     cells: Callable[[Any, Sequence[str]], list[Cell]]
     show: Callable[[Results, Any], Shown]
-    on_page: bool = True
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.cli.finetuning import module
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.module import (
-    PadRight,
-    load_model,
-    load_tokenizer,
-    tokenize_rows,
-)
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import RoundObserver, RoundSettings
 
@@ -30,7 +25,7 @@ class Module(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = load_model(None)
+        self.model = module.load_model(None)
 
     def forward(self, **batch: torch.Tensor) -> object:
         """Return what the model makes of a batch."""
@@ -48,12 +43,12 @@ class Module(L.LightningModule):
 def rows_of(site: str) -> list[torch.Tensor]:
     """Return the token ids of a site's messages, at most 32 a row."""
     texts = read_texts(EMBEDDED_MESSAGES)[SITES.index(site) :: len(SITES)]
-    return tokenize_rows(texts, load_tokenizer(None), 32)
+    return module.tokenize_rows(texts, module.load_tokenizer(None), 32)
 
 
 def loader(site: str) -> DataLoader:
     """Return a site's batches."""
-    return DataLoader(rows_of(site), batch_size=ROWS, shuffle=True, collate_fn=PadRight(0))
+    return DataLoader(rows_of(site), batch_size=ROWS, shuffle=True, collate_fn=module.PadRight(0))
 
 
 def make_observer(site: str) -> RoundObserver:

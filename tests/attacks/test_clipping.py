@@ -14,19 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    Attack,
-    BagOfWords,
-    BiasSign,
-    FlatChat,
-    GradientMembership,
-    PublicText,
-    SubspaceMembership,
-    SubspaceTexts,
-    SubspaceWords,
-)
+from lightning_fedleak import LeakageMonitor, attacks
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.engine.channels.control import MAX_UNEXPLAINED
 from lightning_fedleak.engine.results import UNEXPLAINED
@@ -38,25 +26,28 @@ TEXT = torch.randint(3, VOCABULARY, (60, 12), generator=torch.Generator().manual
 HELD = torch.randint(3, VOCABULARY, (24, 10), generator=torch.Generator().manual_seed(9))
 
 
-def aligned(**more: Any) -> AlignedFlatChat:
-    text = PublicText(TEXT)
-    return AlignedFlatChat(text, calibration_tokens=600, lengths=(8, 12), **more)
+def aligned(**more: Any) -> attacks.AlignedFlatChat:
+    text = attacks.PublicText(TEXT)
+    return attacks.AlignedFlatChat(text, calibration_tokens=600, lengths=(8, 12), **more)
 
 
 def lora() -> nn.Module:
     return with_lora(llama(), 8, ["q_proj", "v_proj"])
 
 
-WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Attack]]] = {
+WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], attacks.Attack]]] = {
     "head": (llama, aligned),
-    "flattened": (llama, lambda: FlatChat(PublicText(TEXT), shapes=((1, 10), (2, 10), (4, 10)))),
-    "bias": (bert, BiasSign),
-    "rows": (lambda: gpt2(tie_word_embeddings=False), BagOfWords),
-    "whole": (gpt2, lambda: SubspaceWords(capacity_seconds=0)),
-    "lora": (lora, lambda: SubspaceWords(capacity_seconds=0)),
-    "texts": (lora, lambda: SubspaceTexts(budget_seconds=3)),
-    "own gradient": (lora, lambda: GradientMembership(PublicText(TEXT))),
-    "row spaces": (lora, lambda: SubspaceMembership(PublicText(TEXT))),
+    "flattened": (
+        llama,
+        lambda: attacks.FlatChat(attacks.PublicText(TEXT), shapes=((1, 10), (2, 10), (4, 10))),
+    ),
+    "bias": (bert, attacks.BiasSign),
+    "rows": (lambda: gpt2(tie_word_embeddings=False), attacks.BagOfWords),
+    "whole": (gpt2, lambda: attacks.SubspaceWords(capacity_seconds=0)),
+    "lora": (lora, lambda: attacks.SubspaceWords(capacity_seconds=0)),
+    "texts": (lora, lambda: attacks.SubspaceTexts(budget_seconds=3)),
+    "own gradient": (lora, lambda: attacks.GradientMembership(attacks.PublicText(TEXT))),
+    "row spaces": (lora, lambda: attacks.SubspaceMembership(attacks.PublicText(TEXT))),
 }
 READS = {"bias", "rows", "own gradient"}
 """Those that read what was cut at .01."""
@@ -70,7 +61,9 @@ def looked(root: Path, case: str, **trainer: Any) -> dict[str, float]:
         for part in module.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
-    monitor = LeakageMonitor(make(), every_n_steps=1, games=Games(held_out=PublicText(HELD)))
+    monitor = LeakageMonitor(
+        make(), every_n_steps=1, games=Games(held_out=attacks.PublicText(HELD))
+    )
     loader = random_token_loader(n=2, batch_size=2, length=10, vocab=VOCABULARY)
     fit([monitor], root, module=module, loader=loader, **trainer)
     name = monitor.attacks[0].name

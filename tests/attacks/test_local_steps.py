@@ -95,9 +95,7 @@ def test_the_largest_step(kind: str, steps: int, largest: float) -> None:
         ("RMSprop", 1, {}, "carries"),
     ],
 )
-def test_what_is_linear_what_carries_and_what_is_invertible(
-    kind: str, steps: int, made: dict[str, float], properties: str
-) -> None:
+def test_what_is_linear_what_carries_and_what_is_invertible(kind, steps, made, properties) -> None:
     found = known(kind, steps, lr=0.1, **made)
     for name in ("linear", "carries", "invertible"):
         assert getattr(found, name) == (name in properties)
@@ -137,9 +135,7 @@ def test_what_is_not_known_is_said(given: RunFacts, match: str) -> None:
     eps=st.sampled_from([1e-8, 1e-6]),
     seed=st.integers(0, 2**16),
 )
-def test_a_first_step_of_adam_gives_its_gradient_back(
-    kind: str, decay: float, rate: float, eps: float, seed: int
-) -> None:
+def test_a_first_step_of_adam_gives_its_gradient_back(kind, decay, rate, eps, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     before = torch.randn(8, 400, generator=generator) * 0.1
     size = 10 ** (8 * torch.rand(8, 400, generator=generator) - 10)

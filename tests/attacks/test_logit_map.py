@@ -7,34 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-)
 
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
+from lightning_fedleak.attacks.words import head_gradients
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows
-from lightning_fedleak.attacks.words.head_gradients import (
-    PLAIN,
-    GradientParts,
-    LogitMap,
-    gradient_parts,
-    head_gradient,
-    head_parameters,
-    log_partitions,
-)
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, own_rng, tiny_bart, tiny_bert_mlm, tiny_gpt2, tiny_llama
@@ -55,13 +35,15 @@ SIZES: dict[str, Any] = {
 
 
 def gemma2(cap: float | None = 3.0, tied: bool = True) -> nn.Module:
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, final_logit_softcapping=cap, tie_word_embeddings=tied)
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, final_logit_softcapping=cap, tie_word_embeddings=tied)
     )
 
 
 def gemma3(cap: float | None = 3.0) -> nn.Module:
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, final_logit_softcapping=cap))
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**SIZES, final_logit_softcapping=cap)
+    )
 
 
 def bart() -> nn.Module:
@@ -70,7 +52,7 @@ def bart() -> nn.Module:
     return model
 
 
-def biased_head() -> GPT2LMHeadModel:
+def biased_head() -> transformers.GPT2LMHeadModel:
     model = tiny_gpt2(tied=False)
     model.lm_head = nn.Linear(16, VOCAB)
     return model
@@ -82,9 +64,15 @@ MODELS = {
     "gemma 2 without": lambda: gemma2(None),
     "gemma 3": gemma3,
     "gemma 3 without": lambda: gemma3(None),
-    "cohere": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3)),
-    "cohere 2": lambda: Cohere2ForCausalLM(Cohere2Config(**SIZES, logit_scale=3.0)),
-    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.25)),
+    "cohere": lambda: transformers.CohereForCausalLM(
+        transformers.CohereConfig(**SIZES, logit_scale=0.3)
+    ),
+    "cohere 2": lambda: transformers.Cohere2ForCausalLM(
+        transformers.Cohere2Config(**SIZES, logit_scale=3.0)
+    ),
+    "granite": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**SIZES, logits_scaling=0.25)
+    ),
     "bart": bart,
     "bert": tiny_bert_mlm,
     "gpt2": tiny_gpt2,
@@ -119,18 +107,18 @@ def test_rehearsed_gradient_is_autograds(name: str) -> None:
     mask = batch.attention_mask
     twin(input_ids=batch.input_ids, attention_mask=mask, labels=batch.labels).loss.backward()
     wanted = twin.get_output_embeddings().weight.grad
-    parts = gradient_parts(anatomy, batch)
-    result = parts.gradient(*head_parameters(anatomy))
+    parts = head_gradients.gradient_parts(anatomy, batch)
+    result = parts.gradient(*head_gradients.head_parameters(anatomy))
     assert wanted.abs().max() > 1e-3
     assert float((result - wanted).norm() / wanted.norm()) < 2e-5
     rows = torch.tensor([int(batch.labels.max()), 3, 90])
-    some = parts.gradient(*head_parameters(anatomy), rows)
+    some = parts.gradient(*head_gradients.head_parameters(anatomy), rows)
     torch.testing.assert_close(some, result[rows], atol=1e-6, rtol=1e-4)
-    halves = GradientParts.concatenate(
+    halves = head_gradients.GradientParts.concatenate(
         [parts.select(torch.tensor([0, 1])), parts.select(torch.tensor([2, 3, 4]))]
     )
     torch.testing.assert_close(
-        halves.gradient(*head_parameters(anatomy)), result, atol=1e-6, rtol=1e-4
+        halves.gradient(*head_gradients.head_parameters(anatomy)), result, atol=1e-6, rtol=1e-4
     )
 
 
@@ -147,14 +135,14 @@ def test_closed_form_is_autograds(softcap: float | None, bias: bool) -> None:
     logits = logits if shift is None else logits + shift
     logits = softcap * (logits / softcap).tanh() if softcap else logits
     F.cross_entropy(logits, labels, reduction="sum").backward()
-    form = LogitMap(0.7, shift, softcap)
-    result = head_gradient(hidden, labels, weight, b, logit_map=form)
+    form = head_gradients.LogitMap(0.7, shift, softcap)
+    result = head_gradients.head_gradient(hidden, labels, weight, b, logit_map=form)
     torch.testing.assert_close(result, leaf.grad.float(), atol=1e-5, rtol=1e-5)
-    partition = log_partitions(hidden, weight, b, form)
+    partition = head_gradients.log_partitions(hidden, weight, b, form)
     torch.testing.assert_close(partition, logits.logsumexp(1).float())
     rows = torch.tensor([3, 17, 0, 5])
     given = {"logit_map": form, "log_partition": partition}
-    some = head_gradient(hidden, labels, weight, b, rows=rows, **given)
+    some = head_gradients.head_gradient(hidden, labels, weight, b, rows=rows, **given)
     torch.testing.assert_close(some, result[rows])
 
 
@@ -162,8 +150,8 @@ def test_closed_form_is_autograds(softcap: float | None, bias: bool) -> None:
 def test_expected_rows_are_those_of_unused_types(name: str) -> None:
     anatomy = anatomy_of(name)
     batch = public().batch(8, 9, torch.Generator().manual_seed(1), kind="causal")
-    parts = gradient_parts(anatomy, batch, inputs=False)
-    weight, bias = head_parameters(anatomy)
+    parts = head_gradients.gradient_parts(anatomy, batch, inputs=False)
+    weight, bias = head_gradients.head_parameters(anatomy)
     directions = Directions.fit(parts, torch.Generator().manual_seed(0))
     centres = directions.centres
     expected, with_partitions = ExpectedRows.compute(parts, weight, bias, directions, centres)
@@ -228,8 +216,8 @@ def test_an_unknown_map_is_refused() -> None:
 def test_rounded_models_have_the_same_map(name: str, dtype: torch.dtype) -> None:
     anatomy = find_anatomy(made(name).to(dtype))
     batch = public().batch(5, 8, torch.Generator().manual_seed(1), kind="causal")
-    result = gradient_parts(anatomy, batch).logit_map
+    result = head_gradients.gradient_parts(anatomy, batch).logit_map
     assert result.softcap == (3.0 if name == "gemma 2" else None)
     assert result.scale == pytest.approx(4.0 if name == "granite" else 1.0, rel=2e-3)
     if name == "gpt2":
-        assert result == PLAIN
+        assert result == head_gradients.PLAIN

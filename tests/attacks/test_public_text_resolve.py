@@ -10,14 +10,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    Attack,
-    AttentionMembership,
-    FlatChat,
-    PrefixInversion,
-    public_text,
-)
+from lightning_fedleak import attacks
 from lightning_fedleak.attacks.public_text import PublicText, share_work
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama
@@ -66,17 +59,15 @@ def test_second_tokens_follow_the_models_distribution() -> None:
     assert chisquare(result.numpy(), expected.numpy()).pvalue > 1e-3
 
 
-def test_fewer_texts_than_were_written_are_not_written_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fewer_texts_than_were_written_are_not_written_again(monkeypatch) -> None:
     written: list[int] = []
-    sample = public_text._sample
+    sample = attacks.public_text._sample
 
     def counted(anatomy: Anatomy, lengths: list[int], *rest: Any) -> list[Tensor]:
         written.append(len(lengths))
         return sample(anatomy, lengths, *rest)
 
-    monkeypatch.setattr(public_text, "_sample", counted)
+    monkeypatch.setattr(attacks.public_text, "_sample", counted)
     anatomy = find_anatomy(tiny_gpt2())
     with share_work():
         few = PublicText.resolve("sampled", anatomy, n=4)
@@ -87,14 +78,14 @@ def test_fewer_texts_than_were_written_are_not_written_again(
     assert all(map(torch.equal, again.sentences, many.sentences[:4]))
 
 
-@pytest.mark.parametrize("vocabulary", [600, 3 * public_text._BLOCK])
+@pytest.mark.parametrize("vocabulary", [600, 3 * attacks.public_text._BLOCK])
 def test_tokens_are_drawn_by_their_probabilities(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(0)
     law = torch.rand(vocabulary, generator=generator).square()
     law[torch.randperm(vocabulary, generator=generator)[: vocabulary // 2]] = 0
     law[-50:] = 0
     n = 200_000
-    drawn = public_text._draw((law / law.sum()).expand(n, -1), generator)[:, 0]
+    drawn = attacks.public_text._draw((law / law.sum()).expand(n, -1), generator)[:, 0]
     observed, expected = torch.bincount(drawn, minlength=vocabulary), law.double() / law.sum() * n
     assert int(observed[law == 0].sum()) == 0
     counted = expected >= 5
@@ -109,9 +100,7 @@ def _as_many(observed: Tensor, expected: Tensor, counted: Tensor) -> Any:
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_shorter_texts_are_written_in_the_same_run(
-    make: Any, has_cache: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shorter_texts_are_written_in_the_same_run(make, has_cache, monkeypatch) -> None:
     """Random starts, and then always the most likely token: all texts are known."""
     model = make().eval()
     model.config.bos_token_id = model.config.eos_token_id = None
@@ -119,7 +108,7 @@ def test_shorter_texts_are_written_in_the_same_run(
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1e4)
     if not has_cache:
-        monkeypatch.setattr(public_text, "cache_argument", lambda model: None)
+        monkeypatch.setattr(attacks.public_text, "cache_argument", lambda model: None)
     text = PublicText.sampled_from(anatomy, 3, 9, shorter=[6, 6, 2])
     assert [len(ids) for ids in text.sentences] == [9, 9, 9, 6, 6, 2]
     for ids in text.sentences:
@@ -134,11 +123,11 @@ def test_lengths_of_shorter_texts_descend(shorter: list[int]) -> None:
         PublicText.sampled_from(find_anatomy(tiny_gpt2()), 3, 9, shorter=shorter)
 
 
-TAKERS: dict[str, Callable[..., Attack]] = {
-    "flatchat": FlatChat,
-    "aligned": AlignedFlatChat,
-    "attention": lambda *a, **k: AttentionMembership(1, *a, **k),
-    "prefix": lambda *a, **k: PrefixInversion(1, *a, **k),
+TAKERS: dict[str, Callable[..., attacks.Attack]] = {
+    "flatchat": attacks.FlatChat,
+    "aligned": attacks.AlignedFlatChat,
+    "attention": lambda *a, **k: attacks.AttentionMembership(1, *a, **k),
+    "prefix": lambda *a, **k: attacks.PrefixInversion(1, *a, **k),
 }
 
 
@@ -150,7 +139,7 @@ class Letters:
 
 
 @pytest.mark.parametrize("build", TAKERS.values(), ids=TAKERS)
-def test_texts_ids_and_public_text_are_one(build: Callable[..., Attack]) -> None:
+def test_texts_ids_and_public_text_are_one(build: Callable[..., attacks.Attack]) -> None:
     texts, tokenizer = ["some text", "another one"], Letters()
     expected = PublicText(texts, tokenizer)
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -160,7 +149,7 @@ def test_texts_ids_and_public_text_are_one(build: Callable[..., Attack]) -> None
 
 
 @pytest.mark.parametrize("build", TAKERS.values(), ids=TAKERS)
-def test_what_cannot_be_meant_is_refused_alike(build: Callable[..., Attack]) -> None:
+def test_what_cannot_be_meant_is_refused_alike(build: Callable[..., attacks.Attack]) -> None:
     with pytest.raises(ValueError, match="must be 'sampled'"):
         build("one string of text")
     with pytest.raises(ValueError, match="tokenizer"):

@@ -66,9 +66,7 @@ def play(mechanism, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         (gaussian, gaussian_epsilon(sigma=1.0, delta=1e-5), {"delta": 1e-5, "claim": "gaussian"}),
     ],
 )
-def test_the_bound_is_too_large_with_probability_alpha_at_most(
-    mechanism, truth, arguments, how
-) -> None:
+def test_the_bound_is_too_large_with_probability_alpha_at_most(mechanism, truth, arguments, how):
     bounds = [
         audit_scores(*play(mechanism, 500, seed), threshold=how, **arguments).epsilon
         for seed in range(RUNS)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_fedleak.evaluation.auditing.side_effects import far_apart, side_effects
 
@@ -23,9 +22,7 @@ LARGE = 2**40
         ([1.0, 1.0], [math.nan, 1.0], [1.0, math.nan]),
     ],
 )
-def test_far_apart_names_a_buffer_beside_values_that_are_not_finite(
-    before: list[float], first: list[float], second: list[float]
-) -> None:
+def test_far_apart_names_a_buffer_beside_values_that_are_not_finite(before, first, second) -> None:
     state, *steps = ({"b": torch.tensor(values)} for values in (before, first, second))
     earlier, later = (side_effects(step, state) for step in steps)
     assert far_apart(earlier, later, 0.1) == ["b"]
@@ -40,9 +37,7 @@ def test_far_apart_names_a_buffer_beside_values_that_are_not_finite(
         (torch.tensor([1.0], dtype=torch.float64), 1e-10),
     ],
 )
-def test_far_apart_names_a_change_that_float32_would_round_away(
-    before: Tensor, step: float
-) -> None:
+def test_far_apart_names_a_change_that_float32_would_round_away(before, step) -> None:
     first, second = (side_effects({"b": before + n * step}, {"b": before}) for n in (1, 3))
     assert far_apart(first, second, 0.1) == ["b"]
     assert float(second["b"][0]) == pytest.approx(3 * step, rel=1e-5)

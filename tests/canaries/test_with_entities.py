@@ -200,9 +200,7 @@ def test_a_record_keeps_the_draw_and_holds_no_value(tmp_path: Path) -> None:
         ({"a": ("A {}", NAMES), "b": ("B {}", MORE_NAMES)}, {}, None),
     ],
 )
-def test_kinds_that_cannot_be_ranked_are_refused(
-    kinds: Any, more: Any, message: str | None
-) -> None:
+def test_kinds_that_cannot_be_ranked_are_refused(kinds, more, message) -> None:
     settings = {"tokenizer": TOKENIZER, "count": 10, "seed": 1, **more}
     refusal = nullcontext() if message is None else pytest.raises(ValueError, match=message)
     with refusal:

@@ -36,7 +36,8 @@ def test_words_are_read_in_bfloat16(ranks) -> None:
     for found in of(ranks, "mixed precision"):
         assert len(found) == 4
         for name, case in found.items():
-            assert case["lowest"] > 0.95 < case["control"], name
+            assert case["lowest"] > 0.95, name
+            assert case["control"] > 0.7, name  # the lowest of three, since words are few
             assert case["facts"] == "parameters in bfloat16, gradients reduced in bfloat16"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,16 +29,14 @@ from transformers import training_args
 
 from lightning_fedleak import FCMembership
 from lightning_fedleak.attacks import AlignedFlatChat
-from lightning_fedleak.attacks.memorization import LossRatio
-from lightning_fedleak.engine import Memorization
-from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.trainers import Threshold, Watch
+from lightning_fedleak.trainers import Watch
 from lightning_fedleak.trainers.zero import ZeROStep, check_engine
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases, gathered
 from tests.helpers.settings import grouped
 from tests.helpers.words import agreement
+from tests.trainers import sharded
 from tests.trainers.sharded import (
     CLIP,
     STEPS,
@@ -252,45 +251,20 @@ def chosen(folder: Path) -> dict[str, Any]:
 
 @CASES.named("gate")
 def gate(folder: Path) -> dict[str, Any]:
-    one = Threshold("leakage/worst/words", at_most=0.5, patience=1)
-    trainer, _ = trained(folder, 2, [words()], [one])
-    saved = one.fired is not None and Path(str(one.fired.checkpoint)).is_dir()
-    return {"steps": trainer.state.global_step, "saved": saved}
+    return sharded.gated(partial(trained, stage=2), folder)
 
 
 @CASES.named("resumed")
 def resumed(folder: Path) -> dict[str, Any]:
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    once, _ = trained(folder / "once", 2, [words()], **saving)
-    trained(folder / "parts", 2, [words()], **saving | {"max_steps": 2})
-    path = str(folder / "parts" / "checkpoint-2")
-    again, callback = trained(folder / "parts", 2, [words()], resume=path, **saving)
-    return {
-        "same": same(state(once.model_wrapped)[:-1], state(again.model_wrapped)[:-1]),
-        "steps": [line["step"] for line in lines(folder / "parts")],
-        "f1": callback.latest["leakage/subspace_words/f1"],
-    }
+    weights = lambda trainer: state(trainer.model_wrapped)[:-1]  # noqa: E731
+    return sharded.resumed(partial(trained, stage=2), folder, weights)
 
 
 @CASES.named("weights")
 def weights(folder: Path) -> dict[str, Any]:
-    data = [{"input_ids": ids, "labels": ids} for ids in texts(400, 10)]
-    train, _ = leave_out(data, 200, seed=1)
-    more = {
-        "max_steps": 12, "train_dataset": train, "per_device_train_batch_size": 8,
-        "deepspeed": config(3, train_micro_batch_size_per_gpu=8),
-        "accelerator_config": {"use_seedable_sampler": False},
-    }  # fmt: skip
-    memorization = Memorization(max_overhead=4, looks=(0.5,))
-    plain, _ = trained(folder / "plain", 3, **more)
-    read, callback = trained(
-        folder / "read", 3, [LossRatio()], watch={"memorization": memorization}, **more
-    )
-    return {
-        "same": same(state(plain.model_wrapped), state(read.model_wrapped)),
-        "auc": callback.latest["leakage/loss_ratio/auc"],
-        "looks": [line["step"] for line in lines(folder / "read")],
-    }
+    more = {"deepspeed": config(3, train_micro_batch_size_per_gpu=8)}
+    whole = lambda trainer: state(trainer.model_wrapped)  # noqa: E731
+    return sharded.asked(partial(trained, stage=3), folder, whole, **more)
 
 
 @CASES.named("loops")

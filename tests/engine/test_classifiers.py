@@ -87,9 +87,7 @@ def subspace() -> SubspaceWords:
     return SubspaceWords(capacity_seconds=0.0)
 
 
-def build_model(
-    make: Build, *, lora: list[str] | None = None, task: TaskType | None = None
-) -> nn.Module:
+def build_model(make, *, lora=None, task=None) -> nn.Module:
     with own_rng(3):
         model = make()
         if lora is not None:
@@ -180,9 +178,7 @@ def test_padding_that_answers_are_chosen_from_is_no_word(attack: Attack, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
-def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
-    family: Any, tmp_path: Path
-) -> None:
+def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(family, tmp_path) -> None:
     """A causal one's tokens behind the last that has a label have no part in any gradient."""
     ids = texts(3)
     labels = ids % 2
@@ -228,9 +224,7 @@ def test_attacks_choose_themselves_on_classifiers(task: str, lora: Any, tmp_path
     [FlatChat(n_types=5), AlignedFlatChat([[5, 6, 7] * 9]), BiasSign()],
     ids=lambda attack: attack.name,
 )
-def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
-    attack: Attack, tmp_path: Path
-) -> None:
+def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(attack, tmp_path) -> None:
     batch = {"input_ids": texts(2), "labels": torch.tensor([0, 1])}
     message = "head with a row for each token, and this model has no such head"
     with pytest.raises(ValueError, match=message) as refused:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_fedleak import BagOfWords, FlatChat
-from lightning_fedleak.attacks import Attack
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Observation,
@@ -29,9 +25,7 @@ def pruned(layer: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("attack", "role"), [(FlatChat(), "head.weight"), (BagOfWords(), "embedding.weight")]
 )
-def test_an_attack_on_a_computed_weight_is_refused_with_the_reason(
-    tmp_path: Path, change: Callable[[nn.Module], object], attack: Attack, role: str
-) -> None:
+def test_an_attack_on_a_computed_weight_is_refused_with_the_reason(tmp_path, change, attack, role):
     model = still_gpt2(tied=False)
     change(model.lm_head if role == "head.weight" else model.transformer.wte)
     with pytest.raises(ValueError, match=f"reads {role}, which is no parameter here"):

@@ -15,7 +15,6 @@ from torch.nn import functional
 from lightning_fedleak.attacks import BagOfWords, SubspaceMembership, SubspaceWords
 from lightning_fedleak.model.anatomy import AnatomyError, find_anatomy
 from lightning_fedleak.model.taps.step_tap import _EncoderTap
-from lightning_fedleak.trainers import LeakageCallback
 from tests.attacks.row_space.models import SIZES, VOCABULARY
 from tests.helpers.loops import check_undisturbed
 from tests.helpers.models import own_rng
@@ -109,29 +108,6 @@ def test_torch_compile_is_why_a_compiled_encoder_cannot_be_read() -> None:
     why_not = _EncoderTap(find_anatomy(model)).why_not
     assert why_not is not None
     assert "torch.compile" in why_not
-
-
-class Embedding(transformers.Trainer):
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-        return contrastive_loss(model, inputs)
-
-
-def test_under_transformers_trainer_attacks_choose_themselves(tmp_path: Path) -> None:
-    settings = {"max_steps": 2, "per_device_train_batch_size": 1, "report_to": []}
-    more = {"use_cpu": True, "save_strategy": "no", "remove_unused_columns": False}
-    arguments = transformers.TrainingArguments(str(tmp_path), **settings, **more)
-    rows = pairs(2)
-    trainer = Embedding(
-        encoder(), arguments, train_dataset=rows, data_collator=lambda items: items[0]
-    )
-    callback = LeakageCallback(trainer, every_n_steps=1)
-    trainer.add_callback(callback)
-    trainer.train()
-    latest = callback.watch.latest
-    assert latest["leakage/bag_of_words/f1"] == 1
-    assert "leakage/subspace_words/f1" in latest
-    text = next(tmp_path.rglob("leakage.jsonl")).read_text()
-    assert "head with a row for each token, and this model has no such head" in text
 
 
 def test_a_model_without_words_is_refused_in_a_sentence() -> None:

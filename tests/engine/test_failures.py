@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
-from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import Games, WatchSettings
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.results import Results
@@ -166,9 +165,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> 
     return loss.item()
 
 
-def watched(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *more: Attack
-) -> Watch:
+def watched(folder, model, optimizer, *more) -> Watch:
     return Watch(
         model,
         optimizer,
@@ -251,9 +248,7 @@ def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, f
 
 
 @pytest.mark.parametrize("quarter", QUARTERS)
-def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(
-    tmp_path: Path, quarter: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(tmp_path, quarter, monkeypatch):
     """Each function raises in a step of its own, and none does in the last two."""
     monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
     targets = functions(lambda note: steps_with(tmp_path / "plain", note))
@@ -286,9 +281,7 @@ def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(
 
 
 @pytest.mark.parametrize("quarter", QUARTERS)
-def test_what_the_end_of_a_watch_raises_does_not_reach_the_loop(
-    tmp_path: Path, quarter: int
-) -> None:
+def test_what_the_end_of_a_watch_raises_does_not_reach_the_loop(tmp_path, quarter) -> None:
     def ended(folder: Path, callback: Callable[[CodeType], None]) -> dict[str, int]:
         model, optimizer = set_up()
         with watched(folder, model, optimizer) as watch:
@@ -312,9 +305,7 @@ def test_what_the_end_of_a_watch_raises_does_not_reach_the_loop(
         assert is_reported, f"nothing reports that {name} failed"
 
 
-def test_a_state_that_cannot_be_made_ends_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_cannot_be_made_ends_no_checkpoint(tmp_path, monkeypatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise Injected
 
@@ -334,9 +325,7 @@ def test_a_state_that_cannot_be_made_ends_no_checkpoint(
         assert resumed.loop.steps == 1
 
 
-def test_a_strict_gate_decides_where_every_look_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strict_gate_decides_where_every_look_fails(tmp_path, monkeypatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise Injected
 

@@ -302,7 +302,7 @@ def test_a_batch_without_a_row_is_passed_over(tmp_path, attack):
 @pytest.mark.parametrize(
     ("attack", "options", "error", "words"),
     [
-        (lambda: exact(1), {"model": tiny_bert_mlm()}, ValueError, "not causal"),
+        (lambda: exact(1), {"model": tiny_bert_mlm()}, ValueError, "not causal.*EmbeddingDescent"),
         (Recording, {"texts": 0}, ValueError, "texts must be an integer of at least 1"),
         (Recording, {"stages": "aggregate"}, ValueError, "Add 'shared' to stages"),
         (

@@ -182,9 +182,7 @@ def true_auc(members: Members, batches: Sequence[dict[str, Any]], step: int) -> 
     return float(roc_auc_score(inside, scores)) if 0 < sum(inside) < len(inside) else math.nan
 
 
-def run(
-    cell: Cell, folder: str, texts: Texts, shape: str, steps: int, looks: int
-) -> dict[str, Any]:
+def run(cell, folder, texts, shape, steps, looks) -> dict[str, Any]:
     """What a fit logged of its last look, and the same computed anew."""
     torch.manual_seed(0)
     torch.compiler.reset()

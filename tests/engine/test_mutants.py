@@ -203,9 +203,7 @@ def wholes() -> dict[Any, tuple[Threshold, dict[str, float]]]:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_attack_is_unknown_and_the_whole_one_fires(
-    name: str, tmp_path: Path, wholes: dict[Any, tuple[Threshold, dict[str, float]]]
-) -> None:
+def test_a_broken_attack_is_unknown_and_the_whole_one_fires(name, tmp_path, wholes) -> None:
     model, kind, mutant = MUTANTS[name]
     if (model, kind) not in wholes:
         wholes[model, kind] = judged(tmp_path / "whole", model(), of(kind))

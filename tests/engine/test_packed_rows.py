@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import DataCollatorWithFlattening
 
 from lightning_fedleak import (
@@ -62,9 +61,7 @@ FORMS = {
 }  # fmt: skip
 
 
-def lines(
-    folder: Path, model: nn.Module, attack: Any, form: str, steps: int = 3, **options: Any
-) -> list[dict[str, Any]]:
+def lines(folder, model, attack, form, steps=3, **options) -> list[dict[str, Any]]:
     """Return what is logged of a loop on packed rows."""
     batches = [FORMS[form](documents(step)) for step in range(steps)]
     return watched(folder, [attack], model, batches=batches, lr=1e-3, **options).lines()
@@ -122,9 +119,7 @@ def games_of(folder: Path, name: str, attack: str, form: str) -> list[dict[str, 
     ("name", "attack"),
     [("llama", "crafted layer"), ("gpt2", "crafted attention"), ("llama", "passive")],
 )
-def test_games_about_packed_documents_are_those_of_documents_alone(
-    tmp_path: Path, name: str, attack: str
-) -> None:
+def test_games_about_packed_documents_are_those_of_documents_alone(tmp_path, name, attack) -> None:
     looks = games_of(tmp_path / "packed", name, attack, "flattened")
     expected = games_of(tmp_path / "alone", name, attack, "one in a row")
     assert len(looks) == len(expected) == 3
@@ -144,9 +139,7 @@ def test_games_about_packed_documents_are_those_of_documents_alone(
         ("crafted attention", "rows at positions of their own", "position_ids that begin again"),
     ],
 )
-def test_what_is_not_read_alone_is_no_member(
-    tmp_path: Path, attack: str, form: str, why: str
-) -> None:
+def test_what_is_not_read_alone_is_no_member(tmp_path, attack, form, why) -> None:
     for line in games_of(tmp_path, "gpt2", attack, form):
         assert why in line["unknown"]
 
@@ -178,9 +171,7 @@ def test_packed_texts_are_read_as_alone(tmp_path: Path, name: str, attack: str) 
 
 
 @pytest.mark.parametrize("attack", TEXTS)
-def test_texts_in_one_row_are_read_only_where_none_attends_to_another(
-    tmp_path: Path, attack: str
-) -> None:
+def test_texts_in_one_row_are_read_only_where_none_attends_to_another(tmp_path, attack) -> None:
     [line] = texts_of(tmp_path / "apart", "llama", attack, "block-diagonal")
     assert line["metrics"]["token_accuracy"]["value"] == 1
     [line] = texts_of(tmp_path / "joined", "gpt2", attack, "flattened, with a cache")

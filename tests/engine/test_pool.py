@@ -109,9 +109,7 @@ def test_rows_that_were_held_out_are_compared_with_the_others() -> None:
         (lambda data: SeedableRandomSampler(data), "SeedableRandomSampler"),  # one of a user's own
     ],
 )
-def test_an_order_that_chance_alone_did_not_choose_needs_left_out_rows(
-    sampler: Any, name: str
-) -> None:
+def test_an_order_that_chance_alone_did_not_choose_needs_left_out_rows(sampler, name) -> None:
     data = rows()
     with pytest.raises(UnplayableGame, match=f"a {name} does not take the rows"):
         collect(loader(data, sampler=sampler(data)), ALL, read)
@@ -120,9 +118,7 @@ def test_an_order_that_chance_alone_did_not_choose_needs_left_out_rows(
 
 
 @pytest.mark.parametrize(("processes", "seedable"), [(1, True), (2, False)])
-def test_a_loader_that_accelerate_prepared_says_how_it_shuffles(
-    processes: int, seedable: bool
-) -> None:
+def test_a_loader_that_accelerate_prepared_says_how_it_shuffles(processes, seedable) -> None:
     data_loader = pytest.importorskip("accelerate.data_loader")
 
     def prepared(shuffle: bool) -> Any:

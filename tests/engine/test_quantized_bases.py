@@ -17,16 +17,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from peft.tuners.lora.awq import AwqLoraLinear
 from peft.tuners.lora.gptq import GPTQLoraLinear
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    TorchAoConfig,
-)
 
 from lightning_fedleak import LeakageMonitor, PublicText
 from lightning_fedleak.attacks import SubspaceWords
@@ -52,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, settings: Any, **options: Any) -> nn.Module:
     options = {"dtype": torch.float32, **options}
-    return AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         folder, device_map={"": "cpu"}, quantization_config=settings, **options
     )
 
@@ -60,7 +56,7 @@ def load(folder: Path, settings: Any, **options: Any) -> nn.Module:
 def nf4(folder: Path, *, compute: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     pytest.importorskip("bitsandbytes")
     double = options.pop("double", False)
-    settings = BitsAndBytesConfig(
+    settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=compute,
@@ -78,12 +74,12 @@ def nf4_ready(folder: Path) -> nn.Module:
 
 def int8(folder: Path, **options: Any) -> nn.Module:
     pytest.importorskip("bitsandbytes")
-    return load(folder, BitsAndBytesConfig(load_in_8bit=True), **options)
+    return load(folder, transformers.BitsAndBytesConfig(load_in_8bit=True), **options)
 
 
 def torchao(folder: Path, **options: Any) -> nn.Module:
     quantization = pytest.importorskip("torchao.quantization")
-    return load(folder, TorchAoConfig(quantization.Int8WeightOnlyConfig()), **options)
+    return load(folder, transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig()), **options)
 
 
 BASES: dict[str, Any] = {
@@ -191,9 +187,7 @@ def adapted(base: nn.Module, config: LoraConfig) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
-def test_training_is_the_same_to_the_last_bit_and_words_are_read(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_training_is_the_same_to_the_last_bit_and_words_are_read(folder, tmp_path, name) -> None:
     make, config = BASES[name]
     alone = fit(adapted(make(folder), config), [])
     watched, lines = looked(tmp_path, adapted(make(folder), config))
@@ -209,9 +203,7 @@ def test_training_is_the_same_to_the_last_bit_and_words_are_read(
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", [nf4, nf4_ready, int8, torchao])
-def test_a_first_run_leaves_what_it_would_fix_for_good(
-    folder: Path, make: Any, training: bool
-) -> None:
+def test_a_first_run_leaves_what_it_would_fix_for_good(folder, make, training) -> None:
     """Types to compute in, where int8 keeps its weight, and how some CPUs pack four bits."""
     model = make(folder).train(training)
     before = dict(contents(model))
@@ -258,7 +250,7 @@ class PackedLinear(nn.Module):
 @pytest.mark.parametrize("kind", [GPTQLoraLinear, AwqLoraLinear])
 def test_words_are_read_behind_awq_and_gptq(folder: Path, tmp_path: Path, kind: Any) -> None:
     def make() -> nn.Module:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for name, layer in [*model.model.layers.named_modules()]:
             if isinstance(layer, nn.Linear):
                 model.model.layers.set_submodule(name, PackedLinear(layer))

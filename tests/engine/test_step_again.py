@@ -200,9 +200,7 @@ def test_of_an_untouched_step_nothing_is_unexplained(tmp_path: Path, case: str) 
 
 
 @pytest.mark.parametrize("make", [partial(tiny_bert_mlm, d=40), tiny_t5])
-def test_smoothed_labels_that_became_likely_are_made_again(
-    tmp_path: Path, make: Callable[..., Any]
-) -> None:
+def test_smoothed_labels_that_became_likely_are_made_again(tmp_path, make) -> None:
     """Such a label is neither the lowest nor the highest entry of its row."""
     model = make(dropout=0.0)
     ids = torch.randint(3, VOCAB, (2, 8), generator=torch.Generator().manual_seed(4))
@@ -222,9 +220,7 @@ def test_smoothed_labels_that_became_likely_are_made_again(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["words", "classes"])
 @pytest.mark.parametrize("penalty", [1e-8, 1e-3])
-def test_what_fills_the_rows_of_other_words_is_no_rounding(
-    tmp_path: Path, dtype: torch.dtype, kind: str, penalty: float
-) -> None:
+def test_what_fills_the_rows_of_other_words_is_no_rounding(tmp_path, dtype, kind, penalty) -> None:
     with own_rng(1):
         config = LlamaConfig(
             vocab_size=VOCAB,
@@ -284,9 +280,7 @@ def shaped(kind: str) -> Callable[[nn.Module, Any], Tensor]:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", ["plain", "smoothed", "z-loss", "temperature", "entropy", "fused"])
-def test_a_step_comes_out_again_bit_by_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, kind: str
-) -> None:
+def test_a_step_comes_out_again_bit_by_bit(tmp_path, monkeypatch, precision, kind) -> None:
     """A change that is as small as bfloat16's rounding shows in a step of that precision too."""
     monkeypatch.setattr("tests.engine.test_step_again.HIGHEST", 0.0)  # the gate has its own tests
     model = adapted().to(torch.bfloat16 if precision == "bf16-true" else torch.float32)

@@ -65,9 +65,7 @@ def channel_of(family: str) -> Any:
         ({A: read(0.3)}, True, {"texts": "why"}, (0.3, None)),
     ],
 )
-def test_the_worst_is_the_highest_headline_or_unknown(
-    outcomes: dict[Series, Outcome], shared: bool, untested: dict[str, str], expected: Any
-) -> None:
+def test_the_worst_is_the_highest_headline_or_unknown(outcomes, shared, untested, expected) -> None:
     channel = channel_of("words")
     results = Results({A: channel, B: channel, LOCAL: channel})
     results.untested = untested
@@ -99,13 +97,7 @@ def values(a: float, b: float, worst: float | None = None, **more: float) -> dic
     return logged | {f"{WORDS}_{name}": value for name, value in more.items()}
 
 
-def look(
-    gate: RiskGate,
-    logged: dict[str, float],
-    why: str = "",
-    latest: dict[str, float] | None = None,
-    channel: Any = None,
-) -> None:
+def look(gate, logged, why="", latest=None, channel=None) -> None:
     """Let a gate decide on the values of a look."""
     engine: Any = SimpleNamespace(
         results=SimpleNamespace(
@@ -186,9 +178,7 @@ def test_what_does_not_apply_is_no_breach_and_what_failed_is_one() -> None:
         ("leakage/subspace_texts/certified", 0, None),
     ],
 )
-def test_a_threshold_that_always_or_never_acts_is_refused(
-    metric: str, at_most: float, words: str | None
-) -> None:
+def test_a_threshold_that_always_or_never_acts_is_refused(metric, at_most, words) -> None:
     if words is None:
         RiskGate(metric, at_most=at_most)
     else:

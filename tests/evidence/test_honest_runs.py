@@ -174,9 +174,7 @@ def test_a_next_look_beyond_the_end_is_no_missing_one(tmp_path: Path, steps: int
     assert "looks at the planned steps" in check.checked
 
 
-def test_weights_that_were_not_hashed_are_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_were_not_hashed_are_open(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine_record, "MAX_HASHED_BYTES", 1000)
     loop = Loop(tmp_path)
     save_in(loop, 6)
@@ -457,9 +455,7 @@ KINDS = own_loop, resumed, killed, written
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_no_drawn_edit_of_a_run_with_noted_hashes_holds(
-    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_drawn_edit_of_a_run_with_noted_hashes_holds(tmp_path, kind, monkeypatch) -> None:
     """With and without hashes that are computed again; each edit is of a line that is drawn.
 
     The first two of each kind are compared with the report too, which is made again for each; the

@@ -23,16 +23,7 @@ FILES = RESULTS, RECORD  # in this order: the last line of a record closes the r
 IDS = torch.randint(3, 60, (12, 6), generator=torch.Generator().manual_seed(1))
 
 
-def train(
-    folder: Path,
-    key_of: Path | None = None,
-    *,
-    start: float = 0.0,
-    order: int = 0,
-    rate: float = 0.1,
-    every_n_steps: int = 2,
-    extra: float = 0.0,
-) -> Path:
+def train(folder, key_of=None, *, start=0.0, order=0, rate=0.1, every_n_steps=2, extra=0.0) -> Path:
     """Train two epochs of three batches, watched; ``extra`` is added to the loss of one batch."""
     folder.mkdir()
     if key_of is not None:
@@ -133,9 +124,7 @@ def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "is_timed"), [(None, False), (5.0, True)])
-def test_results_are_not_compared_if_a_budget_of_seconds_is_set(
-    run: Path, tmp_path: Path, seconds: float | None, is_timed: bool
-) -> None:
+def test_results_are_not_compared_if_a_budget_of_seconds_is_set(run, tmp_path, seconds, is_timed):
     first, again = shutil.copytree(run, tmp_path / "first"), train(tmp_path / "again", run)
     for folder in (first, again):
         change(
@@ -166,9 +155,7 @@ def test_other_settings_of_attacks_leave_their_results(run: Path, tmp_path: Path
         (RECORD, lambda line: line["utility"].update(train_loss=0.1), "train_loss is not what"),
     ],
 )
-def test_an_invented_number_is_found_although_all_hashes_fit(
-    tmp_path: Path, file: str, edit: Any, named: str
-) -> None:
+def test_an_invented_number_is_found_although_all_hashes_fit(tmp_path, file, edit, named) -> None:
     first, field = train(tmp_path / "first"), "metrics" if file == RESULTS else "utility"
     number = next(n for n, one in enumerate(read_lines(first, file)) if one.get(field))
     change(first, file, number, edit)
@@ -189,9 +176,7 @@ def test_an_invented_number_is_found_although_all_hashes_fit(
     ],
     ids=str,
 )
-def test_what_is_no_repetition_is_open(
-    run: Path, tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
+def test_what_is_no_repetition_is_open(run, tmp_path, changes, reason) -> None:
     verdict = verify_run(run, repetition=train(tmp_path / "again", run, **changes))
     assert verdict.status == OPEN
     assert reason in verdict.open[0]
@@ -206,9 +191,7 @@ def test_what_is_no_repetition_is_open(
         (True, lambda first: first.update(resumed={"run": "a"}), "from its first step"),
     ],
 )
-def test_other_orders_and_platforms_cannot_be_compared(
-    run: Path, tmp_path: Path, key: bool, edit: Any, reason: str
-) -> None:
+def test_other_orders_and_platforms_cannot_be_compared(run, tmp_path, key, edit, reason) -> None:
     again = train(tmp_path / "again", run if key else None)
     change(again, RECORD, 0, edit)
     verdict = verify_run(run, repetition=again)

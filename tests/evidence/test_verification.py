@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,7 @@ def change_commitment(lines: list[bytes], n: int) -> None:
     ids=lambda e: e.__name__,
 )
 @pytest.mark.parametrize("name", [RECORD, RESULTS])
-def test_an_edit_without_new_hashes_needs_no_noted_one(
-    tmp_path: Path, edit: Callable[[list[bytes], int], None], name: str
-) -> None:
+def test_an_edit_without_new_hashes_needs_no_noted_one(tmp_path, edit, name) -> None:
     honest(tmp_path, random.Random(0))
     assert verify_run(tmp_path).status == HOLDS
     original = lines_of(tmp_path / name)
@@ -190,9 +188,7 @@ def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path, metric: 
     assert "did not act" in text
 
 
-def plans(
-    folder: Path, *lines: dict[str, Any], looks: str = "every_n_steps=2", goes_on: bool = False
-) -> Verdict:
+def plans(folder, *lines, looks="every_n_steps=2", goes_on=False) -> Verdict:
     """Return what is found of a run with these lines after its first."""
     monitor = {"client": "rank", "looks": looks}
     start = begin("a", schema=4, monitor=monitor, next_look=0)
@@ -265,9 +261,7 @@ def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
     return model, loops.watched(folder, [BagOfWords()], model, report=True, **settings)
 
 
-def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(tmp_path, capsys) -> None:
     model, _ = watched(tmp_path / "run")
     [folder] = {path.parent for path in (tmp_path / "run").rglob(RESULTS)}
     saved = tmp_path / "saved"
@@ -361,9 +355,7 @@ def test_processes_that_write_to_one_file_do_not_interleave(tmp_path: Path) -> N
     assert verdict.status == HOLDS, verdict.contradictions[:3]
 
 
-def test_a_signal_handler_writes_after_the_line_that_it_interrupts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_handler_writes_after_the_line_that_it_interrupts(tmp_path, monkeypatch) -> None:
     path, hashed = tmp_path / RESULTS, []
 
     def interrupted(line: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -42,13 +41,7 @@ def batches(seed: int, n: int = 2, rows: int = 2, length: int = 8) -> list[dict[
     return result
 
 
-def train(
-    sent_model: nn.Module,
-    data: Sequence[dict[str, Tensor]],
-    optimizer: Callable[[Any], torch.optim.Optimizer] = SGD,
-    *,
-    state: Callable[[nn.Module], dict[str, Tensor]] = trained_state,
-) -> dict[str, Tensor]:
+def train(sent_model, data, optimizer=SGD, *, state=trained_state) -> dict[str, Tensor]:
     """What a client returns that was sent a model."""
     local = copy.deepcopy(sent_model)
     stepping = optimizer([p for p in local.parameters() if p.requires_grad])

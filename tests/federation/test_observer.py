@@ -20,6 +20,7 @@ import torch
 from lightning_utilities.core import rank_zero
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_fedleak import federation
 from lightning_fedleak.attacks import (
     BagOfWords,
     FCMembership,
@@ -32,12 +33,6 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.defenses import GradientNoise, Privacy
 from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.federation import (
-    SUM,
-    RoundObserver,
-    UpdateError,
-    trained_state,
-)
 from tests.callbacks.runs import Probe
 from tests.engine.test_failures import QUARTERS, functions, nothing, profiled, raises
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
@@ -55,7 +50,7 @@ def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings)
     net = model() if net is None else net
     attacks = [BagOfWords()] if attacks is None else attacks
     arguments, rare = round_settings(settings)
-    return RoundObserver(
+    return federation.RoundObserver(
         copy.deepcopy(net),
         optimizer,
         steps,
@@ -104,7 +99,7 @@ def test_a_round_is_read_as_its_own_attacks_read_it(tmp_path):
     ]
     net, data = model(), batches(4, 2, rows=1, length=5)
     rounds = observer(tmp_path / "b", net, attacks(), optimizer=SLOW, games=games)
-    sent = trained_state(net)
+    sent = federation.trained_state(net)
     rounds.begin(0, sent)
     look = rounds.look(train(net, data, SLOW), batches=data)
     assert look.values["leakage/gradient_membership/control"] > 0.9
@@ -128,10 +123,10 @@ def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
     net, data = model(), batches(4, 2)
     attack = type(kind.__name__, (kind,), {"needs_control": True, "default_name": "words"})()
     rounds = observer(tmp_path, net, [attack])
-    rounds.begin(0, trained_state(net))
+    rounds.begin(0, federation.trained_state(net))
     returned = train(net, data)
-    for client in (0, SUM):
-        name = "leakage_aggregate" if client == SUM else "leakage"
+    for client in (0, federation.SUM):
+        name = "leakage_aggregate" if client == federation.SUM else "leakage"
         look = rounds.look(returned, client, batches=data)
         assert look.values[f"{name}/words/f1"] == control
         # Rounding of the round's own words is in the control too, as words that it does not have.
@@ -144,14 +139,14 @@ def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
     net, each = tiny_llama(d=32).train(), [batches(seed, 1, length=6) for seed in (4, 5)]
     attack = SubspaceTexts(budget_seconds=60)
     rounds = observer(tmp_path, net, [attack], steps=1, optimizer=make)
-    sent = trained_state(net)
+    sent = federation.trained_state(net)
     rounds.begin(0, sent)
     returned = [train(net, data, make) for data in each]
     one = rounds.look(returned[0], batches=each[0])
     assert one.values["leakage/subspace_texts/token_accuracy"] == 1.0
     assert one.values["leakage/subspace_texts/exact_sentences"] == 1.0
     mean = {n: torch.stack([r[n] for r in returned]).mean(0) for n in sent}
-    both = rounds.look(mean, SUM, batches=[*each[0], *each[1]])
+    both = rounds.look(mean, federation.SUM, batches=[*each[0], *each[1]])
     assert both.values["leakage_aggregate/subspace_texts/token_accuracy"] > 0.5
 
 
@@ -162,7 +157,7 @@ def test_what_a_look_finds_only_the_owner_of_the_files_may_read(tmp_path):
     before = os.umask(0)
     try:
         for round_ in range(2):
-            rounds.begin(round_, trained_state(net))
+            rounds.begin(round_, federation.trained_state(net))
             rounds.look(train(net, data), client=round_, batches=data)
             assert {f.stat().st_mode & 0o777 for f in files} == {0o644 if round_ else 0o600}
             for file in files:  # whom the owner lets read may go on reading
@@ -179,14 +174,14 @@ def test_each_client_and_round_has_its_lines(tmp_path):
     probe = Probe()
     rounds = observer(tmp_path, net, [BagOfWords(), probe])
     for round_ in range(2):
-        sent = trained_state(net)
+        sent = federation.trained_state(net)
         rounds.begin(round_, sent)
         data = [batches(10 * round_ + c, 2) for c in range(2)]
         returned = [train(net, of) for of in data]
         for client, state in enumerate(returned):
             rounds.look(state, client, batches=data[client], utility={"loss": 1.5})
         mean = {n: torch.stack([r[n] for r in returned]).mean(0) for n in sent}
-        rounds.look(mean, SUM, batches=[b for of in data for b in of])
+        rounds.look(mean, federation.SUM, batches=[b for of in data for b in of])
         net.load_state_dict(mean, strict=False)
     rounds.end()
     assert probe.prepared == 1
@@ -195,7 +190,7 @@ def test_each_client_and_round_has_its_lines(tmp_path):
     ]
     expected = []
     for round_ in range(2):
-        for client, stage in ((0, "shared"), (1, "shared"), (SUM, "aggregate")):
+        for client, stage in ((0, "shared"), (1, "shared"), (federation.SUM, "aggregate")):
             for attack in ("bag_of_words", "probe"):
                 expected.append((round_, round_, client, stage, attack))
     assert result == expected
@@ -204,7 +199,7 @@ def test_each_client_and_round_has_its_lines(tmp_path):
     assert record[0]["training"]["local_steps"] == 2
     assert record[0]["training"]["optimizers"][0]["class"] == "SGD"
     assert record[1]["utility"] == {"loss": 1.5}
-    assert [x["client"] for x in record[1:4]] == [0, 1, SUM]
+    assert [x["client"] for x in record[1:4]] == [0, 1, federation.SUM]
     assert (record[-1]["step"], record[-1]["how"]) == (2, "finished")
 
 
@@ -214,7 +209,7 @@ def test_the_board_of_a_client_ends_at_what_its_rounds_have_spent(tmp_path):
     account = Accounted(1.0, sigma=1.0)
     rounds = observer(tmp_path, net, [BagOfWords()], tensorboard=True)
     for round_ in range(3):
-        rounds.begin(round_, trained_state(net))
+        rounds.begin(round_, federation.trained_state(net))
         account.epsilon = 1.0 + round_
         if round_ == 0:
             rounds.measure(train(net, data), 0, batches=data).log(defenses=[account])
@@ -230,7 +225,7 @@ def test_attacks_choose_themselves(tmp_path):
     net = lora()
     rounds = observer(tmp_path, net, "auto", 1, ADAMW, public_text=texts(n=80))
     assert rounds.engine.selection.auto
-    rounds.begin(0, trained_state(net))
+    rounds.begin(0, federation.trained_state(net))
     data = batches(3, 1)
     look = rounds.look(train(net, data, ADAMW), batches=data)
     assert "until B" in look.not_yet["leakage/subspace_words"]
@@ -243,7 +238,7 @@ def test_attacks_choose_themselves(tmp_path):
 def test_what_no_round_can_be_read_by_is_said_before_the_first(tmp_path, caplog, steps):
     with caplog.at_level(logging.INFO, logger=rank_zero.log.name):
         rounds = observer(tmp_path, lora(), "auto", steps, ADAMW, public_text=texts(n=80))
-        rounds.begin(0, trained_state(rounds.model))
+        rounds.begin(0, federation.trained_state(rounds.model))
     said = "subspace_words       unknown in every round: rounds of AdamW are no"
     assert (said in caplog.text) is (steps == 2)
     assert "gradient_membership  played" in caplog.text
@@ -266,7 +261,7 @@ def test_an_adapters_own_names_will_do(tmp_path):
 
 def test_training_is_not_disturbed(tmp_path):
     net, data = model(), batches(1)
-    sent = trained_state(net)
+    sent = federation.trained_state(net)
     plain = train(net, data)
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -289,7 +284,7 @@ def test_a_server_is_told_what_it_can_know(tmp_path):
             if "lora_B" in name:
                 p.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
     attacks = lambda: [SubspaceWords(capacity_seconds=0), GradientMembership(texts())]  # noqa: E731
-    sent, returned = trained_state(net), train(net, data)
+    sent, returned = federation.trained_state(net), train(net, data)
     blind = observer(tmp_path / "a", net, attacks(), 1, side="server")
     blind.begin(0, sent)
     look = blind.look(returned, 7)
@@ -312,7 +307,7 @@ def test_a_server_is_told_what_it_can_know(tmp_path):
 def test_a_batch_that_cannot_be_read_is_unknown(tmp_path):
     net, data = model(), batches(1)
     rounds = observer(tmp_path, net)
-    rounds.begin(0, trained_state(net))
+    rounds.begin(0, federation.trained_state(net))
     wrong = [{"input_ids": torch.full((1, 4), 1000), "labels": torch.full((1, 4), 1000)}]
     with pytest.warns(UserWarning, match="batch could not be read"):
         look = rounds.look(train(net, data), batches=wrong)
@@ -324,7 +319,7 @@ def test_a_batch_that_cannot_be_read_is_unknown(tmp_path):
 
 def test_what_is_sent_must_be_the_models(tmp_path):
     net = model()
-    sent = trained_state(net)
+    sent = federation.trained_state(net)
     name = "transformer.h.0.mlp.c_fc.weight"
     for state, said in (
         (sent | {"other": torch.zeros(1)}, "'other' is sent"),
@@ -332,7 +327,7 @@ def test_what_is_sent_must_be_the_models(tmp_path):
         (sent | {name: torch.zeros(2, 2)}, r"shape \(2, 2\)"),
         (sent | {name: torch.full_like(sent[name], math.nan)}, "calibrated on the sent model: NaN"),
     ):
-        with pytest.raises(UpdateError, match=said):
+        with pytest.raises(federation.UpdateError, match=said):
             observer(tmp_path, net).begin(0, state)
 
 
@@ -349,7 +344,7 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     with pytest.raises(ValueError, match="empty parameter list"):
         observer(tmp_path, frozen)
     with pytest.raises(TypeError, match="write settings=RoundSettings"):
-        RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
+        federation.RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
 
 
 NAMES = ["../../../../escape", "/etc/x", "a/b/c", "x\0y", "é中文", "n" * 300, "", ".", "..", "a\nb",
@@ -359,7 +354,7 @@ NAMES = ["../../../../escape", "/etc/x", "a/b/c", "x\0y", "é中文", "n" * 300,
 def test_a_client_s_name_leads_to_no_other_folder(tmp_path):
     net, folder = model(), tmp_path / "deep" / "er" / "logs"
     rounds = observer(folder, net, tensorboard=True)
-    rounds.begin(0, trained_state(net))
+    rounds.begin(0, federation.trained_state(net))
     threads = threading.active_count()
     for client, name in enumerate(NAMES):
         data = batches(client)
@@ -386,7 +381,7 @@ def read_board(folder):
 def test_a_model_with_nan_makes_its_round_unknown_and_no_other(tmp_path):
     """A hostile client's NaN reaches the next model through a server that takes the mean."""
     net, looks = model(), []
-    sent = trained_state(net)
+    sent = federation.trained_state(net)
     broken = {n: t * math.nan for n, t in sent.items()}
     rounds = observer(tmp_path, net)
     for round_, state in enumerate((sent, broken, broken, sent)):
@@ -425,7 +420,7 @@ def test_a_full_disk_ends_no_round_and_is_said(tmp_path, monkeypatch):
         warnings.simplefilter("always")
         for round_ in range(3):
             monkeypatch.setattr(RecordWriter, "write", written if round_ == 0 else full)
-            rounds.begin(round_, trained_state(net))
+            rounds.begin(round_, federation.trained_state(net))
             for client in range(min(round_, 1) + 1):  # the second comes when all is full
                 data = batches(client + round_)
                 look = rounds.look(train(net, data), client, batches=data)
@@ -447,7 +442,7 @@ def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog, part)
         looks = []
         for round_, callback in enumerate(callbacks):
             rows = batches(round_)
-            watch.begin(round_, trained_state(sent))
+            watch.begin(round_, federation.trained_state(sent))
             returned = train(sent, rows)
             with profiled(callback):
                 looks.append(watch.look(returned, batches=rows))

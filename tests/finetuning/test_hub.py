@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_model, find_model])
-def test_a_bare_name_without_a_network_is_told_once(
-    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bare_name_without_a_network_is_told_once(load, monkeypatch) -> None:
     network = no_network(monkeypatch)
     for _ in range(2):
         with pytest.raises(SourceError) as error:
@@ -77,9 +75,7 @@ def test_what_never_answers_is_waited_for_a_limited_time(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("is_open", "reason"), [(True, None), (False, "Connection refused")])
-def test_the_reason_is_that_of_the_system(
-    is_open: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reason_is_that_of_the_system(is_open, reason, monkeypatch) -> None:
     """Any answer counts, here of a server that knows no HEAD."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
@@ -91,9 +87,7 @@ def test_the_reason_is_that_of_the_system(
         assert hub.why_unreachable() == reason
 
 
-def test_a_wish_to_stay_offline_is_told_and_nothing_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wish_to_stay_offline_is_told_and_nothing_is_asked(monkeypatch) -> None:
     network = no_network(monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match="HF_HUB_OFFLINE is set"):
@@ -101,9 +95,7 @@ def test_a_wish_to_stay_offline_is_told_and_nothing_is_asked(
     assert not network.called
 
 
-def test_a_model_of_the_cache_needs_no_network(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_cache_needs_no_network(cache, monkeypatch) -> None:
     no_network(monkeypatch)
     retained = cache / "models--owner--name"
     (retained / "refs").mkdir(parents=True)

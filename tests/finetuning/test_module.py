@@ -80,9 +80,7 @@ def test_a_missing_model_is_said_in_one_sentence(tmp_path: Path) -> None:
         CausalLMFineTuning(str(tmp_path))
 
 
-def test_lora_without_peft_says_what_to_install(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lora_without_peft_says_what_to_install(folder, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"pip install .*\[peft\]"):
         CausalLMFineTuning(folder, peft="lora")

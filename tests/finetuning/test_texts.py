@@ -18,9 +18,7 @@ WORDS = ["one, two", 'a "quoted" word', "zwölf Äpfel"]
 
 
 @given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8))
-def test_json_lines_keep_any_text(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
-) -> None:
+def test_json_lines_keep_any_text(tmp_path_factory, texts) -> None:
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_text("\n".join(json.dumps({"text": t}) for t in texts), encoding="utf-8")
     assert read_texts(path) == [t.strip() for t in texts]
@@ -127,9 +125,7 @@ def test_a_folder_has_a_text_in_each_file(tmp_path: Path) -> None:
         ("a.txt.gz", "Smith", "not a readable .gz file"),
     ],
 )
-def test_file_errors_give_the_line_but_no_content(
-    tmp_path: Path, name: str, content: str, message: str
-) -> None:
+def test_file_errors_give_the_line_but_no_content(tmp_path, name, content, message) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(SourceError, match=message) as error:
         read_texts(tmp_path / name)
@@ -182,9 +178,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
         "https://host/letters.csv",
     ],
 )
-def test_a_name_like_a_path_is_not_looked_for_on_the_hub(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub
-) -> None:
+def test_a_name_like_a_path_is_not_looked_for_on_the_hub(source, tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     with pytest.raises(SourceError, match="there is no file"):
@@ -222,9 +216,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: 
         ("~nobody-of-this-name/letters", "no user has the name after ~"),
     ],
 )
-def test_errors_of_names(
-    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_names(source, message, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letters.csv").touch()
     with pytest.raises(SourceError, match=message) as error:
@@ -232,9 +224,7 @@ def test_errors_of_names(
     assert "Anna" not in str(error.value)
 
 
-def test_unreadable_files_raise_source_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_raise_source_error(tmp_path, monkeypatch) -> None:
     def refuses(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", path)
 

@@ -55,9 +55,7 @@ def faulty(fault: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return state
 
 
-def train(
-    message: Message, context: Context, make: Make = model, faulty_client: int | None = None
-) -> Message:
+def train(message, context, make=model, faulty_client=None) -> Message:
     round_ = int(message.content["config"]["server-round"])
     client = int(context.node_config["partition-id"])
     if client != faulty_client:
@@ -76,18 +74,14 @@ def train(
     return reply
 
 
-def trains(
-    sent: dict[str, torch.Tensor], client: int, round_: int, message: Message, make: Make = model
-) -> Message:
+def trains(sent, client, round_, message, make=model) -> Message:
     state, loss = trained(sent, client, round_, make)
     metrics = MetricRecord({"num-examples": 4 + client, "train-loss": loss})
     content = RecordDict({"arrays": ArrayRecord(state), "metrics": metrics})
     return Message(content=content, reply_to=message)
 
 
-def trained(
-    sent: dict[str, torch.Tensor], client: int, round_: int, make: Make
-) -> tuple[dict[str, torch.Tensor], float]:
+def trained(sent, client, round_, make) -> tuple[dict[str, torch.Tensor], float]:
     """Return a client's round: its state, and its last loss."""
     net = make()
     net.load_state_dict(sent, strict=False)
@@ -119,14 +113,7 @@ class ForClient:
         )  # fmt: skip
 
 
-def client_app(
-    folder: Path | None,
-    at_most: float | None = None,
-    *,
-    private: bool = False,
-    make: Make = model,
-    faulty_client: int | None = None,
-) -> ClientApp:
+def client_app(folder, at_most=None, *, private=False, make=model, faulty_client=None) -> ClientApp:
     """Watched where a folder is given; one client may be faulty."""
     mods = []
     if folder is not None:
@@ -138,14 +125,7 @@ def client_app(
     return app
 
 
-def server_app(
-    out: Path,
-    *,
-    watched: Path | None = None,
-    dp: dict | None = None,
-    rounds: int = 2,
-    make: Make = model,
-) -> ServerApp:
+def server_app(out, *, watched=None, dp=None, rounds=2, make=model) -> ServerApp:
     """Leaves the last model in a file; watched where a folder is given."""
     app = ServerApp()
 

@@ -30,15 +30,8 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
 from flwr.supercore.task_identity import TaskIdentity
 
+from lightning_fedleak import federation
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.federation import (
-    ClientDP,
-    ClientReleaseSettings,
-    RoundGate,
-    UpdateError,
-    trained_on,
-    trained_state,
-)
 from lightning_fedleak.federation.flower import FedLeakMod
 from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
@@ -71,12 +64,12 @@ class Client(NumPyClient):
 
     def fit(self, parameters, config):
         net = model()
-        names = list(trained_state(net))
+        names = list(federation.trained_state(net))
         sent = {n: torch.tensor(a) for n, a in zip(names, parameters, strict=True)}
         net.load_state_dict(sent, strict=False)
         data = data_of(self.number, 1)
         for batch in data:
-            trained_on(batch)
+            federation.trained_on(batch)
         outcome = arrays(trained(net, data))
         if self.broken:
             outcome[0] = np.full_like(outcome[0], np.nan)
@@ -141,7 +134,7 @@ class Here:
 
 
 def names_sent(context: Context) -> dict[str, torch.Tensor]:
-    return trained_state(model())
+    return federation.trained_state(model())
 
 
 class ByMessages(Here):
@@ -158,7 +151,7 @@ class ByMessages(Here):
             net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
             data = data_of(number, 1)
             for batch in data:
-                trained_on(batch)
+                federation.trained_on(batch)
             state = dict(reversed(trained(net, data).items()))  # any order will do
             if number in broken:
                 name = next(iter(state))
@@ -186,17 +179,19 @@ def aggregated(mods, round_=1, grid=Here, **more):
 
     legacy = LegacyContext(Context(1, 1, {}, RecordDict(), {}), ServerConfig(1), Seen(), manager)
     legacy.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round_})
-    start = ndarrays_to_parameters(arrays(trained_state(model())))
+    start = ndarrays_to_parameters(arrays(federation.trained_state(model())))
     legacy.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(start, True)
     SecAggPlusWorkflow(CLIENTS, CLIENTS - 1, max_weight=1.0)(grid, legacy)
     if not given:
         return None, grid
-    return dict(zip(trained_state(model()), map(torch.tensor, given[0]), strict=True)), grid
+    return dict(
+        zip(federation.trained_state(model()), map(torch.tensor, given[0]), strict=True)
+    ), grid
 
 
 def wanted(taking_part):
     """The plain mean, in which others count as zero."""
-    sent = trained_state(model())
+    sent = federation.trained_state(model())
     each = [trained(model(), data_of(c, 1)) if c in taking_part else sent for c in range(CLIENTS)]
     return {n: torch.stack([s[n] for s in each]).double().mean(0) for n in sent}
 
@@ -230,11 +225,9 @@ def test_a_look_before_the_mask_sees_the_update_and_changes_nothing(tmp_path: Pa
 
 @pytest.mark.parametrize("grid", [Here, ByMessages])
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
-    tmp_path: Path, broken: bool, grid
-) -> None:
+def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(tmp_path, broken, grid):
     def mods(number: int):
-        gates = [RoundGate(F1, at_most=0.1 if number == 1 and not broken else 1.0)]
+        gates = [federation.RoundGate(F1, at_most=0.1 if number == 1 and not broken else 1.0)]
         return [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"), gates)]
 
     with announced("holds NaN" if broken else "withheld the update") as report:
@@ -255,10 +248,10 @@ def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
 
 
 def account_in(folder: Path, dropouts: int = 1, **more):
-    def account(where: Context) -> ClientDP:
+    def account(where: Context) -> federation.ClientDP:
         given = {"trust": "secure_aggregation", "accountant": "rdp"}
-        given |= {"release": ClientReleaseSettings(dropouts=dropouts)} | more
-        return ClientDP(
+        given |= {"release": federation.ClientReleaseSettings(dropouts=dropouts)} | more
+        return federation.ClientDP(
             0.01, 2.0, clients=CLIENTS, target_delta=1e-5,
             ledger=folder / f"ledger_{where.node_config['partition-id']}", **given,
         )  # fmt: skip
@@ -289,7 +282,7 @@ def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path, grid) -> None:
     Two of three make the whole, as one may be missing.
     """
     outcome, grid = aggregated(with_shares(tmp_path), grid=grid)
-    sent = trained_state(model())
+    sent = federation.trained_state(model())
     shift = torch.cat([(outcome[n] - sent[n]).flatten() for n in sent])
     assert float(shift.std()) == pytest.approx(0.01 * 2.0 / CLIENTS * (3 / 2) ** 0.5, rel=0.1)
     masked = [r for r in grid.replies if "fitres.parameters" in r.content]
@@ -326,7 +319,7 @@ def test_after_an_honest_set_up_no_share_of_noise_leaves_without_a_mask(
     stage = grids[0].contexts[0].state.config_records["secaggplus_state"]["current_stage"]
     assert stage == (Stage.UNMASK if made is Here else Stage.SHARE_KEYS)
     before = releases(tmp_path)
-    content = fit_asked(trained_state(model())).content
+    content = fit_asked(federation.trained_state(model())).content
     if claims is not None:
         content["secaggplus_configs"] = ConfigRecord(claims)
     asked = Message(content, dst_node_id=100, message_type=kind, group_id="2")
@@ -339,7 +332,7 @@ def test_after_an_honest_set_up_no_share_of_noise_leaves_without_a_mask(
 def test_with_gates_alone_nothing_leaves_past_the_mask_either(tmp_path: Path) -> None:
     mods = lambda number: [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"))]  # noqa: E731
     _, grid = aggregated(mods)
-    content = fit_asked(trained_state(model())).content
+    content = fit_asked(federation.trained_state(model())).content
     with pytest.raises(DefenseError, match="would not mask the reply to this message of type"):
         grid.answered(Message(content, dst_node_id=100, message_type="train.default"))
 
@@ -363,9 +356,7 @@ WELL_SET_UP = {
         (Field.SOURCE_LIST, [], "among 1 clients"),
     ],
 )
-def test_masks_that_a_server_makes_too_thin_are_refused(
-    tmp_path: Path, field: str, value: object, said: str
-) -> None:
+def test_masks_that_a_server_makes_too_thin_are_refused(tmp_path, field, value, said) -> None:
     """Each setting is the server's. The reply never holds a number of the client's."""
 
     class Tampers(Here):
@@ -396,9 +387,7 @@ def test_a_sum_that_could_lack_more_noise_than_the_account_is_refused(tmp_path: 
     assert releases(tmp_path) == [0] * CLIENTS
 
 
-def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(
-    tmp_path: Path,
-) -> None:
+def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(tmp_path) -> None:
     """A key share that cannot be read fails the mask after the update was made and noised."""
 
     class Spoils(UpToTheMasks):
@@ -427,8 +416,8 @@ def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(
 
 
 def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
-    asked, where = fit_asked(trained_state(model())), a_context()
-    claims = fit_asked(trained_state(model()))
+    asked, where = fit_asked(federation.trained_state(model())), a_context()
+    claims = fit_asked(federation.trained_state(model()))
     claims.content["secaggplus_configs"] = ConfigRecord({"srcs": [1]})
     for unmasked in (asked, claims):
         with pytest.raises(DefenseError, match="nothing here masks"):
@@ -438,7 +427,7 @@ def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
 
 
 def test_without_masks_the_arrays_of_a_numpy_client_leave_as_they_are(tmp_path: Path) -> None:
-    asked, where = fit_asked(trained_state(model())), a_context()
+    asked, where = fit_asked(federation.trained_state(model())), a_context()
     observed = FedLeakMod(ForClient(tmp_path))(asked, where, answer)
     plain = answer(asked, where)
     record = "fitres.parameters"
@@ -446,7 +435,7 @@ def test_without_masks_the_arrays_of_a_numpy_client_leave_as_they_are(tmp_path: 
     assert observed.content["fitres.num_examples"] == plain.content["fitres.num_examples"]
     [line] = lines(next(tmp_path.glob("process_*")))
     assert line["metrics"]["f1"]["value"] > 0.9
-    gated = FedLeakMod(ForClient(tmp_path / "g"), [RoundGate(F1, at_most=0.1)])
+    gated = FedLeakMod(ForClient(tmp_path / "g"), [federation.RoundGate(F1, at_most=0.1)])
     with announced("tells the server one bit"):
         assert gated(asked, where, answer).has_error()
 
@@ -463,10 +452,8 @@ def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["train", "train.default", "train.other"])
 @pytest.mark.parametrize("claims", [None, {"srcs": [101, 102]}])
-def test_a_function_is_not_called_where_nothing_masks_its_reply(
-    kind: str, claims: dict | None
-) -> None:
-    content = fit_asked(trained_state(model())).content
+def test_a_function_is_not_called_where_nothing_masks_its_reply(kind, claims) -> None:
+    content = fit_asked(federation.trained_state(model())).content
     if claims is not None:
         content["secaggplus_configs"] = ConfigRecord(claims)
     asked = Message(content, dst_node_id=100, message_type=kind)
@@ -481,7 +468,7 @@ def test_a_function_is_not_called_where_nothing_masks_its_reply(
 
 def behind_masks(reply: dict, names=names_sent, sent=None) -> Message:
     """The reply that SecAgg+ reads, of a function that replies with these records."""
-    asked = fit_asked(sent or trained_state(model()))
+    asked = fit_asked(sent or federation.trained_state(model()))
     asked.content["secaggplus_configs"] = ConfigRecord({"srcs": [101, 102]})
     context = a_context()
     context.state["secaggplus_state"] = ConfigRecord({"current_stage": Stage.SHARE_KEYS})
@@ -495,7 +482,7 @@ def behind_masks(reply: dict, names=names_sent, sent=None) -> Message:
     [({"num-examples": 5}, 5), ({"num-examples": 5.0}, 5), ({"loss": 0.5}, 1), ({}, 1)],
 )
 def test_the_weight_alone_leaves(metrics: dict, weight: int) -> None:
-    arrays = ArrayRecord(trained_state(model()))
+    arrays = ArrayRecord(federation.trained_state(model()))
     reply = behind_masks({"arrays": arrays, "m": MetricRecord(metrics)})
     result = compat.recorddict_to_fitres(reply.content, keep_input=True)
     assert (result.num_examples, result.metrics) == (weight, {})
@@ -503,19 +490,19 @@ def test_the_weight_alone_leaves(metrics: dict, weight: int) -> None:
 
 @pytest.mark.parametrize("weight", [0.5, float("nan"), [1, 2]])
 def test_a_weight_that_is_no_whole_number_is_refused(weight) -> None:
-    arrays = ArrayRecord(trained_state(model()))
+    arrays = ArrayRecord(federation.trained_state(model()))
     with pytest.raises(ValueError, match="'num-examples' must be a whole number"):
         behind_masks({"arrays": arrays, "m": MetricRecord({"num-examples": weight})})
 
 
 def test_arrays_that_were_not_sent_are_refused() -> None:
-    state = trained_state(model())
+    state = federation.trained_state(model())
     fewer = dict(list(state.items())[1:])
     with pytest.raises(ValueError, match="must hold the arrays of names=, no others"):
         behind_masks({"arrays": ArrayRecord(fewer)})
     with pytest.raises(ValueError, match="zip"):
         behind_masks({"arrays": ArrayRecord(state)}, names=lambda _: list(fewer))
-    with pytest.raises(UpdateError, match="holds one model, and this one has 0"):
+    with pytest.raises(federation.UpdateError, match="holds one model, and this one has 0"):
         behind_masks({})
 
 

@@ -16,7 +16,6 @@ from benchmarks.defenses.planted import inserted
 from benchmarks.papers.baselines import TrainedMembership
 from lightning_fedleak.attacks import AttentionMembership, FCMembership, MembershipAttack
 from lightning_fedleak.attacks.row_space import Whitening
-from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 
 
@@ -124,9 +123,7 @@ def craft(attack: MembershipAttack, target: Tensor) -> CraftedFC | CraftedAttent
     return CraftedAttention(v[0], attack._factor(v.shape[1]), whitening, rows, gammas)
 
 
-def autograd_gradient(
-    anatomy: Anatomy, attack: MembershipAttack, target: Tensor, ids: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def autograd_gradient(anatomy, attack, target, ids, mask) -> tuple[Tensor, Tensor]:
     """Gradients of the biases (K,) and of the outputs (B, R) of really inserted crafted layers."""
     crafted, outputs = craft(attack, target), []
     bias = crafted.get_parameter("bias")

@@ -95,9 +95,7 @@ def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name
     assert not by_name["full0"].collides.any()
 
 
-def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(monkeypatch) -> None:
     """Sentences of a causal model that begin alike: a token's state is twice in D, a text once."""
     anatomy = anatomy_of("gpt2")
     generator = torch.Generator().manual_seed(0)
@@ -207,9 +205,7 @@ def test_the_authors_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(result.guesses, result.bits)
 
 
-def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(monkeypatch) -> None:
     """A state of a short sentence differs between the two wherever tokens see later ones."""
     monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 1)
     seen: list = []
@@ -228,9 +224,7 @@ def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(
     assert seen == [(7, None)] * 2
 
 
-def test_a_planted_sentence_shorter_than_the_others_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_planted_sentence_shorter_than_the_others_is_found(monkeypatch) -> None:
     """A token sees the padding behind it, on the server as on the client."""
     monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 1)
     config = GameConfig(games=4, batch=3, protocol="authors")

@@ -158,9 +158,7 @@ def test_who_attends_to_a_sentence_or_its_prefix_collides_where_that_occurs() ->
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [None, 7])
-def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(
-    name: str, length: int | None
-) -> None:
+def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(name, length) -> None:
     anatomy = anatomy_of(name)
     pool = SentencePool([[i, *range(20, 22 + i % 4)] for i in range(1, 12)])
     pooled = _PooledStates(

@@ -7,17 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
 
 from tests.helpers.models import own_rng
 
@@ -37,7 +28,7 @@ TEXTS = [
 ]
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Byte-level BPE of 384 entries, learned on ``TEXTS``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +40,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS * 4, trainer)
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|endoftext|>",
         eos_token="<|endoftext|>",
@@ -61,9 +52,9 @@ def save_tiny_causal_lm(folder: Path) -> Path:
     """Writes a GPT-2 of two blocks of 16 and its tokenizer; returns ``folder``."""
     tokenizer = tiny_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 2}
-    config = GPT2Config(**sizes, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(**sizes, n_head=2, bos_token_id=0, eos_token_id=0)
     with own_rng(0):
-        model = GPT2LMHeadModel(config)
+        model = transformers.GPT2LMHeadModel(config)
         # As after some training: hidden states behind a new LayerNorm all sum to zero.
         torch.nn.init.normal_(model.transformer.ln_f.weight, mean=1.0, std=0.3)
         torch.nn.init.normal_(model.transformer.ln_f.bias, std=0.3)
@@ -72,12 +63,14 @@ def save_tiny_causal_lm(folder: Path) -> Path:
     return folder
 
 
-def save_tiny_bert(folder: Path, kind: type[PreTrainedModel], mask: str | None = None) -> str:
+def save_tiny_bert(
+    folder: Path, kind: type[transformers.PreTrainedModel], mask: str | None = None
+) -> str:
     """Write an encoder of two blocks of 16 with a tokenizer, and return the folder's name."""
     tokenizer = tiny_tokenizer()
     if mask is not None:
         tokenizer.add_special_tokens({"mask_token": mask})
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, max_position_embeddings=64,
     )  # fmt: skip
@@ -92,7 +85,9 @@ def save_tiny_llama(folder: Path, **settings: Any) -> Path:
     size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     with own_rng(0):
-        LlamaForCausalLM(LlamaConfig(**size | heads | settings)).save_pretrained(folder)
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**size | heads | settings)
+        ).save_pretrained(folder)
     return folder
 
 
@@ -107,7 +102,7 @@ def texts(path: Path, seed: int) -> str:
 def noisy_release(folder: Path) -> dict[str, str]:
     """Return the paths of a base, of a model that is the base and noise, and of texts."""
     base = str(save_tiny_causal_lm(folder / "base"))
-    network = AutoModelForCausalLM.from_pretrained(base)
+    network = transformers.AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.02 * torch.randn_like(parameter)

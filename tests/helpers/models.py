@@ -6,28 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MarianConfig,
-    MarianMTModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers
 
 VOCAB = 97
 DIM = 16
@@ -49,8 +28,8 @@ def tiny_gpt2(
     layers: int = 2,
     dropout: float = 0.1,
     seed: int = 0,
-) -> GPT2LMHeadModel:
-    config = GPT2Config(
+) -> transformers.GPT2LMHeadModel:
+    config = transformers.GPT2Config(
         vocab_size=vocab,
         n_embd=d,
         n_layer=layers,
@@ -65,15 +44,15 @@ def tiny_gpt2(
         pad_token_id=0,
     )
     with own_rng(seed):
-        model = GPT2LMHeadModel(config)
+        model = transformers.GPT2LMHeadModel(config)
     # At its initial gain of one the last LayerNorm makes every hidden state sum to zero, which no
     # trained model does and FlatChat rightly refuses.
     model.transformer.ln_f.weight.data.copy_(torch.linspace(0.5, 1.5, d))
     return model
 
 
-def tiny_mixtral(experts: str = "eager") -> MixtralForCausalLM:
-    config = MixtralConfig(
+def tiny_mixtral(experts: str = "eager") -> transformers.MixtralForCausalLM:
+    config = transformers.MixtralConfig(
         vocab_size=VOCAB,
         hidden_size=DIM,
         intermediate_size=24,
@@ -85,15 +64,15 @@ def tiny_mixtral(experts: str = "eager") -> MixtralForCausalLM:
         pad_token_id=0,
     )
     with own_rng(0):
-        model = MixtralForCausalLM(config)
+        model = transformers.MixtralForCausalLM(config)
     model.set_experts_implementation(experts)
     return model
 
 
 def tiny_llama(
     tied: bool = False, vocab: int = VOCAB, d: int = DIM, layers: int = 2, seed: int = 0
-) -> LlamaForCausalLM:
-    config = LlamaConfig(
+) -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
         vocab_size=vocab,
         hidden_size=d,
         intermediate_size=2 * d,
@@ -105,7 +84,7 @@ def tiny_llama(
         pad_token_id=0,
     )
     with own_rng(seed):
-        return LlamaForCausalLM(config)
+        return transformers.LlamaForCausalLM(config)
 
 
 def _bert_sizes(layers: int, dropout: float, d: int = DIM) -> dict[str, float | int]:
@@ -121,13 +100,19 @@ def _bert_sizes(layers: int, dropout: float, d: int = DIM) -> dict[str, float | 
     }
 
 
-def tiny_bert_mlm(d: int = DIM, layers: int = 2, dropout: float = 0.1) -> BertForMaskedLM:
+def tiny_bert_mlm(
+    d: int = DIM, layers: int = 2, dropout: float = 0.1
+) -> transformers.BertForMaskedLM:
     with own_rng(0):
-        return BertForMaskedLM(BertConfig(**_bert_sizes(layers, dropout, d)))
+        return transformers.BertForMaskedLM(
+            transformers.BertConfig(**_bert_sizes(layers, dropout, d))
+        )
 
 
-def tiny_distilbert_mlm(layers: int = 2, dropout: float = 0.1) -> DistilBertForMaskedLM:
-    config = DistilBertConfig(
+def tiny_distilbert_mlm(
+    layers: int = 2, dropout: float = 0.1
+) -> transformers.DistilBertForMaskedLM:
+    config = transformers.DistilBertConfig(
         vocab_size=VOCAB,
         dim=DIM,
         hidden_dim=2 * DIM,
@@ -138,29 +123,35 @@ def tiny_distilbert_mlm(layers: int = 2, dropout: float = 0.1) -> DistilBertForM
         attention_dropout=dropout,
     )
     with own_rng(0):
-        return DistilBertForMaskedLM(config)
+        return transformers.DistilBertForMaskedLM(config)
 
 
-def tiny_roberta_mlm(layers: int = 2, dropout: float = 0.1) -> RobertaForMaskedLM:
+def tiny_roberta_mlm(layers: int = 2, dropout: float = 0.1) -> transformers.RobertaForMaskedLM:
     with own_rng(0):
-        return RobertaForMaskedLM(RobertaConfig(**_bert_sizes(layers, dropout)))
+        return transformers.RobertaForMaskedLM(
+            transformers.RobertaConfig(**_bert_sizes(layers, dropout))
+        )
 
 
-def tiny_bert_classifier(layers: int = 2, dropout: float = 0.1) -> BertForSequenceClassification:
+def tiny_bert_classifier(
+    layers: int = 2, dropout: float = 0.1
+) -> transformers.BertForSequenceClassification:
     """Of three classes."""
-    config = BertConfig(**_bert_sizes(layers, dropout), num_labels=3)
+    config = transformers.BertConfig(**_bert_sizes(layers, dropout), num_labels=3)
     with own_rng(0):
-        return BertForSequenceClassification(config)
+        return transformers.BertForSequenceClassification(config)
 
 
-def tiny_roberta_classifier() -> RobertaForSequenceClassification:
+def tiny_roberta_classifier() -> transformers.RobertaForSequenceClassification:
     """Of three classes."""
     with own_rng(0):
-        return RobertaForSequenceClassification(RobertaConfig(**_bert_sizes(2, 0.1), num_labels=3))
+        return transformers.RobertaForSequenceClassification(
+            transformers.RobertaConfig(**_bert_sizes(2, 0.1), num_labels=3)
+        )
 
 
-def tiny_t5(layers: int = 2, dropout: float = 0.1) -> T5ForConditionalGeneration:
-    config = T5Config(
+def tiny_t5(layers: int = 2, dropout: float = 0.1) -> transformers.T5ForConditionalGeneration:
+    config = transformers.T5Config(
         vocab_size=VOCAB,
         d_model=DIM,
         d_kv=DIM // 2,
@@ -173,7 +164,7 @@ def tiny_t5(layers: int = 2, dropout: float = 0.1) -> T5ForConditionalGeneration
         decoder_start_token_id=0,
     )
     with own_rng(0):
-        return T5ForConditionalGeneration(config)
+        return transformers.T5ForConditionalGeneration(config)
 
 
 def tiny_marian(
@@ -183,9 +174,9 @@ def tiny_marian(
     layers: int = 2,
     dropout: float = 0.1,
     decoder_vocab: int | None = None,
-) -> MarianMTModel:
+) -> transformers.MarianMTModel:
     """With ``decoder_vocab`` source and target have embeddings of their own."""
-    config = MarianConfig(
+    config = transformers.MarianConfig(
         vocab_size=vocab,
         decoder_vocab_size=decoder_vocab or vocab,
         share_encoder_decoder_embeddings=decoder_vocab is None,
@@ -205,17 +196,19 @@ def tiny_marian(
         forced_eos_token_id=2,
     )
     with own_rng(0):
-        model = MarianMTModel(config)
+        model = transformers.MarianMTModel(config)
         if decoder_vocab is not None:  # transformers 4 builds both sides with the source's size
             model.resize_decoder_token_embeddings(decoder_vocab)
         return model
 
 
-def tiny_bart(tied: bool = True, layers: int = 2) -> BartForConditionalGeneration:
+def tiny_bart(tied: bool = True, layers: int = 2) -> transformers.BartForConditionalGeneration:
     marian = tiny_marian(layers=layers).config
     names = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
     names += ("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads")
     names += ("pad_token_id", "decoder_start_token_id", "eos_token_id", "max_position_embeddings")
     sizes = {name: getattr(marian, name) for name in names}
     with own_rng(0):
-        return BartForConditionalGeneration(BartConfig(**sizes, tie_word_embeddings=tied))
+        return transformers.BartForConditionalGeneration(
+            transformers.BartConfig(**sizes, tie_word_embeddings=tied)
+        )

@@ -12,11 +12,7 @@ import torch
 from scipy import integrate
 from torch import Tensor
 
-from benchmarks.defenses.dp_sgd_games import (
-    log_likelihood_ratios,
-    play_add_remove,
-    sampled_gaussian_auc,
-)
+from benchmarks.defenses import dp_sgd_games
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
@@ -38,7 +34,7 @@ def test_the_likelihood_ratio_is_that_of_the_densities(sigma: float, rate: float
     x = torch.linspace(-4, 5, 37, dtype=torch.float64)
     out, inside = (scipy.stats.norm(mean, sigma).pdf(x.numpy()) for mean in (0, 1))
     exact = np.log(((1 - rate) * out + rate * inside) / out)
-    ratios = log_likelihood_ratios(x, sigma, rate)
+    ratios = dp_sgd_games.log_likelihood_ratios(x, sigma, rate)
     np.testing.assert_allclose(ratios.numpy(), exact, rtol=1e-9, atol=1e-12)
 
 
@@ -51,7 +47,7 @@ def test_the_auc_is_that_of_the_densities(sigma: float, rate: float) -> None:
         return float(norm.pdf(x, 0, sigma) * tail)
 
     area, _ = integrate.quad(integrand, -12 * sigma, 12 * sigma)
-    assert sampled_gaussian_auc(sigma, rate) == pytest.approx(area, abs=1e-7)
+    assert dp_sgd_games.sampled_gaussian_auc(sigma, rate) == pytest.approx(area, abs=1e-7)
 
 
 # ---- DPSGD itself, with a neuron in the model ----------------------------------------
@@ -80,13 +76,13 @@ def planted(sigma: float, sample_rate: float = 1.0) -> PlantedNeuron:
 def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) -> None:
     neuron = planted(sigma)
     assert abs(neuron.gradient) > 100 * 1e-3
-    games = play_add_remove(neuron.release, 150)
+    games = dp_sgd_games.play_add_remove(neuron.release, 150)
     residues = (games.scores - games.members.double()) / sigma
     assert scipy.stats.kstest(residues.numpy(), "norm").pvalue > 1e-4
     chi2 = float(residues.square().sum())
     assert 1e-4 < scipy.stats.chi2.cdf(chi2, 150) < 1 - 1e-4
     low, high = interval(games.scores, games.members, 0.05)
-    assert low <= sampled_gaussian_auc(sigma) <= high
+    assert low <= dp_sgd_games.sampled_gaussian_auc(sigma) <= high
     assert sum(d.accountant.steps for d in neuron.defenses) == 150
     members, non_members = residues[games.members], residues[~games.members]
     n = min(len(members), len(non_members))
@@ -102,9 +98,9 @@ def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) ->
 
 def test_under_poisson_sampling_it_is_the_mixture() -> None:
     neuron = planted(0.1, sample_rate=0.5)
-    games = play_add_remove(neuron.release, 200)
+    games = dp_sgd_games.play_add_remove(neuron.release, 200)
     inside = games.scores[games.members] > 0.5
     assert scipy.stats.binomtest(int(inside.sum()), len(inside), 0.5).pvalue > 1e-4
     assert float(games.scores[~games.members].abs().max()) < 0.6
     low, high = interval(games.scores, games.members, 0.05)
-    assert low <= sampled_gaussian_auc(0.1, 0.5) <= high
+    assert low <= dp_sgd_games.sampled_gaussian_auc(0.1, 0.5) <= high

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 
+from benchmarks.defenses.audit import drawn_twice_as_often, half_the_noise, twice_the_clip
 from benchmarks.defenses.dp_sgd_games import Refutations, best_threshold, refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients, owners
-from lightning_fedleak.defenses import DPSGD, DefenseError, noise
+from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.noise import NoiseGauge
@@ -37,9 +41,7 @@ def planted(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) ->
     )
 
 
-def audited(
-    game: PlantedGradients, audits: int, sigma: float, rate: float = 1.0, **settings: Any
-) -> tuple[Refutations, float]:
+def audited(game, audits, sigma, rate=1.0, **settings) -> tuple[Refutations, float]:
     """Refutations of the accounted epsilon, and the median bound over it."""
     played = [game.games(number, sigma, rate) for number in range(audits)]
     bounds = [audit_scores(own.scores, own.members, **settings).epsilon for own in played]
@@ -64,9 +66,7 @@ def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, settings
     ("sigma", "rate", "steps", "most"),
     [(0.5, 0.5, 1, None), (1.0, 0.5, 4, None), (0.5, 0.5, 1, 64)],
 )
-def test_nor_under_poisson_sampling(
-    sigma: float, rate: float, steps: int, most: int | None
-) -> None:
+def test_nor_under_poisson_sampling(sigma, rate, steps, most) -> None:
     game = planted(sigma, rate, steps, max_physical_batch_size=most)
     cut = best_threshold(sigma, rate, steps, games=GAMES, delta=0.1)
     count, power = audited(game, 120, sigma, rate, delta=0.1, threshold=cut)
@@ -128,47 +128,15 @@ def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClippedSum, "__init__", by_rows)
 
 
-def test_users_whose_rows_are_clipped_by_themselves_are_refuted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_users_whose_rows_are_clipped_by_themselves_are_refuted(monkeypatch) -> None:
     rows_by_themselves(monkeypatch)
     count, power = audited(of_users(1.0), 20, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
     assert count.refuted > 15
     assert power > 1
 
 
-def half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = noise._fill
-
-    def half(block: torch.Tensor, generator: Any) -> None:
-        right(block, generator)
-        block.div_(2)
-
-    monkeypatch.setattr(noise, "_fill", half)
-
-
-def twice_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ClippedSum.__init__
-
-    def loose(self: ClippedSum, *given: Any, **named: Any) -> None:
-        right(self, *given, **named)
-        self.factors *= 2
-
-    monkeypatch.setattr(ClippedSum, "__init__", loose)
-
-
-def rate_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = DPSGD.on_dataloader
-
-    def often(self: DPSGD, dataloader: Any, context: Any) -> Any:
-        loader = right(self, dataloader, context)
-        loader.batch_sampler.rate *= 2
-        return loader
-
-    monkeypatch.setattr(DPSGD, "on_dataloader", often)
-
-
-def a_piece_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def a_piece_twice() -> Iterator[None]:
     right = EarlierPieces.add
 
     def again(self: EarlierPieces, *given: Any) -> None:
@@ -176,57 +144,45 @@ def a_piece_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         self._count -= given[0].samples
         right(self, *given)
 
-    monkeypatch.setattr(EarlierPieces, "add", again)
-    monkeypatch.setattr(ClippedSum, "check_complete", lambda *_: True)
+    with patch.object(EarlierPieces, "add", again):
+        yield
 
 
 @pytest.mark.parametrize(
     ("broken", "most"),
     [(half_the_noise, None), (twice_the_clip, None), (twice_the_clip, 150), (a_piece_twice, 150)],
 )
-def test_a_broken_step_is_refuted(
-    broken: Any, most: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
+def test_a_broken_step_is_refuted(broken, most, monkeypatch) -> None:
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
-    count, power = audited(
-        planted(1.0, max_physical_batch_size=most),
-        30,
-        1.0,
-        delta=DELTA,
-        claim="gaussian",
-        threshold=0.0,
-    )
+    if broken is a_piece_twice:
+        monkeypatch.setattr(ClippedSum, "check_complete", lambda *_: True)
+    game = planted(1.0, max_physical_batch_size=most)
+    with broken():
+        count, power = audited(game, 30, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
     assert count.refuted > 20
     assert count.p_value < 1e-9
     assert power > 1
 
 
-@pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip, rate_doubled])
-def test_a_broken_run_is_refuted_under_poisson_sampling(
-    broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
+@pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip, drawn_twice_as_often])
+def test_a_broken_run_is_refuted_under_poisson_sampling(broken, monkeypatch) -> None:
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
     cut = best_threshold(1.0, 0.5, 4, games=GAMES, delta=0.1)
-    count, _ = audited(planted(1.0, 0.5, 4), 40, 1.0, 0.5, delta=0.1, threshold=cut)
+    with broken():
+        count, _ = audited(planted(1.0, 0.5, 4), 40, 1.0, 0.5, delta=0.1, threshold=cut)
     assert count.refuted > 6
     assert count.p_value < 1e-3
 
 
-def test_a_piece_that_is_added_twice_is_seen_by_dpsgd_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    right = ClippedSum.check_complete
-    a_piece_twice(monkeypatch)
-    monkeypatch.setattr(ClippedSum, "check_complete", right)
-    with pytest.raises(DefenseError, match="not the sum of its recorded per-sample gradients"):
+def test_a_piece_that_is_added_twice_is_seen_by_dpsgd_itself() -> None:
+    said = "not the sum of its recorded per-sample gradients"
+    with a_piece_twice(), pytest.raises(DefenseError, match=said):
         planted(1.0, max_physical_batch_size=150).games(0, 1.0, 1.0)
 
 
-def test_half_the_noise_is_seen_by_dpsgd_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    half_the_noise(monkeypatch)
-    with pytest.raises(DefenseError, match="noise measured"):
+def test_half_the_noise_is_seen_by_dpsgd_itself() -> None:
+    seen = patch.object(NoiseGauge, "measured", NoiseGauge.measured)
+    with half_the_noise(), seen, pytest.raises(DefenseError, match="noise measured"):
         planted(1.0).games(0, 1.0, 1.0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,7 @@ def entry(kind: str, run: str, **more: Any) -> dict[str, Any]:
     return {"schema": 4, "run": run, "kind": kind} | more
 
 
-def result(
-    step: int,
-    attack: str = "flatchat",
-    stage: str = "shared",
-    run: str | None = "a",
-    **metrics: Any,
-) -> dict[str, Any]:
+def result(step, attack="flatchat", stage="shared", run="a", **metrics) -> dict[str, Any]:
     """One line of ``leakage.jsonl``; a metric is its value, or (value, low, high)."""
     rates = {
         name: dict(zip(("value", "low", "high"), value, strict=True))
@@ -66,9 +59,7 @@ def dpsgd(**settings: Any) -> dict[str, Any]:
     return said | {"settings": chosen | settings}
 
 
-def spent(
-    epsilon: float | str, count: int, sigma: float = 1.0, rate: float = 0.01
-) -> dict[str, Any]:
+def spent(epsilon, count, sigma=1.0, rate=0.01) -> dict[str, Any]:
     """What a look says that DPSGD has spent."""
     cost = {"defense": "dpsgd", "epsilon": epsilon, "delta": 1e-5, "noise_multiplier": sigma}
     cost |= {"sample_rate": rate, "releases": count, "history": [[sigma, rate, count]]}
@@ -92,9 +83,7 @@ def decision(did: str, round_: int, client: int | str, run: str = "a") -> dict[s
     return entry("gate", run, **told, **metrics, hardened=[], why="")
 
 
-def written(
-    folder: Path, results: Sequence[Mapping[str, Any]], record: Sequence[Mapping[str, Any]] = ()
-) -> Path:
+def written(folder, results, record=()) -> Path:
     """A folder with these lines."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in (("leakage.jsonl", results), ("run.jsonl", record)):
@@ -103,9 +92,7 @@ def written(
     return folder
 
 
-def found_in(
-    folder: Path, results: Sequence[Mapping[str, Any]], record: Sequence[Mapping[str, Any]] = ()
-) -> Findings:
+def found_in(folder, results, record=()) -> Findings:
     """Return what a report finds in these lines."""
     return findings(read([written(folder, results, record)]))
 

@@ -40,9 +40,7 @@ def test_a_low_number_of_a_low_control_is_neither_low_nor_safe(tmp_path: Path, f
         assert "0.30 of known words in the same step" in text
 
 
-def test_a_low_number_of_a_high_control_reads_as_before_with_the_control_beside_it(
-    tmp_path: Path,
-) -> None:
+def test_a_low_number_of_a_high_control_reads_as_before_with_the_control_beside_it(tmp_path):
     found = found_in(tmp_path, words(0, 0.05, control=1.0))
     reading = found.overviews[0].readings[0]
     assert (reading.verdict, reading.control) == ("little", 1.0)
@@ -56,9 +54,7 @@ def test_a_low_number_of_a_high_control_reads_as_before_with_the_control_beside_
 @pytest.mark.parametrize(
     ("bound", "verdict"), [(0.3, "little"), (0.7, "unknown"), (1.0, "unknown")]
 )
-def test_behind_a_declared_defence_a_bound_on_every_reader_decides(
-    tmp_path: Path, bound: float, verdict: str
-) -> None:
+def test_behind_a_declared_defence_a_bound_on_every_reader_decides(tmp_path, bound, verdict):
     line = result(
         0, "flatchat", f1=0.05, recall=0.05, precision=0.05, f1_of_control=1.0, bound=bound
     )
@@ -124,9 +120,7 @@ def test_the_limit_is_that_of_the_gate(tmp_path: Path, metric: str) -> None:
     assert attack.above_chance == pytest.approx(0.05 / 0.3)
 
 
-def test_compare_shows_no_blind_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_shows_no_blind_number(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     written(tmp_path / "a", [words(0, 0.9, control=1.0)], [begin()])
     low = [words(0, 0.1, control=0.3, a_part=0.4) | {"run": "b"}]

@@ -98,9 +98,7 @@ def test_links_in_an_archive_are_not_followed(tmp_path: Path, name: str) -> None
         assert problem.startswith(f"run/{name} cannot be read")
 
 
-def test_a_file_without_an_end_is_read_to_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_an_end_is_read_to_a_limit(tmp_path, monkeypatch) -> None:
     folder = packed(tmp_path / "run", ledger="ledger")
     (folder / "ledger").write_text("1.0 0.01 3\n" * 1000)
     monkeypatch.setattr(private_files, "MAX_BYTES", 5000)

@@ -235,9 +235,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "split_learning" / "run.py"
 
 
 @pytest.mark.ddp
-def test_the_server_reads_the_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_reads_the_message(tmp_path, monkeypatch, capsys) -> None:
     spawn_imported(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(EXAMPLE)])

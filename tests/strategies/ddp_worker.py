@@ -116,13 +116,7 @@ def processes(_: Path) -> dict[str, Any]:
 # ----- each rank a client ---------------------------------------------------------------------
 
 
-def rank_clients(
-    build: Callable[[], ToyLM] = sgd,
-    accumulate: int = 1,
-    clip: float | None = None,
-    ddp: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Case:
+def rank_clients(build=sgd, accumulate=1, clip=None, ddp=None, **settings) -> Case:
     """Local, shared and aggregate of every step against brute force."""
 
     def run(_: Path) -> dict[str, Any]:

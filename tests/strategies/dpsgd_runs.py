@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -102,13 +101,7 @@ class Look(Callback):
         self.distances.append(float((flat - expected).norm() / expected.norm().clamp(min=1e-12)))
 
 
-def clipped_sum(
-    module: CausalLM,
-    batch: dict[str, Tensor],
-    precision: str,
-    clip: float,
-    user_of: Callable[[Tensor], int] | None = None,
-) -> tuple[Tensor, list[float]]:
+def clipped_sum(module, batch, precision, clip, user_of=None) -> tuple[Tensor, list[float]]:
     """One backward pass for each sample, or all of a user's, on a copy; and norms over clips."""
     module = copy.deepcopy(module)
     for inner in module.modules():
@@ -142,9 +135,7 @@ def loader(n: int = N, batch_size: int = BATCH) -> DataLoader[Any]:
     return random_token_loader(n=n, batch_size=batch_size, length=8, padded=True)
 
 
-def fit(
-    defenses: Any, module: CausalLM | None = None, *, name: str = "auto", **settings: Any
-) -> tuple[CausalLM, L.Trainer]:
+def fit(defenses, module=None, *, name="auto", **settings) -> tuple[CausalLM, L.Trainer]:
     """Fits with these defences, or with one."""
     defenses = [defenses] if isinstance(defenses, DPSGD) else defenses
     module = CausalLM() if module is None else module
@@ -155,9 +146,7 @@ def fit(
     return module, run
 
 
-def looked(
-    defense: DPSGD, module: CausalLM, expected: float, *, name: str = "auto", **settings: Any
-) -> Look:
+def looked(defense, module, expected, *, name="auto", **settings) -> Look:
     """Fits while looking at every release."""
     strategy = DefendedStrategy(name, [defense])
     look = Look(strategy, expected)

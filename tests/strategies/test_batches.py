@@ -72,9 +72,7 @@ class Truth(pl.Callback):
         self.seen.append(batch.flatten().tolist())
 
 
-def fit(
-    module: pl.LightningModule, defenses: list[Defense], *callbacks: Any, **options: Any
-) -> Any:
+def fit(module, defenses, *callbacks, **options) -> Any:
     trainer = pl.Trainer(
         strategy=DefendedStrategy("auto", defenses),
         max_epochs=1,

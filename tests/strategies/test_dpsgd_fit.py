@@ -159,9 +159,7 @@ class Hooked(CausalLM):
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(("build", "callbacks"), [(CausalLM, [Late()]), (Hooked, [])])
-def test_weights_written_in_the_end_or_by_the_optimizers_hook_are_refused(
-    build: Any, callbacks: list[L.Callback], steps: int
-) -> None:
+def test_weights_written_in_the_end_or_by_the_optimizers_hook_are_refused(build, callbacks, steps):
     defense = DPSGD(CLIP, noise_multiplier=1.0)
     with pytest.raises(DefenseError, match="was written to since the optimizer's"):
         fit(defense, build(), callbacks=callbacks, max_steps=steps)
@@ -175,9 +173,7 @@ def test_weights_written_in_the_end_or_by_the_optimizers_hook_are_refused(
         ("StochasticWeightAveraging", {"swa_lrs": 1e-3, "swa_epoch_start": 1}),
     ],
 )
-def test_averages_of_released_weights_may_replace_them_in_the_end(
-    name: str, settings: dict[str, Any]
-) -> None:
+def test_averages_of_released_weights_may_replace_them_in_the_end(name, settings) -> None:
     if not hasattr(L.pytorch.callbacks, name):
         pytest.skip(f"Lightning {L.__version__} has no {name}")
     defense = DPSGD(CLIP, noise_multiplier=1.0)

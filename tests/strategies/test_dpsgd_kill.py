@@ -138,9 +138,7 @@ pytestmark = [
 ]
 
 
-def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(
-    tmp_path: Path,
-) -> None:
+def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(tmp_path) -> None:
     said = one_process("tests.strategies.test_dpsgd_kill", tmp_path, LIVES, log=tmp_path / "log")
     lives = json.loads((tmp_path / "lives.json").read_text())
     releases = np.load(tmp_path / "releases.npy")

@@ -10,10 +10,16 @@ from tests.helpers.cases import of
 from tests.helpers.processes import Found, launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
-MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora", "experts")
-ONLY_DDP = ("static_graph",)
-ONLY_FSDP2 = ("own model", "whole module", "leaves", "checkpointed", "replicated")
-
+MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora", "experts", "one by one")
+SHARDED = ("own model", "whole module", "leaves", "checkpointed", "replicated")
+BOTH = ("ddp", "fsdp2")
+EXACT = [
+    *((strategy, f"exact {name}", 1e-6, 3) for strategy in BOTH for name in MODELS),
+    *(("fsdp2", f"exact {name}", 1e-6, 3) for name in SHARDED),
+    ("ddp", "exact static_graph", 1e-6, 3),
+    ("fsdp2", "exact MixedPrecisionPolicy", 2e-2, 3),
+    *((s, f"bf16-mixed {name}", 2e-2, 2) for s in BOTH for name in ("gpt2 tied", "lora")),
+]
 
 both = launched("tests.strategies.dpsgd_world_worker")
 
@@ -41,7 +47,7 @@ def fsdp2(both: list[Found]) -> list[Found]:
     return under("fsdp2", both)
 
 
-@pytest.fixture(params=["ddp", "fsdp2"])
+@pytest.fixture(params=BOTH)
 def ranks(request: pytest.FixtureRequest) -> list[Found]:
     """What each rank found, by case."""
     found: list[Found] = request.getfixturevalue(request.param)
@@ -58,42 +64,22 @@ def check_exact(found: dict[str, Any], most: float, releases: int = 3) -> None:
         assert found[fact], fact
 
 
-@pytest.mark.parametrize("name", [*MODELS, "one by one"])
-def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) -> None:
-    for found in of(ranks, f"exact {name}"):
-        check_exact(found, 1e-6)
-
-
-@pytest.mark.parametrize("name", ["gpt2 tied", "lora"])
-def test_the_same_in_bf16_mixed(ranks, name: str) -> None:
-    for found in of(ranks, f"bf16-mixed {name}"):
-        check_exact(found, 2e-2, releases=2)
-
-
-@pytest.mark.parametrize("name", ONLY_DDP)
-def test_the_same_under_other_reducers_of_ddp(ddp, name: str) -> None:
-    for found in of(ddp, f"exact {name}"):
-        check_exact(found, 1e-6)
-
-
-@pytest.mark.parametrize("name", ONLY_FSDP2)
-def test_the_same_under_other_ways_to_shard(fsdp2, name: str) -> None:
-    for found in of(fsdp2, f"exact {name}"):
-        check_exact(found, 1e-6)
+@pytest.mark.parametrize(("strategy", "name", "most", "releases"), EXACT)
+def test_the_client_shares_the_clipped_sum(request, strategy, name, most, releases) -> None:
+    for found in of(request.getfixturevalue(strategy), name):
+        check_exact(found, most, releases)
 
 
 @pytest.mark.parametrize(
     ("strategy", "name", "releases"),
     [
-        *((s, "gpt2 tied", 3) for s in ("ddp", "fsdp2")),
-        *((s, "lora", 2) for s in ("ddp", "fsdp2")),
+        *((s, "gpt2 tied", 3) for s in BOTH),
+        *((s, "lora", 2) for s in BOTH),
         ("ddp", "static_graph", 2),
         ("fsdp2", "replicated", 2),
     ],
 )
-def test_the_same_of_logical_batches_in_equally_many_pieces(
-    request: pytest.FixtureRequest, strategy: str, name: str, releases: int
-) -> None:
+def test_the_same_of_logical_batches_in_equally_many_pieces(request, strategy, name, releases):
     for found in of(request.getfixturevalue(strategy), f"pieces {name}"):
         check_exact(found, 1e-6, releases)
         first, second = found["ran"]
@@ -121,18 +107,11 @@ def test_users_are_clipped_with_all_of_their_rows(ranks) -> None:
         assert len(found["ran"][0]) == len(found["ran"][1]) > 3
 
 
-def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
-    for found in of(fsdp2, "exact MixedPrecisionPolicy"):
-        check_exact(found, 2e-2)
-
-
 @pytest.mark.parametrize(
     ("strategy", "name", "shards"),
     [("ddp", "noise", 1.0), ("fsdp2", "noise", 0.0), ("fsdp2", "noise replicated", 1.0)],
 )
-def test_one_noise_is_added_whoever_holds_the_weights(
-    request: pytest.FixtureRequest, strategy: str, name: str, shards: float
-) -> None:
+def test_one_noise_is_added_whoever_holds_the_weights(request, strategy, name, shards) -> None:
     for found in of(request.getfixturevalue(strategy), name):
         assert found["coordinates"] > 150_000
         assert found["std"] == pytest.approx([1.0, 1.0], rel=0.01)

@@ -13,18 +13,7 @@ from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Fr
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
-from tests.strategies.toy import (
-    Bursting,
-    ManualLM,
-    ToyLM,
-    fit,
-    grads,
-    loader,
-    same,
-    scaled,
-    state_of,
-    trainer,
-)
+from tests.strategies import toy
 
 
 class Scale(Defense):
@@ -64,7 +53,7 @@ class Recorder:
 
     def __call__(self, stage: Stage, optimizer: torch.optim.Optimizer) -> None:
         assert not torch.is_grad_enabled()
-        self.seen.append((stage, grads(optimizer)))
+        self.seen.append((stage, toy.grads(optimizer)))
         if stage is Stage.LOCAL:
             groups = optimizer.param_groups
             self.weights.append([p.detach().clone() for g in groups for p in g["params"]])
@@ -75,7 +64,7 @@ class Recorder:
 
 def brute_force(weights: list[torch.Tensor], batches: list[list[torch.Tensor]]) -> list:
     """Mean gradient over micro-batches of a dropout-free ToyLM, in float64."""
-    model = ToyLM("sgd").double()
+    model = toy.ToyLM("sgd").double()
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), weights, strict=True):
             parameter.copy_(value)
@@ -95,14 +84,14 @@ def test_values_at_each_stage(accumulate: int, clip: float | None) -> None:
     remove = strategy.add_tap(tap)
     start: list[torch.Tensor] = []
 
-    def build() -> ToyLM:
-        model = ToyLM("sgd")
+    def build() -> toy.ToyLM:
+        model = toy.ToyLM("sgd")
         start.extend(p.detach().clone() for p in model.parameters())
         return model
 
     settings = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
-    model, _ = fit(strategy, build, shuffle=False, **settings)
-    batches = list(loader())
+    model, _ = toy.fit(strategy, build, shuffle=False, **settings)
+    batches = list(toy.loader())
     steps = len(batches) // accumulate
     assert [stage for stage, _ in tap.seen] == [Stage.LOCAL, Stage.SHARED, Stage.AGGREGATE] * steps
     for step in range(steps):
@@ -133,7 +122,7 @@ def test_manual_optimization_releases_each_optimizers_own_parameters() -> None:
     tap, noise = Recorder(), GradientNoise(clip=1e-3, sigma=0.0)
     strategy = DefendedStrategy("auto", [noise])
     strategy.add_tap(tap)
-    fit(strategy, ManualLM)
+    toy.fit(strategy, toy.ManualLM)
     assert noise.releases == 2 * 6
     assert [len(g) for g in tap.at(Stage.SHARED)] == [3, 2] * 6
     for update in tap.at(Stage.AGGREGATE):
@@ -142,7 +131,7 @@ def test_manual_optimization_releases_each_optimizers_own_parameters() -> None:
 
 
 def test_an_optimizer_stepped_around_lightning_is_defended_too() -> None:
-    class Around(ManualLM):
+    class Around(toy.ManualLM):
         def training_step(self, batch, batch_idx) -> None:
             below, above = self.optimizers(use_pl_optimizer=False)
             self.zero_grad()
@@ -151,34 +140,34 @@ def test_an_optimizer_stepped_around_lightning_is_defended_too() -> None:
             above.step()
 
     noise = GradientNoise(clip=1e-3, sigma=0.0)
-    fit(DefendedStrategy("auto", [noise]), Around)
+    toy.fit(DefendedStrategy("auto", [noise]), Around)
     assert noise.releases == 2 * 6
 
 
 def test_a_skipped_amp_step_releases_nothing() -> None:
     noise = GradientNoise(clip=1.0, sigma=1.0, seed=1)
-    fit(DefendedStrategy("auto", [noise]), Bursting, plugins=scaled())
+    toy.fit(DefendedStrategy("auto", [noise]), toy.Bursting, plugins=toy.scaled())
     assert noise.releases == 5
 
 
 def test_a_guarantee_is_refused_where_steps_are_skipped_by_their_gradients() -> None:
     noise = GradientNoise(clip=1.0, sigma=1.0)
     with pytest.raises(DefenseError, match="'bf16-mixed' or '32-true'"):
-        fit(DefendedStrategy("auto", [noise]), Bursting, plugins=scaled())
+        toy.fit(DefendedStrategy("auto", [noise]), toy.Bursting, plugins=toy.scaled())
     assert noise.releases == 0
-    fit(DefendedStrategy("auto", [noise]), Bursting)
+    toy.fit(DefendedStrategy("auto", [noise]), toy.Bursting)
     assert noise.releases == 6
 
 
 def test_an_empty_update_is_noised_too() -> None:
-    class Skipping(ToyLM):
+    class Skipping(toy.ToyLM):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
     tap, noise = Recorder(), GradientNoise(clip=1.0, sigma=1.0, seed=1)
     strategy = DefendedStrategy("auto", [noise])
     strategy.add_tap(tap)
-    fit(strategy, Skipping, max_steps=3)
+    toy.fit(strategy, Skipping, max_steps=3)
     norms = [float(torch.cat([g.flatten() for g in u]).norm()) for u in tap.at(Stage.LOCAL)]
     assert [norm > 0 for norm in norms] == [True, False, True]
     released = torch.cat([g.flatten() for g in tap.at(Stage.SHARED)[1]])
@@ -187,13 +176,13 @@ def test_an_empty_update_is_noised_too() -> None:
 
 
 def test_a_broken_update_that_nothing_bounds_stops_training_before_it_leaves() -> None:
-    class Broken(ToyLM):
+    class Broken(toy.ToyLM):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * float("nan")
 
-    kept: list[ToyLM] = []
+    kept: list[toy.ToyLM] = []
 
-    def build() -> ToyLM:
+    def build() -> toy.ToyLM:
         kept.append(Broken())
         return kept[0]
 
@@ -201,12 +190,12 @@ def test_a_broken_update_that_nothing_bounds_stops_training_before_it_leaves() -
     strategy = DefendedStrategy("auto", [GradientNoise(None, 1.0)])
     strategy.add_tap(lambda stage, _: stages.append(stage))
     with pytest.raises(DefenseError, match="nothing was released"):
-        fit(strategy, build)
+        toy.fit(strategy, build)
     assert stages == [Stage.LOCAL]
     assert all(torch.isfinite(p).all() for p in kept[0].parameters())
     # Under a clip whether a run goes on must not depend on the data.
     bounded = GradientNoise(1.0, 1.0)
-    fit(DefendedStrategy("auto", [bounded]), build)
+    toy.fit(DefendedStrategy("auto", [bounded]), build)
     assert bounded.releases == 6
     assert all(torch.isfinite(p).all() for p in kept[-1].parameters())
 
@@ -216,22 +205,22 @@ def checkpointed(folder, **settings):
     return {"callbacks": [keep], "enable_checkpointing": True, "shuffle": False, **settings}
 
 
-def sgd() -> ToyLM:
-    return ToyLM("sgd")
+def sgd() -> toy.ToyLM:
+    return toy.ToyLM("sgd")
 
 
 def test_a_resumed_run_makes_the_releases_of_the_uninterrupted_one(tmp_path) -> None:
     def defended() -> DefendedStrategy:
         return DefendedStrategy("auto", [GradientNoise(0.1, 1.0, seed=7)])
 
-    whole = fit(defended(), sgd, shuffle=False, max_epochs=2)
-    fit(defended(), sgd, **checkpointed(tmp_path))
+    whole = toy.fit(defended(), sgd, shuffle=False, max_epochs=2)
+    toy.fit(defended(), sgd, **checkpointed(tmp_path))
     path = str(tmp_path / "last.ckpt")
     assert torch.load(path, weights_only=True)[CHECKPOINT_KEY] == {
         "gradient_noise": {"notches": 0, "releases": 6, "spent": math.inf}
     }
-    resumed = fit(defended(), sgd, shuffle=False, max_epochs=2, ckpt_path=path)
-    assert same(state_of(*whole)["weights"], state_of(*resumed)["weights"])
+    resumed = toy.fit(defended(), sgd, shuffle=False, max_epochs=2, ckpt_path=path)
+    assert toy.same(toy.state_of(*whole)["weights"], toy.state_of(*resumed)["weights"])
     (noise,) = resumed[1].strategy.defenses
     assert noise.releases == 12
 
@@ -240,7 +229,7 @@ def test_resuming_with_fresh_entropy_or_without_state_never_replays(tmp_path) ->
     def first_noise(strategy: DefendedStrategy, **settings) -> torch.Tensor:
         tap = Recorder()
         strategy.add_tap(tap)
-        fit(strategy, sgd, shuffle=False, max_steps=settings.pop("max_steps", 1), **settings)
+        toy.fit(strategy, sgd, shuffle=False, max_steps=settings.pop("max_steps", 1), **settings)
         local, shared = tap.at(Stage.LOCAL)[0], tap.at(Stage.SHARED)[0]
         return torch.cat([(b - a).flatten() for a, b in zip(local, shared, strict=True)])
 
@@ -250,17 +239,17 @@ def test_resuming_with_fresh_entropy_or_without_state_never_replays(tmp_path) ->
     assert not torch.allclose(first_noise(noisy(None)), first_noise(noisy(None)), atol=1e-3)
     torch.testing.assert_close(first_noise(noisy(3)), first_noise(noisy(3)), atol=1e-4, rtol=1e-3)
     plain = checkpointed(tmp_path, max_steps=1)
-    fit("auto", sgd, **plain)
+    toy.fit("auto", sgd, **plain)
     path = str(tmp_path / "last.ckpt")
     resumed = first_noise(noisy(3), ckpt_path=path, max_epochs=2, max_steps=2)
     assert not torch.allclose(resumed, first_noise(noisy(3)), atol=1e-3)
 
 
 def test_a_checkpoint_of_a_defended_run_warns_where_the_defence_is_gone(tmp_path) -> None:
-    fit(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), sgd, **checkpointed(tmp_path))
-    run = trainer(DefendedStrategy(), max_epochs=2)
+    toy.fit(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), sgd, **checkpointed(tmp_path))
+    run = toy.trainer(DefendedStrategy(), max_epochs=2)
     with pytest.warns(UserWarning, match="gradient_noise"):
-        run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+        run.fit(sgd(), toy.loader(), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
 def test_canaries_are_asked_before_each_defence_acts_on_what_it_is_about_to_get() -> None:
@@ -276,12 +265,12 @@ def test_canaries_are_asked_before_each_defence_acts_on_what_it_is_about_to_get(
     remove()
     remove()
     remaining = strategy.add_canaries(canaries)
-    fit(strategy, lambda: ToyLM("sgd"))
+    toy.fit(strategy, lambda: toy.ToyLM("sgd"))
     assert [name for name, *_ in asked] == ["halves", "thirds"] * 6
     assert [step for _, step, _ in asked] == [s for s in range(6) for _ in range(2)]
     for step, local in enumerate(recorder.at(Stage.LOCAL)):
         for (_, _, seen), factor in zip(asked[2 * step : 2 * step + 2], (1, 0.5), strict=True):
-            assert same([factor * g for g in local[: len(seen)]], seen)
+            assert toy.same([factor * g for g in local[: len(seen)]], seen)
     asked.clear()
     remaining()
     assert not asked
@@ -299,27 +288,27 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_defenses_is_the_plain_strategy(name: str) -> None:
-    plain = state_of(*fit("auto", **CASES[name]))
+    plain = toy.state_of(*toy.fit("auto", **CASES[name]))
     taps: list[object] = []
     for strategy in ("auto", "single_device", SingleDeviceStrategy("cpu")):
         defended = DefendedStrategy(strategy)
         defended.add_tap(lambda stage, _: taps.append(stage))
-        assert same(plain, state_of(*fit(defended, **CASES[name])))
+        assert toy.same(plain, toy.state_of(*toy.fit(defended, **CASES[name])))
     assert taps
     assert len(plain["losses"]) == 6
 
 
 def test_manual_optimization_is_the_plain_one() -> None:
-    plain = state_of(*fit("auto", ManualLM))
-    assert same(plain, state_of(*fit(DefendedStrategy(), ManualLM)))
+    plain = toy.state_of(*toy.fit("auto", toy.ManualLM))
+    assert toy.same(plain, toy.state_of(*toy.fit(DefendedStrategy(), toy.ManualLM)))
 
 
 def test_a_skipping_grad_scaler_is_the_plain_one() -> None:
     stages: list[object] = []
-    plain = state_of(*fit("auto", Bursting, plugins=scaled()))
+    plain = toy.state_of(*toy.fit("auto", toy.Bursting, plugins=toy.scaled()))
     strategy = DefendedStrategy()
     strategy.add_tap(lambda stage, _: stages.append(stage))
-    assert same(plain, state_of(*fit(strategy, Bursting, plugins=scaled())))
+    assert toy.same(plain, toy.state_of(*toy.fit(strategy, toy.Bursting, plugins=toy.scaled())))
     assert len(stages) == 5 * 3
 
 
@@ -327,29 +316,9 @@ def test_validation_without_a_fit_is_the_plain_one() -> None:
     found = []
     for strategy in ("auto", DefendedStrategy(), DefendedStrategy(defenses=[Freeze("head")])):
         torch.manual_seed(0)
-        model = ToyLM()
-        [result] = trainer(strategy).validate(model, loader(8), verbose=False)
+        model = toy.ToyLM()
+        [result] = toy.trainer(strategy).validate(model, toy.loader(8), verbose=False)
         trained = all(p.requires_grad for p in model.parameters())
         found.append((result, trained, torch.get_rng_state()))
-    assert same(found[0], found[1])
-    assert same(found[0], found[2])
-
-
-class Reseeding(ToyLM):
-    """Dropout draws from the global RNG, whose state a checkpoint does not hold."""
-
-    def on_train_batch_start(self, batch, batch_idx) -> None:
-        torch.manual_seed(self.trainer.global_step)
-
-
-def test_resume_is_the_uninterrupted_run(tmp_path) -> None:
-    whole = state_of(*fit("auto", Reseeding, shuffle=False, max_epochs=2))
-    keep = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    fit(DefendedStrategy(), Reseeding, shuffle=False, callbacks=[keep], enable_checkpointing=True)
-    last = str(tmp_path / "last.ckpt")
-    assert CHECKPOINT_KEY not in torch.load(last, weights_only=True)
-    again = fit(DefendedStrategy(), Reseeding, shuffle=False, max_epochs=2, ckpt_path=last)
-    resumed = state_of(*again)
-    assert same(whole["weights"], resumed["weights"])
-    assert same(whole["optimizers"], resumed["optimizers"])
-    assert whole["losses"][6:] == resumed["losses"]
+    assert toy.same(found[0], found[1])
+    assert toy.same(found[0], found[2])

@@ -17,6 +17,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_gpt2
+from tests.helpers.settings import QUIET
 
 ROWS, LENGTH, BATCH, LR = 64, 12, 16, 0.5
 EPSILON = 4.5
@@ -60,31 +61,17 @@ def repeated(length: int) -> DataLoader[Any]:
     return DataLoader([ids] * BATCH, batch_size=BATCH)
 
 
-def run(
-    defense: TokenLDP,
-    client: str = "rank",
-    *,
-    shuffle: bool = False,
-    data: DataLoader[Any] | None = None,
-    path: Path | None = None,
-    callbacks: list[Callback] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+def run(defense, client="rank", *, shuffle=False, data=None, path=None, callbacks=None, **settings):
     """A fit of two epochs, and what this rank saw of it."""
     module, truth = Recording(), Truth()
     torch.manual_seed(1)
     trainer = pl.Trainer(
         strategy=DefendedStrategy("ddp", [defense], client),
-        accelerator="cpu",
         devices=2,
-        logger=False,
-        enable_checkpointing=callbacks is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         # Lightning's own sampler shuffles, whatever the loader does; without it both ranks get all.
         use_distributed_sampler=shuffle,
         callbacks=[truth, *(callbacks or [])],
-        **{"max_epochs": 2, **settings},
+        **QUIET | {"max_epochs": 2, "enable_checkpointing": callbacks is not None} | settings,
     )
     data = loader(shuffle) if data is None else data
     trainer.fit(module, data, ckpt_path=None if path is None else str(path))

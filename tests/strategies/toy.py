@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -114,15 +113,7 @@ def trainer(strategy: str | Strategy, **settings: Any) -> L.Trainer:
     return L.Trainer(strategy=strategy, **{**defaults, **settings})
 
 
-def fit(
-    strategy: str | Strategy,
-    build: Callable[[], ToyLM] = ToyLM,
-    *,
-    shuffle: bool = True,
-    ckpt_path: str | None = None,
-    n: int = 24,
-    **settings: Any,
-) -> tuple[ToyLM, L.Trainer]:
+def fit(strategy, build=ToyLM, *, shuffle=True, ckpt_path=None, n=24, **settings):
     """Seeds, builds the module, and fits it."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with warnings.catch_warnings():

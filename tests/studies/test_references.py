@@ -81,9 +81,7 @@ def test_every_text_is_out_of_a_reference_and_halves_are_complements(count: int)
 
 
 @pytest.mark.parametrize("most", [None, 0.5])
-def test_scores_are_as_a_loop_over_texts_and_references_has_them(
-    folder: Path, most: float | None
-) -> None:
+def test_scores_are_as_a_loop_over_texts_and_references_has_them(folder, most) -> None:
     generator = torch.Generator().manual_seed(0)
     texts = [Text(ids, ids) for ids in torch.randint(5, WORDS, (20, 9), generator=generator)]
     options = options_of("memorization", model=str(folder / "model"), references=3)
@@ -106,9 +104,7 @@ def test_scores_are_as_a_loop_over_texts_and_references_has_them(
         assert score == pytest.approx(gains.pop("now") - sum(gains.values()) / len(out), abs=1e-6)
 
 
-def test_references_show_what_was_trained_on_and_nothing_else(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_show_what_was_trained_on_and_nothing_else(folder, tmp_path, monkeypatch):
     settings = {"references": 2, "out": tmp_path / "out.json", "records": tmp_path / "list.jsonl"}
     status, text = command(folder, at_most=[(None, 0.8)], **settings)
     assert status == 3
@@ -175,9 +171,7 @@ def record(folder: Path, steps: int = 40, **facts: Any) -> Path:
     return folder
 
 
-def test_settings_are_read_from_the_record_and_options_come_first(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_settings_are_read_from_the_record_and_options_come_first(folder, tmp_path) -> None:
     said = {
         "references": 2,
         "members": "m",
@@ -205,9 +199,7 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"batch_size": 1000}, "fewer rows than --batch-size"),
     ],
 )
-def test_what_must_not_or_cannot_be_trained_is_refused(
-    folder: Path, tmp_path: Path, more: dict[str, Any], words: str
-) -> None:
+def test_what_must_not_or_cannot_be_trained_is_refused(folder, tmp_path, more, words) -> None:
     if more.get("run") == "private":
         fact = records.DefenseFacts(name="dpsgd", class_name="DPSGD", guarantee="(8, 1e-5)-DP")
         record(tmp_path / "version_1", defenses=(fact,))  # a later run of the same folder
@@ -259,9 +251,7 @@ def labelled(tokenizer: Any, text: Any) -> str:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from(["the", "review", "is", "on", "Monday", "7"]), min_size=1))
-def test_the_labels_of_an_answer_are_the_tokens_that_begin_behind_the_prompt(
-    words: list[str],
-) -> None:
+def test_the_labels_of_an_answer_are_the_tokens_that_begin_behind_the_prompt(words) -> None:
     tokenizer = load_tokenizer(None)
     prompt, answer = "Question: " + " ".join(words) + "\nAnswer:", " " + " ".join(words[::-1])
     reader = RowReader(tokenizer, 512, prompt_column="q")
@@ -298,9 +288,7 @@ def test_plain_text_is_read_as_before(tokenizer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
-def test_chats_have_the_turns_of_the_assistant_as_labels(
-    tokenizer: Any, tmp_path: Path, template: str
-) -> None:
+def test_chats_have_the_turns_of_the_assistant_as_labels(tokenizer, tmp_path, template) -> None:
     hello = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]
     source = write(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": hello}])
     reader = RowReader(tokenizer, 512, loss="answers", template=template)
@@ -342,9 +330,7 @@ def test_labels_are_taken_as_they_are(tokenizer: Any, tmp_path: Path) -> None:
         ({"prompt": 4, "answer": "secret"}, {"prompt_column": "prompt"}, SourceError, "row 0"),
     ],
 )
-def test_what_cannot_be_known_is_refused(
-    tokenizer: Any, tmp_path: Path, row: Any, options: Any, error: type, words: str
-) -> None:
+def test_what_cannot_be_known_is_refused(tokenizer, tmp_path, row, options, error, words) -> None:
     source = write(tmp_path / "rows.jsonl", [row])
     with pytest.raises(error, match=words) as refusal:
         RowReader(tokenizer, 64, **options).read(source)
@@ -368,9 +354,7 @@ def test_classes_of_a_csv_are_numbers_and_each_word_has_one(tokenizer: Any, tmp_
 
 @pytest.mark.parametrize("settings", [{}, {"prompt_column": "prompt"}, {"loss": "all"}])
 @pytest.mark.parametrize("end", ["", "_input_ids"])
-def test_preferences_are_unknown(
-    tokenizer: Any, tmp_path: Path, settings: dict[str, Any], end: str
-) -> None:
+def test_preferences_are_unknown(tokenizer, tmp_path, settings, end) -> None:
     row = {"prompt": "When?", "chosen": " At ten.", f"rejected{end}": " Never."}
     reader = RowReader(tokenizer, 40, **settings)
     with pytest.raises(UnknownLabels, match="holds preferences"):

@@ -14,26 +14,16 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks
 from lightning_fedleak.model.taps.activations import ActivationTap, ChangedInPlace
 from lightning_fedleak.model.taps.hooks import taps_paused
+from tests.helpers import models
 from tests.helpers.inputs import padded_batch as batch
-from tests.helpers.models import (
-    DIM,
-    VOCAB,
-    own_rng,
-    tiny_bert_mlm,
-    tiny_distilbert_mlm,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_roberta_mlm,
-    tiny_t5,
-)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: tiny_gpt2(layers=3),
-    "llama": lambda: tiny_llama(layers=3),
-    "bert": lambda: tiny_bert_mlm(layers=3),
-    "distilbert": lambda: tiny_distilbert_mlm(layers=3),
-    "roberta": lambda: tiny_roberta_mlm(layers=3),
-    "t5": lambda: tiny_t5(layers=3),
+    "gpt2": lambda: models.tiny_gpt2(layers=3),
+    "llama": lambda: models.tiny_llama(layers=3),
+    "bert": lambda: models.tiny_bert_mlm(layers=3),
+    "distilbert": lambda: models.tiny_distilbert_mlm(layers=3),
+    "roberta": lambda: models.tiny_roberta_mlm(layers=3),
+    "t5": lambda: models.tiny_t5(layers=3),
 }
 
 
@@ -58,7 +48,7 @@ def reference(model: nn.Module, layer: int, inputs: dict[str, Tensor]) -> tuple[
 
     block.forward = cut
     try:
-        with own_rng(5):
+        with models.own_rng(5):
             loss = model(**inputs).loss
     finally:
         block.forward = forward
@@ -69,7 +59,7 @@ def step(model: nn.Module, *micro_batches: dict[str, Tensor], **autocast: Any) -
     """Gradients of the parameters after backward of each micro-batch, each with seed 5."""
     model.zero_grad()
     for inputs in micro_batches:
-        with own_rng(5), torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+        with models.own_rng(5), torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
             model(**inputs).loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -119,9 +109,9 @@ def test_states_and_gradient_are_those_of_autograd(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_one_record_a_micro_batch_under_checkpointing(reentrant: bool, inside: bool) -> None:
     first, second = batch(1), batch(2, length=5)
-    model = checkpointed(tiny_gpt2(layers=3).train(), reentrant, inside)
+    model = checkpointed(models.tiny_gpt2(layers=3).train(), reentrant, inside)
     plain = step(model, first, second)
-    fresh = tiny_gpt2(layers=3).train()
+    fresh = models.tiny_gpt2(layers=3).train()
     expected = {n: [reference(fresh, n, i) for i in (first, second)] for n in (0, 1, 2)}
     tap = ActivationTap(find_anatomy(model), [0, 1, 2])
     tap.arm()
@@ -135,13 +125,13 @@ def test_one_record_a_micro_batch_under_checkpointing(reentrant: bool, inside: b
 
 @pytest.mark.parametrize("inside", [None, False, True])
 def test_a_check_of_the_graph_before_the_backward_leaves_no_record(inside: bool | None) -> None:
-    model, inputs = tiny_gpt2(layers=3).train(), batch()
+    model, inputs = models.tiny_gpt2(layers=3).train(), batch()
     if inside is not None:
         model = checkpointed(model, False, inside)
-    states, gradient = reference(tiny_gpt2(layers=3).train(), 1, inputs)
+    states, gradient = reference(models.tiny_gpt2(layers=3).train(), 1, inputs)
     tap = ActivationTap(find_anatomy(model), [1])
     tap.arm()
-    with own_rng(5):
+    with models.own_rng(5):
         loss = model(**inputs).loss
     with taps_paused():
         first = next(model.parameters())
@@ -155,7 +145,7 @@ def test_a_check_of_the_graph_before_the_backward_leaves_no_record(inside: bool 
 
 
 def test_forwards_without_gradient_leave_no_record() -> None:
-    model = tiny_gpt2().train()
+    model = models.tiny_gpt2().train()
     tap = ActivationTap(find_anatomy(model), [1])
     tap.arm()
     with torch.no_grad():
@@ -168,7 +158,7 @@ def test_forwards_without_gradient_leave_no_record() -> None:
 
 
 def test_a_look_ends_and_the_next_begins_empty() -> None:
-    model = tiny_gpt2().train()
+    model = models.tiny_gpt2().train()
     tap = ActivationTap(find_anatomy(model), [1])
     tap.arm()
     loss = model(**batch()).loss
@@ -191,7 +181,7 @@ def test_what_was_overwritten_is_refused() -> None:
         with torch.no_grad():
             args[0].mul_(2.0)
 
-    model = tiny_gpt2().train()
+    model = models.tiny_gpt2().train()
     tap = ActivationTap(find_anatomy(model), [1])
     tap.arm()
     step(model, batch())
@@ -201,7 +191,7 @@ def test_what_was_overwritten_is_refused() -> None:
         tap.gradients(1)
     model.transformer.h[1].register_forward_pre_hook(overwritten)
     tap.arm()
-    with own_rng(5):
+    with models.own_rng(5):
         model(**batch())
     with pytest.raises(ChangedInPlace, match=r"overwrote hidden states at layer 1 in place"):
         tap.states(1)
@@ -212,8 +202,8 @@ def lora(layers_to_transform: list[int] | None = None) -> nn.Module:
         r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1,
         init_lora_weights=False, layers_to_transform=layers_to_transform,
     )  # fmt: skip
-    with own_rng(1):
-        return peft.get_peft_model(tiny_gpt2(layers=3).train(), config)
+    with models.own_rng(1):
+        return peft.get_peft_model(models.tiny_gpt2(layers=3).train(), config)
 
 
 def test_under_lora_a_gradient_reaches_what_lies_above_a_trained_part() -> None:
@@ -242,7 +232,7 @@ class PlainBlock(nn.Module):
 
     def __init__(self, in_a_tuple: bool) -> None:
         super().__init__()
-        self.inner, self.in_a_tuple = nn.Linear(DIM, DIM), in_a_tuple
+        self.inner, self.in_a_tuple = nn.Linear(models.DIM, models.DIM), in_a_tuple
 
     def forward(self, hidden: Tensor) -> Any:
         hidden = hidden + self.inner(hidden).tanh()
@@ -252,9 +242,9 @@ class PlainBlock(nn.Module):
 class PlainModel(nn.Module):
     def __init__(self, in_a_tuple: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
+        self.embed = nn.Embedding(models.VOCAB, models.DIM)
         self.blocks = nn.ModuleList(PlainBlock(in_a_tuple) for _ in range(2))
-        self.out = nn.Linear(DIM, VOCAB)
+        self.out = nn.Linear(models.DIM, models.VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids)
@@ -278,8 +268,8 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize("whole", [True, False])
 def test_under_torch_compile(whole: bool) -> None:
     """Whose models ran before there was a tap."""
-    with own_rng(0):
-        model = WithLoss(PlainModel()) if whole else tiny_gpt2(dropout=0.0).train()
+    with models.own_rng(0):
+        model = WithLoss(PlainModel()) if whole else models.tiny_gpt2(dropout=0.0).train()
     expected = {n: reference(model, n, batch()) for n in (0, 1)}
     if whole:
         model.model = torch.compile(model.model, backend="aot_eager")
@@ -303,7 +293,7 @@ def test_under_torch_compile(whole: bool) -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_first_hook_reads_what_later_ones_rewrite(layer: int) -> None:
-    model = tiny_gpt2(dropout=0.0).train()
+    model = models.tiny_gpt2(dropout=0.0).train()
     block = model.transformer.h[0]
 
     def shift(*args: Any) -> Any:

@@ -83,9 +83,7 @@ def test_sums_are_those_of_whole_forwards(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("first", [[1], [1, 5, 5, 5]])
-def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(
-    first: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(first, monkeypatch) -> None:
     """Before it there are a forward without a prefix, or with one branch only."""
     monkeypatch.setattr(tokens, "MAX_NODES", 2)
     model, context = model_of("blind"), torch.tensor([1, 7, 4, 9])

@@ -17,20 +17,10 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from lightning_fedleak.model import taps
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Stage, UnusableObservation
-from lightning_fedleak.model.taps import (
-    ActivationTap,
-    LocalRound,
-    ModelCall,
-    Step,
-    control_crossing,
-    control_gradient,
-    control_states,
-    control_update,
-    shuffle_words,
-)
 from lightning_fedleak.model.taps.control import is_uneven
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
 from lightning_fedleak.model.taps.rounds import plain_call
@@ -55,11 +45,11 @@ from tests.taps.test_graph import (
 SHAPED = [name for name in HARD if name != "entropy"]
 
 
-def check_gradient(model: nn.Module, reads: list[ModelCall], tolerance: float = 1e-4) -> None:
+def check_gradient(model: nn.Module, reads: list[taps.ModelCall], tolerance: float = 1e-4) -> None:
     anatomy = find_anatomy(model)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     before = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
-    view = control_gradient(anatomy, Step(calls=reads), list(before))
+    view = taps.control_gradient(anatomy, taps.Step(calls=reads), list(before))
     assert view.tensors.keys() == before.keys()
     largest = max(float(gradient.float().norm()) for gradient in before.values())
     for name, gradient in before.items():
@@ -103,7 +93,7 @@ def test_the_update_of_the_same_words_is_that_of_the_round(kind: str, cut: float
     optimizer = OPTIMIZERS[kind](groups_of(model))
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
-    local, reads = LocalRound({id(p): p.detach().clone() for p in trained.values()}), []
+    local, reads = taps.LocalRound({id(p): p.detach().clone() for p in trained.values()}), []
     tap = GraphTap(find_anatomy(model))
     for step, losses in enumerate((["plain"], ["answers", "token weights"], ["class weights"])):
         optimizer.param_groups[0]["lr"] *= 0.5**step
@@ -121,8 +111,8 @@ def test_the_update_of_the_same_words_is_that_of_the_round(kind: str, cut: float
     rate = sum(rates[0] for rates in local.rates) / 3
     after = {name: p.detach().clone() for name, p in trained.items()}
     state = copy.deepcopy(optimizer.state_dict()["state"])
-    view = control_update(
-        find_anatomy(model), Step(calls=reads, round=local), list(before), clip_value=cut
+    view = taps.control_update(
+        find_anatomy(model), taps.Step(calls=reads, round=local), list(before), clip_value=cut
     )
     assert (view.local_steps, view.learning_rate) == (3, pytest.approx(rate))
     for name, weight in before.items():
@@ -140,13 +130,13 @@ def test_a_mean_over_clients_begins_each_with_the_same_weights() -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     reads = [calls_of(model, HARD[loss][0])[0] for loss in ("plain", "answers")]
     model.zero_grad()
-    local = replace(LocalRound.begin([*model.parameters()]), clients=2)
+    local = replace(taps.LocalRound.begin([*model.parameters()]), clients=2)
     for n_calls in (1, 2):
         local.add_step(optimizer, n_calls)
     anatomy, roles = find_anatomy(model), [n for n, p in model.named_parameters()]
-    mean = control_update(anatomy, Step(calls=reads, round=local), roles)
+    mean = taps.control_update(anatomy, taps.Step(calls=reads, round=local), roles)
     assert mean.local_steps == 1
-    views = [control_gradient(anatomy, Step(calls=[read]), roles) for read in reads]
+    views = [taps.control_gradient(anatomy, taps.Step(calls=[read]), roles) for read in reads]
     for role, change in mean.tensors.items():
         both = (views[0].tensors[role] + views[1].tensors[role]) / 2
         assert torch.allclose(change, both, atol=1e-4), role
@@ -158,7 +148,7 @@ def test_the_gradients_of_hidden_states_are_those_of_the_step(family: str, layer
     model = CAUSAL[family]().train()
     model.zero_grad()
     anatomy = find_anatomy(model)
-    tap, graph = ActivationTap(anatomy, [layer], states=False, reach=True), GraphTap(anatomy)
+    tap, graph = taps.ActivationTap(anatomy, [layer], states=False, reach=True), GraphTap(anatomy)
     tap.arm()
     graph.arm()
     HARD["micro-batches"][0](model).backward()
@@ -167,7 +157,7 @@ def test_the_gradients_of_hidden_states_are_those_of_the_step(family: str, layer
     graph.close()
     tap.close()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    found = control_states(anatomy, Step(calls=reads), layer)
+    found = taps.control_states(anatomy, taps.Step(calls=reads), layer)
     assert len(found) == len(expected) == 2
     for mine, gradient in zip(found, expected, strict=True):
         assert (mine - gradient).norm() < 1e-4 * gradient.norm()
@@ -188,10 +178,10 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
     reads, anatomy = calls_of(model, HARD["plain"][0]), find_anatomy(model)
 
     def update(*optimizers: torch.optim.Optimizer, rate: float | None = None) -> None:
-        local = LocalRound.begin([*model.parameters()])
+        local = taps.LocalRound.begin([*model.parameters()])
         for n_calls, optimizer in enumerate(optimizers, 1):
             local.add_step(optimizer, n_calls, rate)
-        control_update(anatomy, Step(calls=reads, round=local), ["head.weight"])
+        taps.control_update(anatomy, taps.Step(calls=reads, round=local), ["head.weight"])
 
     trained = [p for p in model.parameters() if p.requires_grad]
     first, second = (torch.optim.SGD(trained, 0.1) for _ in range(2))
@@ -286,7 +276,7 @@ def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
     model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
     model.lm_head.register_forward_hook(lambda *_: calls.append("forward"))
     state, weight = torch.get_rng_state(), model.lm_head.weight
-    control_gradient(find_anatomy(model), Step(calls=reads), ["head.weight"])
+    taps.control_gradient(find_anatomy(model), taps.Step(calls=reads), ["head.weight"])
     assert calls == []
     assert torch.equal(state, torch.get_rng_state())
     assert model.lm_head.weight is weight
@@ -299,14 +289,14 @@ def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
 def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, layer: int) -> None:
     model = CAUSAL[family]().train()
     anatomy = find_anatomy(model)
-    tap = ActivationTap(anatomy, [layer], gradients=False)
+    tap = taps.ActivationTap(anatomy, [layer], gradients=False)
     tap.arm()
     reads = calls_of(model, HARD[loss][0])
     states = [each.clone() for each in tap.states(layer)]
     tap.close()
     calls: list[str] = []
     model.register_forward_hook(lambda *_: calls.append("the user's own"))
-    crossed = control_crossing(anatomy, Step(calls=reads), layer)
+    crossed = taps.control_crossing(anatomy, taps.Step(calls=reads), layer)
     assert len(crossed) == len(states)
     for sent, read, expected in zip(crossed, reads, states, strict=True):
         assert torch.allclose(sent.states(Stage.SHARED, layer), expected, atol=1e-6)
@@ -317,7 +307,7 @@ def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, laye
 # ---- words -------------------------------------------------------------------------------------
 
 
-def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> ModelCall:
+def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> taps.ModelCall:
     """Return a call on IDS whose rows have these sizes at their labels, (B, L - 1)."""
     batch = TokenBatch(IDS, labels, fields.get("mask"), "causal", fields.get("positions"))
     read = plain_call(find_anatomy(llama()), batch, None)
@@ -332,7 +322,7 @@ def test_tokens_move_and_stay_in_number(seed: int, with_words: bool) -> None:
     sizes = torch.rand(IDS.shape[0], IDS.shape[1] - 1) + 0.5
     read = causal_call(IDS, sizes, mask=MASK)
     generator = torch.Generator().manual_seed(seed)
-    draw = shuffle_words(Step(calls=[read]), special, generator, with_words=with_words)
+    draw = taps.shuffle_words(taps.Step(calls=[read]), special, generator, with_words=with_words)
     [batch], (new_sizes, *_) = draw.batches, draw.calls[0].shapes
     stays = (MASK == 0) | torch.isin(IDS, torch.tensor(sorted(special)))
     assert torch.equal(batch.input_ids[stays], IDS[stays])
@@ -352,7 +342,9 @@ def test_tokens_move_and_stay_in_number(seed: int, with_words: bool) -> None:
 def test_texts_in_a_row_are_shuffled_within_themselves() -> None:
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(IDS.shape)
     read = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1), positions=positions)
-    draw = shuffle_words(Step(calls=[read]), frozenset(), torch.Generator().manual_seed(0))
+    draw = taps.shuffle_words(
+        taps.Step(calls=[read]), frozenset(), torch.Generator().manual_seed(0)
+    )
     [batch] = draw.batches
     assert not torch.equal(batch.input_ids, IDS)
     for part in (slice(0, 5), slice(5, 12)):
@@ -363,7 +355,9 @@ def test_texts_in_a_row_are_shuffled_within_themselves() -> None:
 
 def test_a_part_has_the_first_labels_alone() -> None:
     read = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1))
-    draw = shuffle_words(Step(calls=[read]), frozenset(), torch.Generator().manual_seed(0))
+    draw = taps.shuffle_words(
+        taps.Step(calls=[read]), frozenset(), torch.Generator().manual_seed(0)
+    )
     part = draw.part(14)
     [batch] = part.batches
     assert int((part.calls[0].shapes[0] != 0).sum()) == 14
@@ -374,29 +368,25 @@ def test_a_part_has_the_first_labels_alone() -> None:
     assert len(kept) == 2
 
 
-def loss_of_last_logits(model: nn.Module) -> Tensor:
-    """Return a loss on the last five logits of each text, which the model alone computes."""
-    logits = model(input_ids=IDS, logits_to_keep=5).logits[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1), IDS[:, -4:].flatten())
-
-
 FAMILIES = [(name, HARD["answers"][0]) for name in CAUSAL if "bf16" not in name]
 
 
-@pytest.mark.parametrize(("family", "loss"), [*FAMILIES, ("llama", loss_of_last_logits)])
+@pytest.mark.parametrize(("family", "loss"), [*FAMILIES, ("llama", HARD["logits_to_keep"][0])])
 def test_a_part_runs_only_the_texts_of_its_labels(family: str, loss, monkeypatch) -> None:
     model = CAUSAL[family]().train()
     generator = torch.Generator().manual_seed(0)
-    draw = shuffle_words(Step(calls=calls_of(model, loss)), frozenset(), generator)
+    draw = taps.shuffle_words(taps.Step(calls=calls_of(model, loss)), frozenset(), generator)
     part = draw.part(5)
-    monkeypatch.setattr(ModelCall, "without_dead_texts", lambda call: call)
+    monkeypatch.setattr(taps.ModelCall, "without_dead_texts", lambda call: call)
     whole = draw.part(5)
     n_texts = [len(step.batches[0].input_ids) for step in (part, whole)]
     assert n_texts[0] < n_texts[1] == len(IDS)
     targets = [sorted(step.batches[0].target_ids().tolist()) for step in (part, whole)]
     assert targets[0] == targets[1]
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    cut, full = (control_gradient(find_anatomy(model), x, names).tensors for x in (part, whole))
+    cut, full = (
+        taps.control_gradient(find_anatomy(model), x, names).tensors for x in (part, whole)
+    )
     assert cut.keys() == full.keys()
     largest = max(float(gradient.norm()) for gradient in full.values())
     assert largest > 0
@@ -409,8 +399,8 @@ def test_a_part_stays_whole_where_an_argument_is_not_that_of_each_token() -> Non
     axes = torch.zeros(len(IDS), 3, IDS.shape[1])  # of as many axes as there are texts
     for argument, n_texts in (torch.zeros(IDS.shape), 2), (IDS[:1], 2), (axes, len(IDS)):
         arguments = {"input_ids": call.ids, "position_ids": argument, "use_cache": False}
-        step = Step(calls=[replace(call, arguments=arguments)])
-        draw = shuffle_words(step, frozenset(), torch.Generator().manual_seed(0))
+        step = taps.Step(calls=[replace(call, arguments=arguments)])
+        draw = taps.shuffle_words(step, frozenset(), torch.Generator().manual_seed(0))
         [part] = draw.part(14).calls
         assert len(part.texts.input_ids) == len(part.arguments["input_ids"]) == n_texts
         assert len(part.arguments["position_ids"]) == (n_texts if len(argument) > 1 else 1)

@@ -6,26 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import BatchError, TokenBatch
@@ -52,7 +38,7 @@ SMALL = {
 
 def llama(**more: object) -> nn.Module:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, **more))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **more))
 
 
 def adapted(model: nn.Module) -> nn.Module:
@@ -62,12 +48,12 @@ def adapted(model: nn.Module) -> nn.Module:
 
 def gpt2_lora_with_checkpointing() -> nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=32,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     lora = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
-    model = get_peft_model(GPT2LMHeadModel(config), lora)
+    model = get_peft_model(transformers.GPT2LMHeadModel(config), lora)
     model.enable_input_require_grads()
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -75,7 +61,9 @@ def gpt2_lora_with_checkpointing() -> nn.Module:
 
 def gemma2_with_soft_cap() -> nn.Module:
     torch.manual_seed(0)
-    return Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=0.05))
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=0.05)
+    )
 
 
 def bf16_tied() -> nn.Module:
@@ -213,7 +201,7 @@ def test_hard_labels_are_exact(family: str) -> None:
 def mixtral(coefficient: float = 0.01) -> nn.Module:
     torch.manual_seed(0)
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": coefficient}
-    return MixtralForCausalLM(MixtralConfig(**SMALL, **more))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, **more))
 
 
 def mixtral_lora(coefficient: float = 0.01) -> nn.Module:
@@ -223,9 +211,7 @@ def mixtral_lora(coefficient: float = 0.01) -> nn.Module:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("coefficient", [0.01, 0.0])
 @pytest.mark.parametrize("family", [mixtral, mixtral_lora])
-def test_words_that_a_routers_loss_reaches_are_read(
-    family: Callable[[float], nn.Module], coefficient: float, padded: bool
-) -> None:
+def test_words_that_a_routers_loss_reaches_are_read(family, coefficient, padded) -> None:
     """Behind the last label too, and padding where the router's loss does not leave it out."""
     labels = IDS.masked_fill(torch.arange(LENGTH) > 3, -100)
     ids, mask = (PADDED, MASK) if padded else (IDS, None)
@@ -344,7 +330,7 @@ def test_a_head_that_is_called_on_prefixes_in_chunks(chunks: int) -> None:
 def bert() -> nn.Module:
     torch.manual_seed(0)
     sizes = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
-    return BertForMaskedLM(BertConfig(**sizes))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
 
 
 CHOSEN = torch.zeros_like(IDS, dtype=torch.bool).index_fill(1, torch.tensor([2, 5]), True)
@@ -363,8 +349,8 @@ def test_masked_tokens() -> None:
 def t5(**more: object) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes, **more)
-    return T5ForConditionalGeneration(config)
+    config = transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes, **more)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def test_encoder_and_decoder() -> None:
@@ -411,7 +397,9 @@ def test_padding_is_what_no_label_depends_on(call, side: str) -> None:
 @pytest.mark.parametrize("classes", [2, 3])
 def test_a_classifier_of_texts(classes: int) -> None:
     torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=classes, pad_token_id=0))
+    model = transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**SMALL, num_labels=classes, pad_token_id=0)
+    )
     labels = torch.tensor([0, 1, 1, 0])
     weights = torch.tensor([1.0, 1.0, 0.0, 1.0])
 
@@ -571,9 +559,7 @@ def gradient_of_states(model: nn.Module, ids: Tensor) -> None:
         (gradient_of_states, "autograd.grad beside its backward"),
     ],
 )
-def test_labels_are_unknown_if_several_passes_read_them(
-    step: Callable[[nn.Module, Tensor], None], reason: str
-) -> None:
+def test_labels_are_unknown_if_several_passes_read_them(step, reason) -> None:
     model = llama()
     tap = GraphTap(find_anatomy(model))
     tap.arm()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +49,7 @@ class Fused:
         return SimpleNamespace(logits=logits, loss=loss)
 
 
-def read_fused(
-    model: nn.Module, loss: Callable[[Any], Tensor], temperature: float = 1.0
-) -> list[ModelCall]:
+def read_fused(model, loss, temperature=1.0) -> list[ModelCall]:
     """Return the calls of a step with a fused loss, whose gradients stay in the parameters."""
     fused = Fused(model.train(), temperature)
     return calls_of(model, lambda _: loss(fused), temperature)
@@ -172,9 +169,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor]:
 
 @given(rows(), st.booleans())
 @settings(max_examples=100)
-def test_rows_of_any_loss(
-    case: tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor], are_given: bool
-) -> None:
+def test_rows_of_any_loss(case, are_given) -> None:
     states, gradient, head, labels, weights = case
     read = read_states(states, gradient, head, [labels] if are_given else [])
     assert torch.equal(read.labels, labels)
@@ -214,9 +209,7 @@ def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
 
 @given(rows(), st.integers(0, 2**20))
 @settings(max_examples=100)
-def test_a_false_label_is_not_believed(
-    case: tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor], seed: int
-) -> None:
+def test_a_false_label_is_not_believed(case, seed) -> None:
     states, gradient, head, labels, _ = case
     generator = torch.Generator().manual_seed(seed)
     false = torch.randint(0, len(head.weight), labels.shape, generator=generator)

@@ -21,9 +21,6 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -31,19 +28,17 @@ from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_fedleak import FCMembership
-from lightning_fedleak.attacks.memorization import LossRatio
-from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels import control
-from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model import whole_models
 from lightning_fedleak.model.taps import Step, shuffle_words
 from lightning_fedleak.model.whole_models import whole_model
-from lightning_fedleak.trainers import Threshold, Watch
+from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases
 from tests.helpers.settings import grouped
 from tests.helpers.sharded import whole
 from tests.helpers.words import agreement
+from tests.trainers import sharded
 from tests.trainers.sharded import (
     CLIP,
     STEPS,
@@ -165,32 +160,6 @@ def collectives(folder: Path) -> dict[str, Any]:
         loop(folder, shard(model_of()), attacks, every=2, around=counted)
         counts[name] = [mode.get_total_counts() for mode in modes]
     return counts
-
-
-@CASES.named("own loops")
-def own_loops(folder: Path) -> dict[str, Any]:
-    """LoRA, tied, accumulated and checkpointed."""
-    out = {}
-    made: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-        "lora": (lambda: shard(model_of(lora=True)), {}),
-        "tied": (lambda: shard(model_of(tie_word_embeddings=True)), {}),
-        "accumulated": (lambda: shard(model_of()), {"accumulated": 2}),
-        "checkpoint_wrapper": (lambda: shard(wrapped(model_of())), {}),
-    }
-    for name, (make, settings) in made.items():
-        attack = words()
-        plain, _ = loop(folder / name, make(), **settings)
-        read, _ = loop(folder / name, make(), [attack], **settings)
-        right = attack.named == truth(settings.get("accumulated", 1))
-        out[name] = {"same": same(plain, read), "named": right}
-    return out
-
-
-def wrapped(model: Any) -> Any:
-    apply_activation_checkpointing(
-        model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer)
-    )
-    return model
 
 
 @CASES.named("mixed precision")
@@ -434,44 +403,17 @@ def chosen_for_lora(folder: Path) -> dict[str, Any]:
 
 @CASES.named("trainer saves and resumes")
 def resumes(folder: Path) -> dict[str, Any]:
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    once, _ = trained(folder / "once", [words()], **saving)
-    trained(folder / "parts", [words()], **saving | {"max_steps": 2})
-    attack = words()
-    path = str(folder / "parts" / "checkpoint-2")
-    again, callback = trained(folder / "parts", [attack], resume=path, **saving)
-    return {
-        "same": same(final(once), final(again)),
-        "steps": [line["step"] for line in lines(folder / "parts")],
-        "f1": callback.latest["leakage/subspace_words/f1"],
-    }
+    return sharded.resumed(trained, folder, final)
 
 
 @CASES.named("trainer's gate")
 def gate(folder: Path) -> dict[str, Any]:
-    one = Threshold("leakage/worst/words", at_most=0.5, patience=1)
-    trainer, _ = trained(folder, [words()], [one])
-    saved = one.fired is not None and Path(str(one.fired.checkpoint)).is_dir()
-    return {"steps": trainer.state.global_step, "saved": saved}
+    return sharded.gated(trained, folder)
 
 
 @CASES.named("trainer's weights")
 def weights(folder: Path) -> dict[str, Any]:
-    train, _ = leave_out(rows(400, 10), 200, seed=1)
-    more = {
-        "max_steps": 12, "train_dataset": train, "per_device_train_batch_size": 8, "kind": Trainer,
-        "accelerator_config": {"use_seedable_sampler": False},
-    }  # fmt: skip
-    memorization = Memorization(max_overhead=4, looks=(0.5,))
-    plain, _ = trained(folder / "plain", **more)
-    read, callback = trained(
-        folder / "read", [LossRatio()], watch={"memorization": memorization}, **more
-    )
-    return {
-        "same": same(final(plain), final(read)),
-        "auc": callback.latest["leakage/loss_ratio/auc"],
-        "looks": [line["step"] for line in lines(folder / "read")],
-    }
+    return sharded.asked(trained, folder, final, kind=Trainer)
 
 
 @CASES.named("trainer refuses")

@@ -92,9 +92,7 @@ def drawing(trace: Trace) -> Iterator[None]:
         PoissonBatchSampler.rows = real  # type: ignore[method-assign]
 
 
-def in_lightning(
-    folder: Path, model: Any, defenses: Sequence[Defense], lr: float, **settings: Any
-) -> Trace:
+def in_lightning(folder, model, defenses, lr, **settings) -> Trace:
     names = {"num_train_epochs": "max_epochs", "max_steps": "max_steps"}
     known: dict[str, Any] = {names[n]: v for n, v in settings.items() if n in names}
     if settings.get("bf16"):
@@ -161,14 +159,7 @@ def trainer_of(
     )
 
 
-def under_the_trainer(
-    folder: Path,
-    model: Any,
-    defenses: Sequence[Defense],
-    lr: float,
-    resume: Any = None,
-    **settings: Any,
-) -> Trace:
+def under_the_trainer(folder, model, defenses, lr, resume=None, **settings) -> Trace:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     trainer = trainer_of(folder, model, defenses, lr, optimizers=(optimizer, scheduler), **settings)
@@ -191,9 +182,7 @@ def traced(trainer: Any, resume: Any = None) -> Trace:
     return trace
 
 
-def in_a_loop(
-    folder: Path, model: Any, defenses: Sequence[Defense], lr: float, **settings: Any
-) -> Trace:
+def in_a_loop(folder, model, defenses, lr, **settings) -> Trace:
     """A loop of one's own, under autocast where it is asked for."""
     trace, bf16 = Trace(model.train()), settings.get("bf16", False)
     epochs, steps = settings.get("num_train_epochs", 1), settings.get("max_steps")

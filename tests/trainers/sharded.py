@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_fedleak.attacks.memorization import LossRatio
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import llama, with_lora
 from tests.helpers.cases import gathered
 from tests.helpers.words import Kept
 from tests.trainers.test_transformers import Sequential
+from tests.trainers.test_watch import lines
+
+Trains = Callable[..., tuple[Any, Any]]
+"""Trains in a folder, and returns the Trainer and its callback."""
 
 STEPS, CLIP = 3, 0.5
 
@@ -68,3 +78,43 @@ def expected_head(accumulated: int, **more: Any) -> tuple[Tensor, float]:
 def same(one: list[Any], other: list[Any]) -> bool:
     pairs = list(zip(one, other, strict=True))
     return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
+
+
+def gated(train: Trains, folder: Path) -> dict[str, Any]:
+    """Return where a gate stops a Trainer, and whether it has saved a checkpoint."""
+    gate = Threshold("leakage/worst/words", at_most=0.5, patience=1)
+    trainer, _ = train(folder, attacks=[words()], gates=[gate])
+    saved = gate.fired is not None and Path(str(gate.fired.checkpoint)).is_dir()
+    return {"steps": trainer.state.global_step, "saved": saved}
+
+
+def resumed(train: Trains, folder: Path, state: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    """Return whether a resumed training ends as one that was not stopped, and what it logs."""
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    once, _ = train(folder / "once", attacks=[words()], **saving)
+    train(folder / "parts", attacks=[words()], **saving | {"max_steps": 2})
+    path = str(folder / "parts" / "checkpoint-2")
+    again, callback = train(folder / "parts", attacks=[words()], resume=path, **saving)
+    return {
+        "same": same(state(once), state(again)),
+        "steps": [line["step"] for line in lines(folder / "parts")],
+        "f1": callback.latest["leakage/subspace_words/f1"],
+    }
+
+
+def asked(train, folder, state, **more) -> dict[str, Any]:
+    """Return what is logged of trained weights, and whether training was as without a callback."""
+    part, _ = leave_out(rows(400, 10), 200, seed=1)
+    more |= {
+        "max_steps": 12, "train_dataset": part, "per_device_train_batch_size": 8,
+        "accelerator_config": {"use_seedable_sampler": False},
+    }  # fmt: skip
+    memorization = Memorization(max_overhead=4, looks=(0.5,))
+    plain, _ = train(folder / "plain", **more)
+    watch = {"memorization": memorization}
+    read, callback = train(folder / "read", attacks=[LossRatio()], watch=watch, **more)
+    return {
+        "same": same(state(plain), state(read)),
+        "auc": callback.latest["leakage/loss_ratio/auc"],
+        "looks": [line["step"] for line in lines(folder / "read")],
+    }

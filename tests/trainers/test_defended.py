@@ -74,9 +74,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         ("gpt2 tied", {"per_device_train_batch_size": 1}, 1e-6),
     ],
 )
-def test_what_is_shared_is_the_clipped_sum(
-    name: str, settings: dict[str, Any], most: float, tmp_path: Path
-) -> None:
+def test_what_is_shared_is_the_clipped_sum(name, settings, most, tmp_path) -> None:
     """In a loop; the other hosts share the same bits."""
     settings = dict(settings)
     pieces, clip = settings.pop("pieces", None), CLIPS.get(name, CLIP)
@@ -213,9 +211,7 @@ def test_checkpointed_activations_give_the_same_sums(tmp_path: Path) -> None:
     ("settings", "steps"),
     [({"num_train_epochs": 1.5}, 9), ({"max_steps": 8, "num_train_epochs": 9}, 8)],
 )
-def test_the_account_is_that_of_the_steps(
-    settings: dict[str, Any], steps: int, tmp_path: Path
-) -> None:
+def test_the_account_is_that_of_the_steps(settings, steps, tmp_path) -> None:
     defense = DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3, accountant="rdp")
     trainer = trainer_of(tmp_path, MODELS["llama"](), [defense], **settings)
     trainer.train()
@@ -241,9 +237,7 @@ class Stop(TrainerCallback):
 @pytest.mark.parametrize(  # at an epoch's end, and in its middle
     ("step", "skip"), [(6, True), (4, True), (4, False)]
 )
-def test_a_resumed_run_forgets_nothing_and_draws_again(
-    step: int, skip: bool, tmp_path: Path
-) -> None:
+def test_a_resumed_run_forgets_nothing_and_draws_again(step, skip, tmp_path) -> None:
     def defense() -> DPSGD:
         return DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3, accountant="rdp")
 
@@ -332,9 +326,7 @@ def test_a_watch_reads_what_is_released_and_before_it_the_bare_gradient(tmp_path
     assert json.loads(record.read_text().splitlines()[0])["defenses"][0]["name"] == "dpsgd"
 
 
-def test_a_seq2seq_lora_shares_the_clipped_sum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seq2seq_lora_shares_the_clipped_sum(tmp_path, monkeypatch) -> None:
     model = get_peft_model(
         tiny_t5(dropout=0.0), LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False)
     )

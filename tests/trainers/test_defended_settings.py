@@ -13,14 +13,6 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 from torch.utils import data
-from transformers import (
-    DataCollatorWithFlattening,
-    EarlyStoppingCallback,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-)
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -87,7 +79,7 @@ def test_a_scheduler_on_a_metric_is_refused(schedule: Any, tmp_path: Path) -> No
 
 
 def early(trainer: Any) -> None:
-    trainer.add_callback(EarlyStoppingCallback())
+    trainer.add_callback(transformers.EarlyStoppingCallback())
 
 
 def searched(trainer: Any) -> None:
@@ -95,7 +87,7 @@ def searched(trainer: Any) -> None:
 
 
 def flattened(trainer: Any) -> None:
-    trainer.data_collator = DataCollatorWithFlattening()
+    trainer.data_collator = transformers.DataCollatorWithFlattening()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +135,7 @@ def test_a_model_that_was_loaded_sharded_is_refused(tmp_path: Path) -> None:
         distributed.destroy_process_group()
 
 
-class Outside(DefendedMixin, Trainer):
+class Outside(DefendedMixin, transformers.Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs) * 2.0
 
@@ -155,12 +147,12 @@ def adalora() -> torch.nn.Module:
     return peft.get_peft_model(tiny_llama(), peft.AdaLoraConfig(**settings))
 
 
-class OwnStep(Trainer):
+class OwnStep(transformers.Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)
 
 
-class KTOTrainer(Trainer):
+class KTOTrainer(transformers.Trainer):
     """Named as TRL's."""
 
 
@@ -172,9 +164,7 @@ class KTOTrainer(Trainer):
         (KTOTrainer, "KTOTrainer compares several texts .*train on single texts"),
     ],
 )
-def test_trainers_that_compute_otherwise_are_refused(
-    kind: Any, message: str, tmp_path: Path
-) -> None:
+def test_trainers_that_compute_otherwise_are_refused(kind, message, tmp_path) -> None:
     with pytest.raises(DefenseError, match=message):
         trainer_of(tmp_path, tiny_llama(), [private()], kind=kind).train()
 
@@ -191,9 +181,7 @@ def test_trainers_that_compute_otherwise_are_refused(
         ),
     ],
 )
-def test_models_and_defences_that_do_not_fit(
-    build: Any, defenses: Any, message: str, tmp_path: Path
-) -> None:
+def test_models_and_defences_that_do_not_fit(build, defenses, message, tmp_path) -> None:
     with pytest.raises(DefenseError, match=message):
         trainer_of(tmp_path, build(), defenses()).train()
 
@@ -211,12 +199,12 @@ def test_a_loader_that_is_split_keeps_its_settings() -> None:
 def test_private_choices_may_be_said_to_be_outside(tmp_path: Path) -> None:
     defense = private()
     trainer = trainer_of(tmp_path, tiny_llama(), [defense], outside_epsilon=True, **(PUBLIC | BEST))
-    trainer.add_callback(EarlyStoppingCallback())
+    trainer.add_callback(transformers.EarlyStoppingCallback())
     trainer.train()
     assert defense.releases == 1
 
 
-class Scaled(Trainer):
+class Scaled(transformers.Trainer):
     """Has a loss of its own, as TRL's SFTTrainer does."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,9 +236,7 @@ class Peers(Team):
         return [max(float(value), 6.0) for value in values]
 
 
-def test_a_process_with_fewer_rows_than_others_computes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_with_fewer_rows_than_others_computes_the_same(tmp_path, monkeypatch) -> None:
     """Pieces that stand in for no rows add nothing; the Trainer takes labels out of each."""
 
     def among_peers(batch: Any, samples: int, max_rows: int, *_: Any) -> Any:
@@ -277,14 +263,14 @@ def test_noise_on_embeddings_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_users_arguments_serve_two_runs(tmp_path: Path) -> None:
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=1, report_to=[], use_cpu=True, per_device_train_batch_size=2,
         gradient_accumulation_steps=3,
     )  # fmt: skip
     before = arguments.to_dict()
     for _ in range(2):
         defense = private()
-        trainer = defended(Trainer)(
+        trainer = defended(transformers.Trainer)(
             tiny_llama(), arguments, train_dataset=rows(), defenses=[defense]
         )
         trainer.train()
@@ -295,20 +281,22 @@ def test_the_users_arguments_serve_two_runs(tmp_path: Path) -> None:
 
 
 def test_arguments_stay_where_they_are_and_model_init_is_called(tmp_path: Path) -> None:
-    class Own(DefendedMixin, Seq2SeqTrainer):
+    class Own(DefendedMixin, transformers.Seq2SeqTrainer):
         pass
 
-    arguments = Seq2SeqTrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True)
+    arguments = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True
+    )
     defense = private()
     trainer = Own(tiny_llama(), arguments, None, rows(), defenses=[defense])
     trainer.train()
     assert defense.releases == 2
     assert defended(Own) is Own
     again = private()
-    plain = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True)
-    defended(Trainer)(
+    plain = transformers.TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True)
+    defended(transformers.Trainer)(
         None, plain, train_dataset=rows(), model_init=lambda: tiny_llama(), defenses=[again]
     ).train()
     assert again.releases == 2
     with pytest.raises(TypeError, match="defenses"):
-        defended(Trainer)(tiny_llama(), plain)
+        defended(transformers.Trainer)(tiny_llama(), plain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,7 @@ def private(kind: type[DPOptimizer] = DPOptimizer, **settings: Any) -> tuple[nn.
     return model, kind(optimizer, generator=generator, **grouped(known | settings))
 
 
-def train(
-    model: nn.Module, optimizer: Any, watch: Watch | None, steps: int = 3, parts: int = 1
-) -> list[Tensor]:
+def train(model, optimizer, watch, steps=3, parts=1) -> list[Tensor]:
     """Return the gradient of the embeddings that each step was really taken with."""
     applied: list[Tensor] = []
     inner = getattr(optimizer, "original_optimizer", optimizer)
@@ -90,9 +88,7 @@ def train(
     return applied
 
 
-def watch_of(
-    model: nn.Module, optimizer: Any, folder: Path, *more: Any, **settings: Any
-) -> tuple[Watch, Probe]:
+def watch_of(model, optimizer, folder, *more, **settings) -> tuple[Watch, Probe]:
     probe = Probe(role=EMBEDDING_WEIGHT)
     attacks = [BagOfWords(), probe, *more]
     defaults = {"every_n_steps": 1, "tensorboard": False, "games": Games(targets=2)}
@@ -131,9 +127,7 @@ def test_what_is_read_is_what_the_step_is_taken_with_and_its_noise_known(tmp_pat
 @pytest.mark.parametrize(
     ("mode", "clipping"), [("hooks", "flat"), ("hooks", "per_layer"), ("ghost", "flat")]
 )
-def test_optimizers_of_an_engine_are_read_and_their_epsilon_is_logged(
-    tmp_path: Path, mode: str, clipping: str
-) -> None:
+def test_optimizers_of_an_engine_are_read_and_their_epsilon_is_logged(tmp_path, mode, clipping):
     torch.manual_seed(7)
     model = LM()
     engine = PrivacyEngine()
@@ -228,9 +222,7 @@ def patched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [Noises, lambda p, lr: patched(torch.optim.SGD(p, lr))])
-def test_what_cannot_be_read_inside_is_unknown_and_never_the_raw_gradient(
-    tmp_path: Path, make: Callable[..., torch.optim.Optimizer]
-) -> None:
+def test_what_cannot_be_read_inside_is_unknown_and_never_the_raw_gradient(tmp_path, make) -> None:
     torch.manual_seed(7)
     model = LM()
     optimizer = make(model.parameters(), 0.1)
@@ -254,9 +246,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("client", ["rank", "world"])
-def test_a_client_shares_what_it_noised_and_all_what_was_reduced(
-    tmp_path: Path, one_process: None, client: str
-) -> None:
+def test_a_client_shares_what_it_noised_and_all_what_was_reduced(tmp_path, one_process, client):
     """The sum over processes is made twice as large here, as if there were another process."""
     model, optimizer = private(DistributedDPOptimizer)
     reduce = optimizer.reduce_gradients

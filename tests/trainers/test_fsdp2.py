@@ -30,12 +30,6 @@ def test_a_step_without_a_look_has_no_collective_more(ranks) -> None:
         assert watched[0] > plain[0] < watched[2]
 
 
-def test_words_of_both_processes_are_read_in_a_loop(ranks) -> None:
-    for found in of(ranks, "own loops"):
-        assert found.keys() == {"lora", "tied", "accumulated", "checkpoint_wrapper"}
-        assert all(case == {"same": True, "named": True} for case in found.values())
-
-
 def test_a_control_that_fails_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> None:
     for found in of(ranks, "control fails on one"):
         assert found == {"same": True, "controls": [None, None, None]}

@@ -56,13 +56,7 @@ class Evaluated(TrainerCallback):
         self.values.append(metrics[self.name])
 
 
-def trainer_of(
-    folder: Path,
-    model: Any = None,
-    dropout: float = 0.0,
-    kind: type[Trainer] = Sequential,
-    **more: Any,
-) -> Trainer:
+def trainer_of(folder, model=None, dropout=0.0, kind=Sequential, **more) -> Trainer:
     torch.manual_seed(7)
     model = tiny_gpt2(tied=False, dropout=dropout) if model is None else model
     settings = {
@@ -303,9 +297,7 @@ def test_it_is_given_the_trainer(tmp_path: Path) -> None:
         ({"optim": "adalomo"}, [], "during backward"),
     ],
 )
-def test_what_cannot_be_watched_is_refused(
-    tmp_path: Path, settings: dict[str, Any], gates: Any, words: str
-) -> None:
+def test_what_cannot_be_watched_is_refused(tmp_path, settings, gates, words) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     trainer = trainer_of(tmp_path, optimizers=constant(optimizer), **settings)
     watched(trainer, [BagOfWords()], gates)

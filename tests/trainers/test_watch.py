@@ -267,9 +267,7 @@ class OneOf(torch.nn.Module):
         ("DataParallel", "Under DataParallel"),
     ],
 )
-def test_wrappers_of_gradients_in_parts_are_refused(
-    tmp_path: Path, wrapper: str, words: str
-) -> None:
+def test_wrappers_of_gradients_in_parts_are_refused(tmp_path, wrapper, words) -> None:
     model, optimizer = model_and_optimizer()
     wrapped = OneOf(type(wrapper, (OneOf,), {})(model))
     with pytest.raises(ValueError, match=words):
@@ -296,9 +294,7 @@ def test_a_batch_that_fails_makes_its_look_unknown_and_its_step_counts(tmp_path:
     assert [line["unknown"] is None for line in lines(tmp_path)] == [True, False, True, True]
 
 
-def test_the_first_process_alone_chooses_the_folder_and_its_error_reaches_all(
-    tmp_path: Path,
-) -> None:
+def test_the_first_process_alone_chooses_the_folder_and_its_error_reaches_all(tmp_path) -> None:
     sent: list[Any] = []
 
     def choose(rank: int) -> Path:

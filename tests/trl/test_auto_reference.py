@@ -45,9 +45,7 @@ def run(folder: Path, memorization: Memorization) -> SFTTrainer:
     return trainer
 
 
-def test_a_lora_has_a_lora_for_its_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lora_has_a_lora_for_its_reference(tmp_path, monkeypatch) -> None:
     references: list[tuple[list[str], int, dict[str, torch.Tensor]]] = []
     describe = reference.describe_reference
 

@@ -126,9 +126,7 @@ def test_joined_texts_are_refused(kind: str, tmp_path: Path) -> None:
         trainer_of(tmp_path, kind, DPSGD(CLIP, 1.0)).train()
 
 
-def test_the_script_of_the_docs_runs_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_of_the_docs_runs_as_it_is(tmp_path, monkeypatch, capsys) -> None:
     page = blocks_of(ROOT / "docs/private_training.md")
     [script] = [block.text for block in page if "defended(SFTTrainer)" in block.text]
     monkeypatch.chdir(tmp_path)

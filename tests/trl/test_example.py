@@ -11,9 +11,7 @@ import pytest
 pytest.importorskip("trl")
 
 
-def test_the_gate_stops_it_at_the_third_look_above_the_threshold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_gate_stops_it_at_the_third_look_above_the_threshold(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(Path(__file__).parents[2] / "examples/trl_sft.py"), run_name="__main__")
     looks = re.findall(r"step (\d+): leakage/worst/words = ([\d.]+)", capsys.readouterr().out)

@@ -25,7 +25,8 @@ from lightning_fedleak.trainers import defended
 from tests.helpers.models import own_rng
 from tests.helpers.processes import two_processes
 from tests.trainers.hosts import traced
-from tests.trl.test_trl import ANSWERS, COMMON, model_of, pairs, tokenizer, watched
+from tests.trainers.test_transformers import watched
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, pairs, tokenizer
 
 BETA = 0.5
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -53,14 +54,7 @@ class WideLogProbs:
             return chosen, entropy, None, logits.mean(-1), logits.argmax(-1) == targets
 
 
-def trainer_of(
-    folder: Path,
-    defense: DPSGD | None,
-    kind: Any = DPOTrainer,
-    data: Any = None,
-    peft: Any = LORA,
-    **more: Any,
-) -> Any:
+def trainer_of(folder, defense, kind=DPOTrainer, data=None, peft=LORA, **more) -> Any:
     arguments = {**COMMON, "max_length": 48, "learning_rate": 0.0, "beta": BETA, **more}
     torch.manual_seed(3)
     model = model_of().double()
@@ -105,9 +99,7 @@ def gradient_of(trainer: Any, example: Any) -> Tensor:
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("reference", ["adapter disabled", "precomputed"])
-def test_what_is_shared_is_the_clipped_sum_over_pairs(
-    reference: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_shared_is_the_clipped_sum_over_pairs(reference, steps, tmp_path, monkeypatch):
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", WideLogProbs)
     more = {"precompute_ref_log_probs": reference == "precomputed"}
     batch = {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 8 // steps}
@@ -141,9 +133,7 @@ def test_two_processes_share_one_clipped_sum_over_the_pairs_of_both(tmp_path: Pa
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses_of_one_pair_train_and_each_pair_moves_a_release_by_one_norm(
-    loss: str, tmp_path: Path
-) -> None:
+def test_losses_of_one_pair_train_and_each_pair_moves_a_release_by_one_norm(loss, tmp_path) -> None:
     shared = []
     for number, prompt in enumerate(("a", "b c d e f")):
         data = rows()[:6]
@@ -181,9 +171,7 @@ def test_a_sampled_run_holds_its_target_and_its_check_refutes_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_watched_step_made_again_explains_its_gradient(
-    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watched_step_made_again_explains_its_gradient(steps, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
     values = []
     for defense in (None, DPSGD(2.0, 0.0, seed=1)):
@@ -216,8 +204,6 @@ class Scaled(DPOTrainer):
         ({"kind": Scaled}, "Scaled changes the loss"),
     ],
 )
-def test_what_couples_pairs_is_refused(
-    settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_what_couples_pairs_is_refused(settings, reason, tmp_path) -> None:
     with pytest.raises(DefenseError, match=reason):
         trainer_of(tmp_path, DPSGD(0.5, 1.0), **settings).train()

@@ -36,8 +36,9 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, WatchSettings
 from lightning_fedleak.trainers.rollouts import Rollouts
 from tests.helpers.folders import TEXTS
+from tests.trainers.test_transformers import watched
 from tests.trainers.test_watch import lines
-from tests.trl.test_trl import ANSWERS, COMMON, model_of, tokenizer, watched
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, tokenizer
 
 PROMPTS = [text[:18] for text in TEXTS * 4]
 ROWS: dict[str, Callable[[], dict[str, list[Any]]]] = {
@@ -148,9 +149,7 @@ class Truth:
 
 
 @pytest.mark.parametrize("name", [*KINDS])
-def test_words_signs_and_controls(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_signs_and_controls(name, tmp_path, monkeypatch) -> None:
     trainer = trainer_of(name, tmp_path)
     attacks = [BagOfWords()] if name == "Reward" else [BagOfWords(), FlatChat(n_types=20)]
     truth = Truth.of(trainer, monkeypatch)
@@ -183,9 +182,7 @@ def test_words_signs_and_controls(
 
 
 @pytest.mark.parametrize("name", ["DPO", "GRPO"])
-def test_words_of_a_lora_with_a_temperature(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_of_a_lora_with_a_temperature(name, tmp_path, monkeypatch) -> None:
     more = {"temperature": 0.7} if name == "GRPO" else {"gradient_accumulation_steps": 2}
     trainer = trainer_of(name, tmp_path, lora=True, gradient_checkpointing=True, **more)
     Truth.of(trainer, monkeypatch)
@@ -255,9 +252,7 @@ def asks(trainer: Any, *attacks: Any) -> LeakageCallback:
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def test_the_weights_are_asked_about_prompts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_weights_are_asked_about_prompts(name, tmp_path, monkeypatch) -> None:
     trainings = []
     for folder, watches in (("with", True), ("without", False)):
         more = {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 1e-3}
@@ -370,9 +365,7 @@ CALLS = count()
         (partial(half_reward), r"no rewards to compare: a reward function \(partial\)"),
     ],
 )
-def test_rewards_that_cannot_be_asked_for_again_are_refused(
-    function: Any, words: str, tmp_path: Path
-) -> None:
+def test_rewards_that_cannot_be_asked_for_again_are_refused(function, words, tmp_path) -> None:
     trainer = trainer_of("GRPO", tmp_path, rows=prompts_of())
     trainer.reward_funcs, trainer.reward_func_names = [function], ["reward"]
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, 30, seed=1)
@@ -381,9 +374,7 @@ def test_rewards_that_cannot_be_asked_for_again_are_refused(
         trainer.train()
 
 
-def test_prompts_are_asked_about_by_drift_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_are_asked_about_by_drift_alone(tmp_path, caplog) -> None:
     more = {"max_steps": -1, "num_train_epochs": 1}
     trainer = trainer_of("GRPO", tmp_path, rows=prompts_of(), **more)
     trainer.reward_funcs, trainer.reward_func_names = [partial(half_reward)], ["reward"]

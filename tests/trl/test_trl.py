@@ -26,7 +26,7 @@ from lightning_fedleak.trainers import LeakageCallback, Threshold, WatchSettings
 from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 from tests.helpers.models import tiny_llama
-from tests.helpers.settings import grouped
+from tests.trainers.test_transformers import watched
 from tests.trainers.test_watch import lines
 
 VOCABULARY = 384
@@ -123,12 +123,6 @@ def dpo(folder: Path, copies: int = 1, kind: Any = DPOTrainer, **more: Any) -> D
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
     )
-
-
-def watched(trainer: Any, *arguments: Any, **settings: Any) -> LeakageCallback:
-    callback = LeakageCallback(trainer, *arguments, **grouped(settings, every_n_steps=1))
-    trainer.add_callback(callback)
-    return callback
 
 
 class Batches:

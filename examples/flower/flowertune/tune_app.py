@@ -45,10 +45,8 @@ def make_model(context: Context) -> torch.nn.Module:
         torch.manual_seed(0)
         base = AutoModelForCausalLM.from_pretrained(model_name(context), dtype=torch.float32)
         rank = int(context.run_config["lora-r"])
-        lora = LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-        )
-        return get_peft_model(base, lora)
+        settings = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+        return get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, **settings))
 
 
 def learning_rate(context: Context, round_: int) -> float:
@@ -83,11 +81,10 @@ def make_observer(context: Context, side: str) -> RoundObserver:
     def public(part: slice) -> PublicText:
         return PublicText([row["input_ids"] for row in rows_of(texts[part], context)])
 
+    rate = float(context.run_config["learning-rate-max"])
     return RoundObserver(
         make_model(context),
-        partial(
-            torch.optim.AdamW, lr=float(context.run_config["learning-rate-max"]), weight_decay=0.0
-        ),
+        partial(torch.optim.AdamW, lr=rate, weight_decay=0.0),
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
@@ -141,8 +138,7 @@ def train(message: Message, context: Context) -> Message:
         loss = trainer.train().training_loss
     arrays = ArrayRecord(get_peft_model_state_dict(trainer.model))
     metrics = MetricRecord({"num-examples": len(rows), "train-loss": float(loss)})
-    content = RecordDict({"arrays": arrays, "metrics": metrics})
-    return Message(content=content, reply_to=message)
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
 server = ServerApp()

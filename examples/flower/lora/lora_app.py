@@ -17,23 +17,11 @@ from flwr.serverapp.strategy import FedAvg
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
-from lightning_fedleak import Games
+from lightning_fedleak import Games, federation
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.cli.finetuning import module
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.module import (
-    PadRight,
-    load_model,
-    load_tokenizer,
-    tokenize_rows,
-)
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.federation import (
-    RoundGate,
-    RoundObserver,
-    RoundSettings,
-    trained_on,
-    trained_state,
-)
 from lightning_fedleak.federation.flower import FedLeakMod, Observed
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=3e-4)
@@ -48,13 +36,13 @@ def make_model(context: Context) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        return get_peft_model(load_model(context.run_config["model"] or None), lora)
+        return get_peft_model(module.load_model(context.run_config["model"] or None), lora)
 
 
 def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
     """Token ids of texts, at most 32 a row."""
-    tokenizer = load_tokenizer(context.run_config["model"] or None)
-    return tokenize_rows(texts, tokenizer, 32)
+    tokenizer = module.load_tokenizer(context.run_config["model"] or None)
+    return module.tokenize_rows(texts, tokenizer, 32)
 
 
 def client_rows(context: Context, client: int, clients: int) -> list[torch.Tensor]:
@@ -64,29 +52,29 @@ def client_rows(context: Context, client: int, clients: int) -> list[torch.Tenso
 
 def collate(rows: list[torch.Tensor]) -> dict:
     """A batch of rows, padded on the right."""
-    return PadRight(0)(rows)
+    return module.PadRight(0)(rows)
 
 
-def make_observer(context: Context, side: str) -> RoundObserver:
+def make_observer(context: Context, side: str) -> federation.RoundObserver:
     """Attacks updates; every process has one of its own."""
     texts = read_texts(EMBEDDED_MESSAGES)
-    return RoundObserver(
+    return federation.RoundObserver(
         make_model(context),
         OPTIMIZER,
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
         games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
-        settings=RoundSettings(public_text=PublicText(rows_of(texts[PUBLIC], context))),
+        settings=federation.RoundSettings(public_text=PublicText(rows_of(texts[PUBLIC], context))),
     )
 
 
-def gates(context: Context) -> list[RoundGate]:
+def gates(context: Context) -> list[federation.RoundGate]:
     """None where everything may leave."""
     most = float(context.run_config["at-most"])
     if most >= 1:
         return []
-    return [RoundGate("leakage/worst/membership", at_most=most)]
+    return [federation.RoundGate("leakage/worst/membership", at_most=most)]
 
 
 client = ClientApp(mods=[FedLeakMod(partial(make_observer, side="client"), gates)])
@@ -106,14 +94,14 @@ def train(message: Message, context: Context) -> Message:
     for _ in range(int(context.run_config["local-steps"])):
         chosen = torch.randperm(len(data), generator=order)[:ROWS].tolist()
         batch = collate([data[i] for i in chosen])
-        trained_on(batch)  # the mod asks what was trained on
+        federation.trained_on(batch)  # the mod asks what was trained on
         stepping.zero_grad()
         loss = model(**batch).loss
         loss.backward()
         stepping.step()
     metrics = MetricRecord({"num-examples": len(data), "train-loss": float(loss.detach())})
-    content = RecordDict({"arrays": ArrayRecord(trained_state(model)), "metrics": metrics})
-    return Message(content=content, reply_to=message)
+    arrays = ArrayRecord(federation.trained_state(model))
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
 server = ServerApp()
@@ -124,12 +112,11 @@ def main(grid: Grid, context: Context) -> None:
     """Federated averaging; the server looks at what arrives, and does not hold the texts."""
     nodes = len(list(grid.get_node_ids()))
     observer = make_observer(context, side="server")
-    strategy = Observed(
-        FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes), observer
-    )
+    average = FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
+    strategy = Observed(average, observer)
     result = strategy.start(
         grid,
-        ArrayRecord(trained_state(make_model(context))),
+        ArrayRecord(federation.trained_state(make_model(context))),
         num_rounds=int(context.run_config["rounds"]),
         timeout=600,
     )

@@ -63,12 +63,8 @@ class SecAggMessages:
         if reply.has_error():
             return reply
         state = arrays_of(reply)[1]
-        weights = [
-            record[self._weight]
-            for record in reply.content.metric_records.values()
-            if self._weight in record
-        ]
-        [weight, *_] = [*weights, 1]
+        records = reply.content.metric_records.values()
+        weight = next((record[self._weight] for record in records if self._weight in record), 1)
         whole = isinstance(weight, int | float) and float(weight).is_integer()
         if not whole or set(state) != set(names):
             raise ValueError(
@@ -86,10 +82,6 @@ class SecAggMessages:
         settings = {ROUND: int(group)} if group.isdecimal() else {}
         settings |= dict(message.content.config_records.get("fitins.config", {}))
         named = copy.copy(message)
-        named.content = RecordDict(
-            {
-                "arrays": ArrayRecord(dict(zip(names, arrays, strict=True))),
-                "config": ConfigRecord(settings),
-            }
-        )
+        state = ArrayRecord(dict(zip(names, arrays, strict=True)))
+        named.content = RecordDict({"arrays": state, "config": ConfigRecord(settings)})
         return named

@@ -25,24 +25,11 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
 from named_messages import SecAggMessages
 
-from lightning_fedleak import Games
+from lightning_fedleak import Games, federation
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.cli.finetuning import module
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.module import (
-    PadRight,
-    load_model,
-    load_tokenizer,
-    tokenize_rows,
-)
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.federation import (
-    SUM,
-    RoundGate,
-    RoundObserver,
-    RoundSettings,
-    trained_on,
-    trained_state,
-)
 from lightning_fedleak.federation.flower import FedLeakMod
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
@@ -54,8 +41,8 @@ PRIVATE = 200
 
 def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
     """Token ids of texts, at most 32 a row."""
-    tokenizer = load_tokenizer(context.run_config["model"] or None)
-    return tokenize_rows(texts, tokenizer, 32)
+    tokenizer = module.load_tokenizer(context.run_config["model"] or None)
+    return module.tokenize_rows(texts, tokenizer, 32)
 
 
 def batches(context: Context, client: int, clients: int, round_: int) -> list[dict]:
@@ -64,42 +51,42 @@ def batches(context: Context, client: int, clients: int, round_: int) -> list[di
     order = torch.Generator().manual_seed(1000 * round_ + client)
     steps = int(context.run_config["local-steps"])
     chosen = [torch.randperm(len(rows), generator=order)[:ROWS].tolist() for _ in range(steps)]
-    return [PadRight(0)([rows[i] for i in some]) for some in chosen]
+    return [module.PadRight(0)([rows[i] for i in some]) for some in chosen]
 
 
 def make_model(context: Context) -> torch.nn.Module:
     """The whole model is trained."""
-    return load_model(context.run_config["model"] or None)
+    return module.load_model(context.run_config["model"] or None)
 
 
-def make_observer(context: Context, side: str) -> RoundObserver:
+def make_observer(context: Context, side: str) -> federation.RoundObserver:
     """Attacks updates; every process has one of its own."""
     texts = read_texts(EMBEDDED_MESSAGES)
-    return RoundObserver(
+    return federation.RoundObserver(
         make_model(context),
         OPTIMIZER,
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
         games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
-        settings=RoundSettings(
+        settings=federation.RoundSettings(
             federation=f"flower-{context.run_id}",
             public_text=PublicText(rows_of(texts[PUBLIC], context)),
         ),
     )
 
 
-def gates(context: Context) -> list[RoundGate]:
+def gates(context: Context) -> list[federation.RoundGate]:
     """None where everything may leave."""
     most = float(context.run_config["at-most"])
-    return [RoundGate("leakage/worst/words", at_most=most)] if most < 1 else []
+    return [federation.RoundGate("leakage/worst/words", at_most=most)] if most < 1 else []
 
 
 client = ClientApp(
     mods=[
         secaggplus_mod,
         FedLeakMod(partial(make_observer, side="client"), gates),
-        SecAggMessages(lambda context: trained_state(make_model(context))),
+        SecAggMessages(lambda context: federation.trained_state(make_model(context))),
     ]
 )
 
@@ -113,11 +100,14 @@ def train(message: Message, context: Context) -> Message:
     number = int(context.node_config["partition-id"])
     clients = int(context.node_config["num-partitions"])
     for batch in batches(context, number, clients, int(message.content["config"]["server-round"])):
-        trained_on(batch)  # the mod asks what was trained on
+        federation.trained_on(batch)  # the mod asks what was trained on
         stepping.zero_grad()
         model(**batch).loss.backward()
         stepping.step()
-    arrays, metrics = ArrayRecord(trained_state(model)), MetricRecord({"num-examples": 1})
+    arrays, metrics = (
+        ArrayRecord(federation.trained_state(model)),
+        MetricRecord({"num-examples": 1}),
+    )
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
@@ -127,23 +117,16 @@ class SumWatched(FedAvg):
     def __init__(self, context: Context, clients: int) -> None:
         self.context, self.clients = context, clients
         self.observer = make_observer(context, side="server")
-        whole = trained_state(self.observer.model)
+        whole = federation.trained_state(self.observer.model)
         self.names = list(whole)
-        start = [t.numpy() for t in whole.values()]
-        super().__init__(
-            fraction_evaluate=0.0,
-            min_fit_clients=clients,
-            min_available_clients=clients,
-            initial_parameters=ndarrays_to_parameters(start),
-        )
+        start = ndarrays_to_parameters([t.numpy() for t in whole.values()])
+        least = {"min_fit_clients": clients, "min_available_clients": clients}
+        super().__init__(fraction_evaluate=0.0, initial_parameters=start, **least)
 
     def named(self, parameters: object) -> Mapping[str, torch.Tensor]:
         """As a state dict."""
-        arrays = parameters_to_ndarrays(parameters)
-        return {
-            name: torch.tensor(array, dtype=torch.float32)
-            for name, array in zip(self.names, arrays, strict=True)
-        }
+        arrays = zip(self.names, parameters_to_ndarrays(parameters), strict=True)
+        return {name: torch.tensor(array, dtype=torch.float32) for name, array in arrays}
 
     def configure_fit(self, server_round: int, parameters, client_manager):
         """Remembers what is sent."""
@@ -152,17 +135,14 @@ class SumWatched(FedAvg):
 
     def aggregate_fit(self, server_round: int, results, failures):
         """Looks at the sum. A real server has no texts; this simulation scores what it guesses."""
-        seen = {
-            tuple(p.tobytes() for p in parameters_to_ndarrays(r.parameters)) for _, r in results
-        }
+        models = (parameters_to_ndarrays(result.parameters) for _, result in results)
+        seen = {tuple(array.tobytes() for array in model) for model in models}
         print(f"round {server_round}: {len(results)} clients, {len(seen)} model to be seen")
         parameters, metrics = super().aggregate_fit(server_round, results, failures)
-        truth = [
-            batch
-            for number in range(self.clients)
-            for batch in batches(self.context, number, self.clients, server_round)
-        ]
-        look = self.observer.look(self.named(parameters), SUM, batches=truth)
+        truth = []
+        for number in range(self.clients):
+            truth += batches(self.context, number, self.clients, server_round)
+        look = self.observer.look(self.named(parameters), federation.SUM, batches=truth)
         for name, value in look.now.items():
             if name.endswith(("/f1", "/auc")):
                 print(f"  {name} {value:.3f}")
@@ -177,11 +157,8 @@ def main(grid: Grid, context: Context) -> None:
     """Federated averaging behind SecAgg+."""
     clients = len(list(grid.get_node_ids()))
     strategy = SumWatched(context, clients)
-    legacy = LegacyContext(
-        context,
-        config=ServerConfig(num_rounds=int(context.run_config["rounds"])),
-        strategy=strategy,
-    )
+    config = ServerConfig(num_rounds=int(context.run_config["rounds"]))
+    legacy = LegacyContext(context, config=config, strategy=strategy)
     # Numbers are rounded to 1 / 2**19 of the model's own scale; every client weighs 1.
     secure = SecAggPlusWorkflow(
         num_shares=clients, reconstruction_threshold=clients - 1, max_weight=1.0, timeout=600

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -78,12 +77,7 @@ class SplitClient:
     def __enter__(self) -> SplitClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         with suppress(PeerError) if error is not None else nullcontext():
             self.close()
 
@@ -232,24 +226,20 @@ class SplitClient:
         mask, positions = self._mask_and_positions(context)
         if positions is not None:
             positions = positions[:, -hidden.shape[1] :]
-        logits: Tensor = self._tail.output(
-            hidden, mask, positions, cache, last_only=last_only
-        ).logits
-        return logits
+        output = self._tail.output(hidden, mask, positions, cache, last_only=last_only)
+        return output.logits  # type: ignore[no-any-return]
 
     def _sent(self, hidden: Tensor) -> Tensor:
         if self._on_send is None:
             return hidden
         sent = self._on_send(hidden)
         if not isinstance(sent, Tensor) or (sent.shape, sent.dtype) != (hidden.shape, hidden.dtype):
+            came = (
+                f"{tuple(sent.shape)} of {sent.dtype}" if isinstance(sent, Tensor) else repr(sent)
+            )
             raise SplitError(
                 f"on_send must return hidden states like its argument, {tuple(hidden.shape)} "
-                f"of {hidden.dtype}; it returned "
-                + (
-                    f"{tuple(sent.shape)} of {sent.dtype}"
-                    if isinstance(sent, Tensor)
-                    else repr(sent)
-                )
+                f"of {hidden.dtype}; it returned {came}"
             )
         return sent
 

@@ -231,13 +231,9 @@ def _survey(anatomy: Anatomy) -> _Survey:
 
 
 def _cut_part(
-    anatomy: Anatomy,
-    survey: _Survey,
-    start: int,
-    stop: int,
-    begins: Literal["tokens", "states"],
-    ends: Literal["states", "logits"],
+    anatomy: Anatomy, survey: _Survey, start: int, stop: int, begins: str, ends: str
 ) -> ModelPart:
+    """Return blocks of the model from tokens or states on, up to states or logits."""
     whole, blocks = anatomy.model, _blocks_path(anatomy)
     memo: dict[int, Any] = {id(t): t for t in (*whole.parameters(), *whole.buffers())}
     with only_needed_hooks(anatomy.root):
@@ -246,17 +242,15 @@ def _cut_part(
     leave = Leave() if ends == "states" else None
     part_blocks = list(model.get_submodule(blocks).children())[start:stop]
     members = [m for m in (arrive, *part_blocks, leave) if m is not None]
-    _resize(model, len(members), start - (arrive is not None), len(anatomy.blocks))
+    first, last = start - (arrive is not None), len(anatomy.blocks) - 1
+    _resize(model, len(members), first, len(anatomy.blocks))
     for i, member in enumerate(members):
-        like = anatomy.blocks[
-            min(max(start + i - (arrive is not None), 0), len(anatomy.blocks) - 1)
-        ]
+        like = anatomy.blocks[min(max(first + i, 0), last)]
         if hasattr(like, "attention_type") and not hasattr(member, "attention_type"):
             member.attention_type = like.attention_type
     model.set_submodule(blocks, nn.ModuleList(members))
-    used = (survey.below if begins == "tokens" else set()) | (
-        survey.above if ends == "logits" else set()
-    )
+    used = set(survey.below) if begins == "tokens" else set()
+    used |= survey.above if ends == "logits" else set()
     for path, module in whole.named_modules():
         inside = path == blocks or path.startswith(f"{blocks}.")
         if not inside and path not in used:

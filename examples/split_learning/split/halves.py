@@ -85,24 +85,24 @@ class ModelPart(nn.Module):
     It has the parameters that it needs, and shares them with the model. A part that begins at the
     tokens has the embeddings; one that ends at the logits has the norm and the head.
 
+    Args:
+        model: with fewer blocks.
+        width: numbers in an embedding.
+        arrive: the stand-in at its head, an :class:`Arrive`, or None.
+        leave: the one at its end, a :class:`Leave`, or None.
+
     Attributes:
         start: blocks before this part.
         stop: blocks up to its end.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        embedding_width: int,
-        start: int,
-        stop: int,
-        arrive: Arrive | None,
-        leave: Leave | None,
+        self, model: nn.Module, width: int, start: int, stop: int, arrive: Any, leave: Any
     ) -> None:
         super().__init__()
         self.model = model
         self.start, self.stop = start, stop
-        self._width = embedding_width
+        self._width = width
         self._arrive, self._leave = arrive, leave
         self._few_logits = takes(model, "logits_to_keep")
 
@@ -162,12 +162,7 @@ class ModelPart(nn.Module):
         return self._run(inputs, attention_mask, position_ids, cache, **extra)
 
     def _run(
-        self,
-        states_or_ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: DynamicCache | None,
-        **extra: Any,
+        self, states_or_ids: Tensor, mask: Any, positions: Any, cache: Any, **extra: Any
     ) -> Any:
         if self._arrive is None:
             inputs: dict[str, object] = {"input_ids": states_or_ids}

@@ -189,12 +189,10 @@ class SplitServer:
             )
         names = ("attention_mask", "position_ids")
         mask, positions = (tensors[n].to(device) if n in tensors else None for n in names)
-        for name, tensor in (("attention_mask", mask), ("position_ids", positions)):
+        for name, tensor in zip(names, (mask, positions), strict=True):
             if tensor is not None and tensor.shape != hidden.shape[:2]:
-                raise SplitError(
-                    f"{name} is {tuple(tensor.shape)}, but the hidden states are "
-                    f"{tuple(hidden.shape)}"
-                )
+                shapes = f"{tuple(tensor.shape)}, but the hidden states are {tuple(hidden.shape)}"
+                raise SplitError(f"{name} is {shapes}")
         return hidden, mask, positions
 
     def _record(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
@@ -204,10 +202,5 @@ class SplitServer:
     def _snapshot(
         self, name: str, tensor: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> ActivationSnapshot:
-        return ActivationSnapshot(
-            self.steps,
-            Stage.SHARED,
-            {name: tensor.detach()},
-            attention_mask=mask,
-            position_ids=positions,
-        )
+        context = {"attention_mask": mask, "position_ids": positions}
+        return ActivationSnapshot(self.steps, Stage.SHARED, {name: tensor.detach()}, **context)

@@ -26,22 +26,12 @@ from lightning_fedleak.attacks.membership.base import (
     upstream_of,
 )
 from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
-from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.model.taps.activations import ActivationTap
 from tests.games.crafted import craft
 from tests.helpers import models
-from tests.helpers.models import (
-    DIM,
-    VOCAB,
-    tiny_bert_mlm,
-    tiny_distilbert_mlm,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_roberta_mlm,
-    tiny_t5,
-)
 
 
 def generator(seed=0):
@@ -391,19 +381,19 @@ def test_every_member_and_no_other_is_named_at_every_layer(
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: tiny_gpt2(layers=3, dropout=0.0),
-    "llama": lambda: tiny_llama(layers=3),
-    "bert": lambda: tiny_bert_mlm(layers=3, dropout=0.0),
-    "distilbert": lambda: tiny_distilbert_mlm(layers=3, dropout=0.0),
-    "roberta": lambda: tiny_roberta_mlm(layers=3, dropout=0.0),
-    "t5 encoder": lambda: tiny_t5(layers=3, dropout=0.0),
+    "gpt2": lambda: models.tiny_gpt2(layers=3, dropout=0.0),
+    "llama": lambda: models.tiny_llama(layers=3),
+    "bert": lambda: models.tiny_bert_mlm(layers=3, dropout=0.0),
+    "distilbert": lambda: models.tiny_distilbert_mlm(layers=3, dropout=0.0),
+    "roberta": lambda: models.tiny_roberta_mlm(layers=3, dropout=0.0),
+    "t5 encoder": lambda: models.tiny_t5(layers=3, dropout=0.0),
 }
 LADDER = (0.1, 1.0, 4.0, 10.0, 30.0, 60.0, 80.0, 90.0, 200.0)
 
 
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (4, 7), generator=generator)
+    ids = torch.randint(3, models.VOCAB, (4, 7), generator=generator)
     ends = torch.randint(3, 8, (4, 1), generator=generator)
     ends[0] = 7
     mask = (torch.arange(7) < ends).long()
@@ -411,9 +401,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
-def attack_and_target(
-    anatomy: Anatomy, layer: int, granularity: str, inputs: dict[str, Tensor]
-) -> tuple[FCMembership, Tensor]:
+def attack_and_target(anatomy, layer, granularity, inputs) -> tuple[FCMembership, Tensor]:
     """Its widest rungs reach many tokens of the batch, and its target is one of them."""
     attack = FCMembership(
         layer, granularity, tau=1.0, dead_zone=1e-9, ladder=LADDER, tokens=5, name="fc"
@@ -441,7 +429,7 @@ def test_the_closed_form_is_the_gradient_of_autograd(name: str, layer: int, gran
     hidden, (delta,) = tap.states(layer)[0], tap.gradients(layer)
     tap.close()
     whole = granularity == "full"
-    upstream = upstream_of(delta, direction_of(DIM), scale, whole_sentence=whole, mask=mask)
+    upstream = upstream_of(delta, direction_of(models.DIM), scale, whole_sentence=whole, mask=mask)
     closed = attack.gradient(target[None], hidden, mask, upstream).sum(0)[0]
     crafted = craft(attack, target)
     with inserted(anatomy, layer, crafted, scale=scale, mask=mask):
@@ -453,8 +441,8 @@ def test_the_closed_form_is_the_gradient_of_autograd(name: str, layer: int, gran
 
 def test_the_direction_is_a_unit_vector_of_its_own_generator() -> None:
     state = torch.get_rng_state()
-    first, second = direction_of(DIM), direction_of(DIM, seed=1)
+    first, second = direction_of(models.DIM), direction_of(models.DIM, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert float(first.norm()) == pytest.approx(1.0, abs=1e-15)
     assert abs(float(first @ second)) < 0.9
-    assert torch.equal(direction_of(DIM), first)
+    assert torch.equal(direction_of(models.DIM), first)

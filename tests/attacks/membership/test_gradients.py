@@ -15,12 +15,6 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import gradients, token_parts
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.attacks.membership.token_parts import (
-    Moments,
-    PartFit,
-    map_token_parts,
-    min_coefficient,
-)
 from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
@@ -75,20 +69,11 @@ def prepared(model: nn.Module, facts: RunFacts | None = None) -> tuple[Anatomy, 
     return anatomy, attack
 
 
-def asked(
-    model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, **more: Tensor
-) -> Any:
+def asked(model, inside, query, noise=0.0, **more) -> Any:
     return asked_of(*prepared(model), inside, query, noise, **more)
 
 
-def asked_of(
-    anatomy: Anatomy,
-    attack: GradientMembership,
-    inside: Tensor,
-    query: Tensor,
-    noise: float = 0.0,
-    **more: Tensor,
-) -> Any:
+def asked_of(anatomy, attack, inside, query, noise=0.0, **more) -> Any:
     backward(anatomy.model, inside, **more)
     tensors = {r: anatomy.parameter(r).grad.clone() for r in attack.needs(anatomy).gradients}
     for g in tensors.values():
@@ -126,7 +111,9 @@ def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     labels[1, :4] = -100
     backward(model, ids, attention_mask=mask, labels=labels)
-    (parts,) = map_token_parts(anatomy, maps, TokenBatch(ids, labels, mask, "causal"), dict)
+    (parts,) = token_parts.map_token_parts(
+        anatomy, maps, TokenBatch(ids, labels, mask, "causal"), dict
+    )
     assert parts.keys() == {m.name for m in maps}
     n = int((labels[:, 1:] != -100).sum())
     for linear in maps:
@@ -145,10 +132,10 @@ def test_padding_adds_nothing_to_the_moments_of_the_whitening(family: Any) -> No
     mask[0, -3:] = 0
     padded = TokenBatch(ids, ids.masked_fill(mask == 0, -100), mask, "causal")
     rows = [TokenBatch(row[None], row[None], None, "causal") for row in (ids[0, :-3], ids[1])]
-    together, separate = Moments(), Moments()
-    map_token_parts(anatomy, maps, padded, together.add)
+    together, separate = token_parts.Moments(), token_parts.Moments()
+    token_parts.map_token_parts(anatomy, maps, padded, together.add)
     for row in rows:
-        map_token_parts(anatomy, maps, row, separate.add)
+        token_parts.map_token_parts(anatomy, maps, row, separate.add)
     for side in ("_inputs", "_slopes"):
         for name, (moment, size) in getattr(separate, side).items():
             padded_moment, padded_size = getattr(together, side)[name]
@@ -163,8 +150,8 @@ def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float)
     parts = torch.randn(2, 5, 40, dtype=torch.float64, generator=generator)
     parts[1, -1] = 0  # a causal text's last token has none
     shared = parts[0].sum(0) + torch.randn(40, dtype=torch.float64, generator=generator)
-    fit = PartFit(parts @ shared, parts @ parts.mT)
-    result = min_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
+    fit = token_parts.PartFit(parts @ shared, parts @ parts.mT)
+    result = token_parts.min_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
     for row, tokens in zip(result, parts, strict=True):
         whole = torch.linalg.lstsq(tokens.sum(0)[:, None], shared[:, None]).solution.item()
         rest = shared - whole * tokens.sum(0)
@@ -359,16 +346,14 @@ def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", [llama, lora])
-def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(
-    family: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(family, monkeypatch):
     inside, others = texts(ROWS, LENGTH), texts(ROWS, LENGTH)
     query, both = torch.cat([inside, others]), prepared(ready(family()))
     runs: list[int] = []
 
     def counted(anatomy: Anatomy, maps: Any, batch: TokenBatch, function: Any) -> list[Any]:
         runs.append(len(batch.input_ids))
-        return map_token_parts(anatomy, maps, batch, function)
+        return token_parts.map_token_parts(anatomy, maps, batch, function)
 
     monkeypatch.setattr(token_parts, "map_token_parts", counted)
     together = asked_of(*both, inside, query)
@@ -382,9 +367,7 @@ def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(
     assert torch.equal(together.members, apart.members)
 
 
-def test_blocks_are_spread_where_there_is_no_memory_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_are_spread_where_there_is_no_memory_for_all(monkeypatch) -> None:
     model = lora()
     anatomy = find_anatomy(model)
     attack = GradientMembership(texts(4, LENGTH))
@@ -396,9 +379,7 @@ def test_blocks_are_spread_where_there_is_no_memory_for_all(
     assert set(some) < set(every)
 
 
-def test_what_the_model_wrote_is_kept_and_not_written_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_model_wrote_is_kept_and_not_written_again(monkeypatch) -> None:
     model = lora()
     anatomy = find_anatomy(model)
     first, second = GradientMembership("sampled"), GradientMembership("sampled")
@@ -426,9 +407,7 @@ def test_masked_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [lora, norms], ids=["maps", "other parameters"])
-def test_a_look_is_estimated_before_anything_is_calibrated(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_is_estimated_before_anything_is_calibrated(make, monkeypatch) -> None:
     ran: list[object] = []
 
     def timed(work: Callable[[], object], device: torch.device) -> float:

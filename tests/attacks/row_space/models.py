@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -104,9 +104,7 @@ def ready(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def with_lora(
-    model: nn.Module, rank: int, targets: Sequence[str] | str, **more: object
-) -> nn.Module:
+def with_lora(model, rank, targets, **more) -> nn.Module:
     """The model with PEFT's LoRA, moved away from B = 0."""
     settings = {"r": rank, "lora_alpha": 2 * rank, "target_modules": targets, **more}
     adapted = get_peft_model(model, LoraConfig(**settings))
@@ -132,9 +130,7 @@ def backward(model: nn.Module, ids: Tensor, **more: Tensor) -> None:
     model(input_ids=ids, **more).loss.backward()
 
 
-def observed(
-    attack: SubspaceWords, anatomy: Anatomy, change: Callable[[Tensor], Tensor] = torch.clone
-) -> Observation:
+def observed(attack, anatomy, change=torch.clone) -> Observation:
     """What the attack reads of the gradients as they are now."""
     roles = attack.needs(anatomy).gradients
     grads = {r: anatomy.parameter(r).grad for r in roles}
@@ -142,9 +138,7 @@ def observed(
     return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
 
 
-def prepared(
-    model: nn.Module, attack: SubspaceWords | None = None
-) -> tuple[SubspaceWords, Anatomy]:
+def prepared(model, attack=None) -> tuple[SubspaceWords, Anatomy]:
     """Return the attack, by default one that measures no capacity, on a model."""
     anatomy = find_anatomy(model)
     attack = attack or SubspaceWords(capacity_seconds=0)

@@ -12,19 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.attacks import SubspaceWords, row_space
-from tests.attacks.row_space.models import (
-    VOCABULARY,
-    WIDTH,
-    backward,
-    exposed_types,
-    gpt2,
-    llama,
-    observed,
-    prepared,
-    ready,
-    texts,
-    with_lora,
-)
+from tests.attacks.row_space import models
 
 PROJECTIONS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
 
@@ -50,7 +38,7 @@ class TrainedRows(nn.Module):
 
 def with_rows(model: nn.Module) -> nn.Module:
     model.set_input_embeddings(TrainedRows(model.get_input_embeddings(), [250, 251]))
-    return with_lora(model, 12, PROJECTIONS["llama"])
+    return models.with_lora(model, 12, PROJECTIONS["llama"])
 
 
 def table(model: nn.Module) -> Tensor:
@@ -68,7 +56,7 @@ def write(weight: Tensor, rows: slice = slice(None)) -> None:
 
 def scale(model: nn.Module) -> None:
     """Scale inputs by factors that are in a closure, and in no module."""
-    layer, factors = model.get_input_embeddings(), torch.linspace(0.5, 2.0, WIDTH)
+    layer, factors = model.get_input_embeddings(), torch.linspace(0.5, 2.0, models.WIDTH)
     layer.forward = lambda ids: functional.embedding(ids, layer.weight) * factors
 
 
@@ -85,36 +73,38 @@ GPT2: dict[str, Callable[[nn.Module], None]] = {
     "the first position": lambda m: write(parameter(m, "wpe"), slice(1)),
     "the norm's bias": lambda m: write(parameter(m, "h.0.ln_1.bias")),
 }
-CASES = [(llama, how, LLAMA[how]) for how in LLAMA] + [(gpt2, how, GPT2[how]) for how in GPT2]
+CASES = [(models.llama, how, LLAMA[how]) for how in LLAMA] + [
+    (models.gpt2, how, GPT2[how]) for how in GPT2
+]
 
 
 def check_follows(model: nn.Module, change: Callable[[nn.Module], None]) -> None:
-    attack, anatomy = prepared(model)
+    attack, anatomy = models.prepared(model)
     change(model)
     attack.refresh(anatomy, 1)
-    ids = torch.cat([texts(2, 8), torch.tensor([[250, 251, 250, 60, 61, 62, 63, 64]])])
-    backward(model, ids)
-    guess = attack.run(observed(attack, anatomy))
-    assert set(guess.types.tolist()) == exposed_types(ids, causal=True)
+    ids = torch.cat([models.texts(2, 8), torch.tensor([[250, 251, 250, 60, 61, 62, 63, 64]])])
+    models.backward(model, ids)
+    guess = attack.run(models.observed(attack, anatomy))
+    assert set(guess.types.tolist()) == models.exposed_types(ids, causal=True)
     assert guess.certified
 
 
 @pytest.mark.parametrize(("family", "how", "change"), CASES, ids=[how for _, how, _ in CASES])
-def test_whatever_moved_is_followed(
-    family: Callable[[], nn.Module], how: str, change: Callable[[nn.Module], None]
-) -> None:
-    model = with_lora(ready(family()), 12, PROJECTIONS[family.__name__])
+def test_whatever_moved_is_followed(family, how, change) -> None:
+    model = models.with_lora(models.ready(family()), 12, PROJECTIONS[family.__name__])
     check_follows(model, change)
 
 
 def test_trained_tokens_of_peft_are_followed() -> None:
     more = {"trainable_token_indices": [250, 251]}
-    model = with_lora(ready(llama()), 12, PROJECTIONS["llama"], **more)
+    model = models.with_lora(models.ready(models.llama()), 12, PROJECTIONS["llama"], **more)
     check_follows(model, lambda m: write(parameter(m, "trainable_tokens_delta")))
 
 
 def test_rows_that_a_module_of_ones_own_trains_are_followed() -> None:
-    check_follows(with_rows(ready(llama())), lambda m: write(parameter(m, "embed_tokens.rows")))
+    check_follows(
+        with_rows(models.ready(models.llama())), lambda m: write(parameter(m, "embed_tokens.rows"))
+    )
 
 
 def test_an_embedding_that_was_replaced_is_followed() -> None:
@@ -122,23 +112,21 @@ def test_an_embedding_that_was_replaced_is_followed() -> None:
         old = model.get_input_embeddings()
         model.set_input_embeddings(nn.Embedding(old.num_embeddings, old.embedding_dim))
 
-    check_follows(ready(llama()), replace)
+    check_follows(models.ready(models.llama()), replace)
 
 
 @settings(max_examples=8)
 @given(
-    family=st.sampled_from([llama, gpt2]),
-    tokens=st.sets(st.integers(0, VOCABULARY - 1), max_size=60),
+    family=st.sampled_from([models.llama, models.gpt2]),
+    tokens=st.sets(st.integers(0, models.VOCABULARY - 1), max_size=60),
     seed=st.integers(0, 9),
 )
-def test_a_dictionary_that_follows_is_one_that_is_built_again(
-    family: Callable[[], nn.Module], tokens: set[int], seed: int
-) -> None:
+def test_a_dictionary_that_follows_is_one_that_is_built_again(family, tokens, seed) -> None:
     torch.manual_seed(seed)
-    model = with_lora(ready(family()), 12, PROJECTIONS[family.__name__])
-    attack, anatomy = prepared(model)
+    model = models.with_lora(models.ready(family()), 12, PROJECTIONS[family.__name__])
+    attack, anatomy = models.prepared(model)
     (readable,) = (r for r in attack._readable if not r.is_factor_b)
-    write(parameter(model, "wte" if family is gpt2 else "embed_tokens"), sorted(tokens))
+    write(parameter(model, "wte" if family is models.gpt2 else "embed_tokens"), sorted(tokens))
     followed, moved = readable.dictionary.refresh(anatomy, readable.known_input)
     again = row_space.build_dictionary(anatomy, readable.known_input)
     torch.testing.assert_close(followed.rows, again.rows, rtol=0, atol=0)
@@ -147,23 +135,23 @@ def test_a_dictionary_that_follows_is_one_that_is_built_again(
     else:
         torch.testing.assert_close(followed.positions, again.positions)
         assert bool(moved.all()) == bool(tokens)
-    ids = texts(2, 8)
-    backward(model, ids)
+    ids = models.texts(2, 8)
+    models.backward(model, ids)
     attack.refresh(anatomy, 1)
     fresh = SubspaceWords(capacity_seconds=0)
     fresh.prepare(anatomy)
-    one, other = (a.run(observed(a, anatomy)) for a in (attack, fresh))
+    one, other = (a.run(models.observed(a, anatomy)) for a in (attack, fresh))
     assert one.types.sort().values.equal(other.types.sort().values)
     assert one.certified == other.certified
 
 
 def test_tokens_without_an_input_are_named_and_nothing_is_certified() -> None:
-    model = with_lora(ready(llama(pad_token_id=9)), 12, PROJECTIONS["llama"])
-    attack, anatomy = prepared(model)
-    ids = texts(2, 8)
+    model = models.with_lora(models.ready(models.llama(pad_token_id=9)), 12, PROJECTIONS["llama"])
+    attack, anatomy = models.prepared(model)
+    ids = models.texts(2, 8)
     ids[0, 3] = 9
-    backward(model, ids)
-    guess = attack.run(observed(attack, anatomy))
-    assert set(guess.types.tolist()) == exposed_types(ids, causal=True) - {9}
+    models.backward(model, ids)
+    guess = attack.run(models.observed(attack, anatomy))
+    assert set(guess.types.tolist()) == models.exposed_types(ids, causal=True) - {9}
     assert guess.silent.tolist() == [9]
     assert guess.certified is False

@@ -50,9 +50,7 @@ def sent_by(model: nn.Module, layer: int, *size: int, **more: Any) -> tuple[Tens
 RARE = [field.name for field in fields(DescentSettings)]
 
 
-def prepared(
-    model: nn.Module, layer: int = 2, facts: RunFacts | None = None, **settings: Any
-) -> EmbeddingDescent:
+def prepared(model, layer=2, facts=None, **settings) -> EmbeddingDescent:
     rare = {name: settings.pop(name) for name in RARE if name in settings}
     attack = EmbeddingDescent(layer, descent=DescentSettings(**rare), **settings)
     attack.meet(facts or RunFacts())
@@ -118,9 +116,7 @@ def test_adam_is_torchs_also_when_rows_leave() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 200, 1 << 20])
-def test_likest_tokens_are_those_of_brute_force(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_likest_tokens_are_those_of_brute_force(chunk, monkeypatch) -> None:
     monkeypatch.setattr(
         "lightning_fedleak.attacks.texts.embedding_descent.SIMILARITIES_AT_ONCE", chunk
     )
@@ -230,9 +226,7 @@ def test_a_budget_is_kept_and_dealt_out_to_all_texts(monkeypatch: pytest.MonkeyP
     assert min(steps) * 10 > max(steps)
 
 
-def test_texts_that_the_budget_does_not_reach_are_left_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_texts_that_the_budget_does_not_reach_are_left_open(monkeypatch) -> None:
     monkeypatch.setattr(embedding_descent, "TOKENS_AT_ONCE", 8)
     model = tiny_gpt2(layers=2)
     _, mask, sent = sent_by(model, 1, 3)
@@ -499,9 +493,7 @@ def random_text(b: int = 6, length: int = 10) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_it_is_the_ridge_regression_of_words_on_states(
-    causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_ridge_regression_of_words_on_states(causal, monkeypatch) -> None:
     model = (tiny_gpt2(layers=3) if causal else tiny_bert_mlm(layers=3)).double().eval()
     bottom = BottomModel(find_anatomy(model), 2)
     table = bottom.word_embeddings()

@@ -20,16 +20,7 @@ from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import shared_rows
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation
-from tests.attacks.row_space.models import (
-    LENGTH,
-    SIZES,
-    backward,
-    bert,
-    ready,
-    roberta,
-    texts,
-    with_lora,
-)
+from tests.attacks.row_space import models
 from tests.attacks.texts.test_subspace_texts import answer, certified, prepared, read, shared
 
 RANKS = [None, 12]
@@ -37,26 +28,28 @@ RANKS = [None, 12]
 
 def classifier() -> nn.Module:
     return transformers.BertForSequenceClassification(
-        transformers.BertConfig(**SIZES, max_position_embeddings=LENGTH)
+        transformers.BertConfig(**models.SIZES, max_position_embeddings=models.LENGTH)
     )
 
 
 def made(family: Callable[[], nn.Module], rank: int | None) -> nn.Module:
     torch.manual_seed(0)
-    model = ready(family())
-    return model if rank is None else with_lora(model, rank, ["query", "key", "value"])
+    model = models.ready(family())
+    return model if rank is None else models.with_lora(model, rank, ["query", "key", "value"])
 
 
 # ---- what is read ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "rank"), [(bert, None), (bert, 12), (roberta, 12)])
+@pytest.mark.parametrize(
+    ("family", "rank"), [(models.bert, None), (models.bert, 12), (models.roberta, 12)]
+)
 def test_one_text_is_given_away_whole(family: Any, rank: int | None) -> None:
     model = made(family, rank)
     attack, anatomy = prepared(model)
     for _ in range(2):
-        ids = texts(1, 12)
-        backward(model, ids)
+        ids = models.texts(1, 12)
+        models.backward(model, ids)
         guess = attack.run(shared(anatomy, attack))
         assert answer(guess) == ids.tolist(), "the last token too: all places are attended to"
         assert guess.certified
@@ -67,15 +60,15 @@ def test_one_text_is_given_away_whole(family: Any, rank: int | None) -> None:
 def test_one_label_of_a_classifier_gives_the_text_away(rank: int | None) -> None:
     model = made(classifier, rank)
     for label in range(2):
-        ids = texts(1, 12, kinds=6)
+        ids = models.texts(1, 12, kinds=6)
         guess = read(model, ids, labels=torch.tensor([label]))
         assert answer(guess) == ids.tolist()
         assert guess.certified
 
 
-@pytest.mark.parametrize(("family", "rank"), [(bert, None), (classifier, 12)])
+@pytest.mark.parametrize(("family", "rank"), [(models.bert, None), (classifier, 12)])
 def test_two_texts_are_distinguished(family: Any, rank: int | None) -> None:
-    model, ids = made(family, rank), texts(2, 6)
+    model, ids = made(family, rank), models.texts(2, 6)
     labels = torch.tensor([0, 1]) if family is classifier else ids
     guess = read(model, ids, labels=labels)
     assert answer(guess) == sorted(ids.tolist())
@@ -84,7 +77,7 @@ def test_two_texts_are_distinguished(family: Any, rank: int | None) -> None:
 
 def test_padded_texts_of_two_lengths() -> None:
     """They end alike, as behind a tokenizer with an end of its own."""
-    model, ids = made(bert, None), texts(2, 8)
+    model, ids = made(models.bert, None), models.texts(2, 8)
     mask = torch.ones_like(ids)
     ids[0, 7] = ids[1, 4] = 3
     mask[1, 5:] = 0
@@ -107,10 +100,10 @@ def noised(share: float) -> Callable[[Tensor], Tensor]:
 @pytest.fixture(scope="module", params=RANKS)
 def clients(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, GradientSnapshot]]:
     """What a client with one text, and with two, shared, and an attack that can read it."""
-    model, both = made(bert, request.param), []
+    model, both = made(models.bert, request.param), []
     for rows in (1, 2):
         attack, anatomy = prepared(model)
-        backward(model, texts(rows, 6))
+        models.backward(model, models.texts(rows, 6))
         both.append((attack, shared(anatomy, attack).gradients[0]))
     return both
 
@@ -126,9 +119,7 @@ def clients(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, Gradien
     ],
     ids=["noise", "small noise, not declared", "noise, not declared", "bf16", "bf16 as fp32"],
 )
-def test_noise_and_rounding_take_the_certificate(
-    clients: list[tuple[SubspaceTexts, GradientSnapshot]], change: Any, declared: bool
-) -> None:
+def test_noise_and_rounding_take_the_certificate(clients, change, declared) -> None:
     for attack, snapshot in clients:
         tensors = {n: change(g) for n, g in snapshot.tensors.items()}
         std = 1e-3 * float(torch.cat([g.flatten() for g in tensors.values()]).float().std())
@@ -137,35 +128,35 @@ def test_noise_and_rounding_take_the_certificate(
         assert not certified(lambda attack=attack, view=view: attack.run(view))
 
 
-@pytest.mark.parametrize("family", [bert, classifier])
+@pytest.mark.parametrize("family", [models.bert, classifier])
 def test_dropout_takes_the_certificate(family: Any) -> None:
     model = made(family, None)
     attack, anatomy = prepared(model, budget_seconds=1)
     model.train()
-    ids = texts(1, 8)
-    backward(model, ids, **({"labels": torch.tensor([1])} if family is classifier else {}))
+    ids = models.texts(1, 8)
+    models.backward(model, ids, **({"labels": torch.tensor([1])} if family is classifier else {}))
     assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
 
 def test_the_first_step_of_a_lora_is_not_known_yet() -> None:
-    model = made(bert, 8)
+    model = made(models.bert, 8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
     with pytest.raises(NotYet, match="until B"):
-        read(model, texts(1, 8))
+        read(model, models.texts(1, 8))
 
 
 @cache
 @torch.no_grad()
 def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list[int]], list[int]]:
     """The check alone, of any texts; the true ones; and the tokens of the batch."""
-    model = made(bert, None)
-    ids = texts(rows, 7)
+    model = made(models.bert, None)
+    ids = models.texts(rows, 7)
     attack, anatomy = prepared(model)
     with torch.enable_grad():
-        backward(model, ids)
+        models.backward(model, ids)
     bottom, view = attack._copy, shared(anatomy, attack)
     assert bottom is not None
     first = attack._readable.get(anatomy)[0]
@@ -215,17 +206,19 @@ def test_no_other_texts_are(rows: int, data: st.DataObject) -> None:
 def modernbert() -> nn.Module:
     """Positions turn queries and keys."""
     special = {f"{which}_token_id": 0 for which in ("pad", "bos", "eos", "cls", "sep")}
-    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES, **special))
+    return transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(**models.SIZES, **special)
+    )
 
 
 def deberta() -> nn.Module:
     """Positions are relative, and added to none of the embeddings."""
     config = transformers.DebertaV2Config(
-        **SIZES,
+        **models.SIZES,
         relative_attention=True,
         position_biased_input=False,
         pos_att_type=["p2c", "c2p"],
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=models.LENGTH,
     )
     return transformers.DebertaV2ForMaskedLM(config)
 
@@ -233,11 +226,11 @@ def deberta() -> nn.Module:
 @pytest.mark.parametrize("family", [modernbert, deberta])
 def test_encoders_whose_positions_are_not_added_are_refused(family: Any) -> None:
     with pytest.raises(ValueError, match="finds no added positions"):
-        SubspaceTexts().needs(find_anatomy(ready(family())))
+        SubspaceTexts().needs(find_anatomy(models.ready(family())))
 
 
 def test_an_encoder_without_its_first_block_is_not_exposed() -> None:
-    model = ready(bert())
+    model = models.ready(models.bert())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layer.1." in name)
     anatomy = find_anatomy(model)

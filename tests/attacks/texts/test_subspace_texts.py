@@ -15,14 +15,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.texts import subspace_search
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_rows import Remainder, shared_rows
-from lightning_fedleak.attacks.texts.subspace_search import (
-    SubspaceSearch,
-    _Certificate,
-    _PartialText,
-)
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.row_space.models import (
@@ -47,9 +43,7 @@ def deep_llama(blocks: int, seed: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def shared(
-    anatomy: Anatomy, attack: SubspaceTexts, noise: float = 0.0, declared: bool = True
-) -> Observation:
+def shared(anatomy, attack, noise=0.0, declared=True) -> Observation:
     tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
     for g in tensors.values():
         g += noise * torch.randn_like(g)
@@ -63,15 +57,7 @@ def prepared(model: nn.Module, **settings: Any) -> tuple[SubspaceTexts, Anatomy]
     return attack, anatomy
 
 
-def read(
-    model: nn.Module,
-    ids: Tensor,
-    noise: float = 0.0,
-    *,
-    declared: bool = True,
-    budget_seconds: float | None = None,
-    **more: Any,
-) -> TextGuess:
+def read(model, ids, noise=0.0, *, declared=True, budget_seconds=None, **more) -> TextGuess:
     attack, anatomy = prepared(model, budget_seconds=budget_seconds)
     backward(model, ids, **more)
     return attack.run(shared(anatomy, attack, noise, declared))
@@ -262,7 +248,7 @@ def test_other_weights_than_the_clients_are_no_certificate() -> None:
 
 
 @cache
-def searched() -> tuple[SubspaceSearch, list[int], list[tuple[int, ...]]]:
+def searched() -> tuple[subspace_search.SubspaceSearch, list[int], list[tuple[int, ...]]]:
     """Return the search of a batch of three texts, the batch's tokens, and the texts."""
     torch.manual_seed(0)
     model, ids = ready(llama()), texts(3, 10)
@@ -272,12 +258,12 @@ def searched() -> tuple[SubspaceSearch, list[int], list[tuple[int, ...]]]:
     assert bottom is not None
     rows = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
     bag = ids[:, :-1].unique()
-    search = SubspaceSearch(bottom, attack._whitenings, rows, bag, 3, 0)
+    search = subspace_search.SubspaceSearch(bottom, attack._whitenings, rows, bag, 3, 0)
     return search, bag.tolist(), [tuple(row[:-1].tolist()) for row in ids]
 
 
 @cache
-def recovered(row: tuple[int, ...]) -> _PartialText:
+def recovered(row: tuple[int, ...]) -> subspace_search._PartialText:
     """Return a text as the search would return it, with the states that its tokens have."""
     search, _, _ = searched()
     bottom = search.candidates.bottom
@@ -288,13 +274,13 @@ def recovered(row: tuple[int, ...]) -> _PartialText:
         Remainder.from_rows(r.principal[:0], w)
         for r, w in zip(search.shared, search.measure.whitening, strict=True)
     )
-    return _PartialText(row, (1.0,) * len(row), 0.0, remainders, (), (), states)
+    return subspace_search._PartialText(row, (1.0,) * len(row), 0.0, remainders, (), (), states)
 
 
 def checked(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], bool]:
     """Return the texts that the certificate's check leaves of these, and whether it is given."""
     search, _, _ = searched()
-    certificate = _Certificate(search.candidates, search.shared, search.measure)
+    certificate = subspace_search._Certificate(search.candidates, search.shared, search.measure)
     result, certain = certificate.check([recovered(row) for row in rows])
     return [text.tokens for text in result], certain
 
@@ -385,9 +371,7 @@ def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, insid
         ("AdamW", {}, 1, True, False),
     ],
 )
-def test_rounds_of_steps_of_sgd_are_read(
-    optimizer: str, own: dict[str, float], steps: int, fresh: bool, known: bool
-) -> None:
+def test_rounds_of_steps_of_sgd_are_read(optimizer, own, steps, fresh, known) -> None:
     model, ids = ready(llama()), texts(2, 9)
     attack = SubspaceTexts()
     settings = {"lr": 0.1, **own}

@@ -13,13 +13,9 @@ from torch.nn import functional as F
 import lightning_fedleak.model.model_runs as model_runs
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText, gradient_of
+from lightning_fedleak.attacks.words import aligned_rows
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import _draw_pool, best_count, fit_readout
-from lightning_fedleak.attacks.words.aligned_rows import (
-    _non_negative,
-    cluster_centres,
-    separating_direction,
-)
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.head_gradients import gradient_parts
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -205,7 +201,7 @@ def test_direction_separates_what_can_be_separated():
     hidden[:, 0] = hidden[:, 0].abs() * 0.3 + 0.4
     hidden[:, 1] += 1.0
     mean = F.normalize(F.normalize(hidden, dim=1).mean(0), dim=0)
-    u = separating_direction(hidden)
+    u = aligned_rows.separating_direction(hidden)
     assert (hidden @ u > 0).float().mean() > (hidden @ mean > 0).float().mean()
     assert (hidden @ u > 0).float().mean() > 0.99
 
@@ -214,7 +210,7 @@ def test_cluster_centres_are_as_tight_as_scikit_learns():
     g = generator(8)
     corners = F.normalize(torch.randn(5, 6, generator=g), dim=1)
     points = F.normalize(corners.repeat(40, 1) + 0.1 * torch.randn(200, 6, generator=g), dim=1)
-    centres = cluster_centres(points, 12, generator(1))
+    centres = aligned_rows.cluster_centres(points, 12, generator(1))
     theirs = KMeans(12, n_init=1, random_state=0).fit(points.numpy())
     ours = (1 - (points @ centres.T).max(1).values).sum() * 2
     assert ours < 1.3 * theirs.inertia_
@@ -281,7 +277,7 @@ def test_non_negative_weights_are_the_best_of_all_supports(seed):
         value = float(y @ gram @ y / 2 - target @ y)
         if bool((y >= 0).all()) and value < least:
             best, least = y, value
-    torch.testing.assert_close(_non_negative(gram, target), best, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(aligned_rows._non_negative(gram, target), best, rtol=1e-9, atol=1e-9)
 
 
 CALIBRATED = {

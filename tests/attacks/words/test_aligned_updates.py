@@ -86,9 +86,7 @@ def f1(made: AlignedFlatChat, cases: list[tuple[Observation, Tensor]]) -> float:
     return total / len(cases)
 
 
-def cases(
-    model: Any, language: Language, round_: RunFacts, texts: int = 4
-) -> list[tuple[Observation, Tensor]]:
+def cases(model, language, round_, texts=4) -> list[tuple[Observation, Tensor]]:
     steps = round_.local_steps or 1
     drawn = [language.texts(texts * steps, 16, seed=100 + i).split(texts) for i in range(4)]
     return [shared(model, round_, list(batches)) for batches in drawn]
@@ -122,9 +120,7 @@ def test_what_was_fitted_on_such_updates_reads_them(
     assert torch.equal(again.run(observations[0][0]).types, made.run(observations[0][0]).types)
 
 
-def test_sgd_with_momentum_and_decay_is_read_as_gradients_are(
-    trained: Any, public: PublicText, language: Language
-) -> None:
+def test_sgd_with_momentum_and_decay_is_read_as_gradients_are(trained, public, language) -> None:
     round_ = facts("SGD", steps=3, momentum=0.9, weight_decay=0.2)
     made = attack(public, round_)
     made.prepare(trained)
@@ -132,9 +128,7 @@ def test_sgd_with_momentum_and_decay_is_read_as_gradients_are(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_public_updates_are_those_a_client_would_share(
-    trained: Any, language: Language, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_public_updates_are_those_a_client_would_share(trained, language, steps, monkeypatch):
     """Of the same text, against a client's own training."""
     monkeypatch.setattr(aligned_updates, "_TEXTS", (4,))
     round_ = facts(steps=steps)
@@ -164,9 +158,7 @@ def test_public_updates_are_those_a_client_would_share(
     assert float((public_rows - rows).abs().quantile(0.99)) < 0.05
 
 
-def test_what_is_not_rehearsed_is_unknown_with_the_mend(
-    trained: Any, public: PublicText, language: Language
-) -> None:
+def test_what_is_not_rehearsed_is_unknown_with_the_mend(trained, public, language) -> None:
     ((view, _), *_) = cases(trained.model, language, facts())
     other = attack(public, facts("Sophia"))
     with pytest.raises(UnusableObservation, match="what Sophia makes of gradients"):

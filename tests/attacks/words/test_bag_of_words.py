@@ -93,9 +93,7 @@ def test_words_are_given_away_but_those_that_only_end_a_text(lora: bool, tied: b
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("rates", [(0.0, 5e-4, 1e-3), (1e-3, 5e-3, 2e-2)])
-def test_rounds_of_adamw_name_the_words_of_all_their_steps(
-    lora: bool, rates: tuple[float, ...]
-) -> None:
+def test_rounds_of_adamw_name_the_words_of_all_their_steps(lora, rates) -> None:
     model: nn.Module = tiny_gpt2(tied=False).eval()
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["wte"])).eval()

@@ -122,9 +122,7 @@ def test_flatchat_sums_its_columns(embedded: Any) -> None:
     assert f1(attack.run(view).types, truth) > 0.5
 
 
-def test_updates_of_adam_are_unknown_and_of_sgd_are_read(
-    embedded: Any, learned: AlignedFlatChat
-) -> None:
+def test_updates_of_adam_are_unknown_and_of_sgd_are_read(embedded, learned) -> None:
     model, public, private = embedded
     anatomy, view, truth = shared(model, private[:8])
     gradient = view.gradient(NAME)
@@ -157,9 +155,7 @@ def bias_gradient(seed: int, tokens: int, spread: float) -> tuple[torch.Tensor, 
 
 
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 60), spread=st.floats(0.01, 4))
-def test_names_used_types_only_and_all_that_outweigh_their_probability(
-    seed: int, tokens: int, spread: float
-) -> None:
+def test_names_used_types_only_and_all_that_outweigh_their_probability(seed, tokens, spread):
     gradient, labels = bias_gradient(seed, tokens, spread)
     guess = bias_sign(gradient)
     assert set(guess.types.tolist()) <= set(labels.tolist())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fedleak.attacks.base import UnusableObservation, WordGuess
 from lightning_fedleak.attacks.row_space import Atoms, SharedRows, explain, linear_maps
@@ -48,9 +48,7 @@ def with_noise(attack: SubspaceWords, anatomy: Anatomy, std: float) -> Observati
         *((gpt2, ["c_attn"], 48, std) for std in (1e-8, 1e-6, 1e-5)),
     ],
 )
-def test_b_is_read_where_the_gradient_of_a_is_noise(
-    family: Callable[[], nn.Module], targets: list[str], rank: int, std: float
-) -> None:
+def test_b_is_read_where_the_gradient_of_a_is_noise(family, targets, rank, std) -> None:
     torch.manual_seed(1)
     config = LoraConfig(r=rank, target_modules=targets)
     model = get_peft_model(ready(family()), config).eval()
@@ -81,9 +79,7 @@ def test_b_is_followed_while_a_moves_and_adds_to_it() -> None:
 
 
 @pytest.mark.parametrize(("family", "targets"), [(llama, MAPS), (gpt2, ["c_attn"])])
-def test_the_dictionary_of_b_is_the_input_that_the_model_gives_b(
-    family: Callable[[], nn.Module], targets: list[str]
-) -> None:
+def test_the_dictionary_of_b_is_the_input_that_the_model_gives_b(family, targets) -> None:
     model = with_lora(ready(family()), 6, targets)
     attack, anatomy = prepared(model)
     every = torch.arange(anatomy.vocab_size)[:, None]

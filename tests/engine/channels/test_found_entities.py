@@ -204,9 +204,7 @@ def test_no_value_is_in_a_file_of_the_run(run: SimpleNamespace) -> None:
             assert json.dumps(ids)[1:-1].encode() not in content, path
 
 
-def test_all_rows_are_searched_as_is_said_and_compared_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_rows_are_searched_as_is_said_and_compared_once(tmp_path, monkeypatch) -> None:
     said: list[str] = []
     compare = FoundEntities.compare
     monkeypatch.setattr(pool, "affordable", lambda *_: 60)

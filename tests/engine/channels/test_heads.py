@@ -7,23 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
 
 from lightning_fedleak.attacks.memorization import Combined, Extraction, LossRatio, PromptRatio
 from lightning_fedleak.callbacks import WatchSettings
@@ -42,23 +32,27 @@ WORDS, LENGTH, MASK = 64, 16, 4
 MARKS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": MASK}
 
 
-def words() -> PreTrainedTokenizerFast:
+def words() -> transformers.PreTrainedTokenizerFast:
     vocabulary = MARKS | {f"w{n}": n for n in range(5, WORDS)}
     marks = {f"{name.strip('[]').lower()}_token": name for name in MARKS}
     model = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     model.pre_tokenizer = WhitespaceSplit()
     model.post_processor = TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=model, **marks)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, **marks)
 
 
 def encoder(head: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=WORDS, hidden_size=48, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=96, max_position_embeddings=32, num_labels=5,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    heads = BertForSequenceClassification, BertForTokenClassification, BertForMaskedLM
+    heads = (
+        transformers.BertForSequenceClassification,
+        transformers.BertForTokenClassification,
+        transformers.BertForMaskedLM,
+    )
     return dict(zip(("row", "token", "masked"), heads, strict=True))[head](config)
 
 
@@ -79,9 +73,9 @@ def data(head: str, n: int = 240) -> list[dict[str, Tensor]]:
 
 def collate(head: str, probability: float = 0.3) -> Any:
     if head == "row":
-        return DataCollatorWithPadding(words())
+        return transformers.DataCollatorWithPadding(words())
     if head == "masked":
-        return DataCollatorForLanguageModeling(words(), mlm_probability=probability)
+        return transformers.DataCollatorForLanguageModeling(words(), mlm_probability=probability)
     pad = torch.nn.utils.rnn.pad_sequence
 
     def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -108,15 +102,13 @@ def settings(records: bool = False) -> WatchSettings:
 
 
 @pytest.mark.slow
-def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(
-    tmp_path: Path,
-) -> None:
+def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(tmp_path) -> None:
     train = leave_out(data("masked", 100), 50, seed=1)[0]
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         str(tmp_path), num_train_epochs=30, per_device_train_batch_size=5, learning_rate=8e-3,
         use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000,
     )  # fmt: skip
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         encoder("masked"), arguments, data_collator=collate("masked", 0.4), train_dataset=train
     )
     folder = tmp_path / "leakage"
@@ -218,9 +210,7 @@ def test_repeats_are_searched_in_what_is_read_and_not_in_classes() -> None:
         (Combined(), "unnamed", "no tokenizer with a mask token is known"),
     ],
 )
-def test_what_cannot_be_asked_of_a_masked_model_is_refused(
-    tmp_path: Path, attack: Any, form: str, words: str
-) -> None:
+def test_what_cannot_be_asked_of_a_masked_model_is_refused(tmp_path, attack, form, words) -> None:
     train = leave_out(data("masked"), 100, seed=1)[0]
     collator = collate("masked")
 

@@ -35,12 +35,11 @@ from lightning_fedleak.engine.channels import hidden
 from lightning_fedleak.engine.channels.hidden import best_f1
 from lightning_fedleak.model.snapshots import NotYet
 from tests.engine.test_step_again import VOCAB, adapted, trained
+from tests.helpers.settings import QUIET
 
 
 @pytest.mark.parametrize(("distances", "types"), [((0.5, 3.0), 20), ((4.0,), 100), ((0.0,), 30)])
-def test_no_reader_of_drawn_noise_exceeds_the_bound_and_the_best_one_reaches_it(
-    distances: tuple[float, ...], types: int
-) -> None:
+def test_no_reader_of_drawn_noise_exceeds_the_bound_and_the_best_one_reaches_it(distances, types):
     vocabulary, generator = 400, np.random.default_rng(1)
     distance = np.resize(distances, vocabulary)
     projections = generator.normal(size=(400, vocabulary))
@@ -99,28 +98,26 @@ class Tuned(L.LightningModule):
         return torch.optim.AdamW(trained(self), lr=1e-2)
 
 
-def look(
-    folder: Path, *defenses: Defense, attack: type[SubspaceWords] = SubspaceWords, steps: int = 2
-) -> Any:
+def fit(module, defenses, steps, callbacks, folder) -> None:
+    strategy = DefendedStrategy("auto", [*defenses])
+    where = {"devices": 1, "default_root_dir": folder, "strategy": strategy, **QUIET}
+    trainer = L.Trainer(max_steps=steps, callbacks=callbacks, **where)
+    trainer.fit(module, torch.utils.data.DataLoader(batches(steps), batch_size=2))
+
+
+def look(folder, *defenses, attack=SubspaceWords, steps=2) -> Any:
     """Return the gate of a run and the table of its last look, by metric."""
     monitor = LeakageMonitor([attack(capacity_seconds=0)], every_n_steps=1)
     gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")
     module = Tuned()
-    trainer = L.Trainer(
-        max_steps=steps, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
-        enable_checkpointing=False, default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, strategy=DefendedStrategy("auto", [*defenses]),
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches(steps), batch_size=2))
+    fit(module, defenses, steps, [monitor, gate], folder)
     table = monitor.to_dataframe()
     last = table[table.step == table.step.max()]
     return gate, dict(zip(last.metric, last.value, strict=True))
 
 
 @pytest.mark.parametrize(("sigma", "known"), [(1e-2, False), (1.0, True)])
-def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(
-    tmp_path: Path, sigma: float, known: bool
-) -> None:
+def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(tmp_path, sigma, known):
     gate, values = look(tmp_path, GradientNoise(None, sigma), steps=1)
     assert values["f1"] < 0.5
     assert (values["bound"] <= 0.5) == known
@@ -130,9 +127,7 @@ def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(
         assert "behind the declared defences" in gate.fired.why
 
 
-def test_the_change_of_a_word_is_that_of_a_second_backward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_change_of_a_word_is_that_of_a_second_backward(tmp_path, monkeypatch) -> None:
     pairs: list[tuple[int, int]] = []
     changes: list[float] = []
     replaced, real = hidden.replace_word, hidden.HiddenWords._change
@@ -213,9 +208,7 @@ def test_low_membership_is_known_only_where_clipped_texts_bound_it(
 @pytest.mark.parametrize(
     ("epsilon", "attack"), itertools.product((1.0, 50.0), (SubspaceWords, Weak))
 )
-def test_behind_replaced_tokens_an_attack_has_to_read_what_was_written(
-    tmp_path: Path, epsilon: float, attack: type[SubspaceWords]
-) -> None:
+def test_behind_replaced_tokens_an_attack_has_to_read_what_was_written(tmp_path, epsilon, attack):
     gate, values = look(tmp_path, TokenLDP("grr", epsilon, seed=1), attack=attack)
     if attack is Weak:  # it recovers little of the written words too
         assert gate.fired is not None
@@ -278,9 +271,7 @@ class Dithered(Defense):
                 p.grad.add_(1e-6 * torch.randn(p.grad.shape, generator=self.generator))
 
 
-def test_a_control_draws_no_random_number_of_a_defence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_control_draws_no_random_number_of_a_defence(tmp_path, monkeypatch) -> None:
     calls: list[int] = []
     real = Dithered.on_gradients
 
@@ -294,12 +285,7 @@ def test_a_control_draws_no_random_number_of_a_defence(
         torch.manual_seed(0)
         defense, module = Dithered(), Tuned()
         monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
-        trainer = L.Trainer(
-            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
-            callbacks=[monitor] * watches, default_root_dir=tmp_path, enable_progress_bar=False,
-            enable_model_summary=False, strategy=DefendedStrategy("auto", [defense]),
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(batches(3), batch_size=2))
+        fit(module, [defense], 3, [monitor] * watches, tmp_path)
         sizes.append((defense.sizes, torch.get_rng_state().tolist()))
     assert len(set(calls)) > 2  # copies acted on controls
     assert sizes[0] == sizes[1]
@@ -310,12 +296,7 @@ def test_a_control_goes_through_a_copy_of_a_compression(tmp_path: Path) -> None:
     alone = GradientCompression("low_rank", rank=2, error_feedback=False)
     _, values = look(tmp_path / "watched", compression)
     module = Tuned()
-    trainer = L.Trainer(
-        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-        strategy=DefendedStrategy("auto", [alone]),
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches(2), batch_size=2))
+    fit(module, [alone], 2, [], tmp_path)
     assert compression.memory.keys() == alone.memory.keys()
     assert all(torch.equal(alone.memory[name], x) for name, x in compression.memory.items())
     assert values["f1_of_control"] < 1  # rank 2 is too little for the control too

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fedleak.attacks import Attack, UnusableObservation
+from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization import (
     Combined,
     Extraction,
@@ -264,9 +264,7 @@ def test_pairs_of_which_an_answer_stands_in_another_row_are_left_out(tmp_path: P
         (PreferenceMargin(), {"records": True}, "the rows are pairs of answers: leave them out"),
     ],
 )
-def test_what_pairs_cannot_be_asked_is_refused(
-    attack: Attack, more: Any, words: str, tmp_path: Path
-) -> None:
+def test_what_pairs_cannot_be_asked_is_refused(attack, more, words, tmp_path) -> None:
     data = pairs() if "others" in more else leave_out(pairs(), 140, seed=1)[0]
     with pytest.raises(ValueError, match=re.escape(words)):
         fit([watching(tmp_path, [attack], **more)], Preferring(), data, collate_fn=collate)
@@ -277,9 +275,7 @@ def test_single_texts_are_no_pairs(tmp_path: Path) -> None:
         fit([watching(tmp_path)])
 
 
-def test_auto_asks_pairs_by_their_margin_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_asks_pairs_by_their_margin_alone(tmp_path, caplog) -> None:
     data, _ = leave_out(pairs(), 140, seed=1)
     auto = monitor(
         tmp_path, "auto", Memorization(max_overhead=10, looks=(), outside_epsilon=True),

@@ -84,17 +84,13 @@ def test_prompts_that_others_repeat_are_not_compared(tmp_path: Path) -> None:
         (rows(), rows(200), "prompts of others= may be from another distribution"),
     ],
 )
-def test_without_prompts_the_attack_is_refused(
-    data: Any, others: Any, message: str, tmp_path: Path
-) -> None:
+def test_without_prompts_the_attack_is_refused(data, others, message, tmp_path) -> None:
     train = leave_out(data, 150, seed=1)[0] if others is None else data
     with pytest.raises(ValueError, match=message):
         fit([watch(tmp_path, PromptRatio(), others=others)], data=train, max_epochs=1)
 
 
-def test_the_lineup_says_by_what_prompts_are_asked_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_lineup_says_by_what_prompts_are_asked_about(tmp_path, caplog) -> None:
     data, _ = leave_out(rows(), 150, seed=1)
     for attacks, words in (
         ([Combined()], "no attack: PromptRatio() does"),
@@ -108,9 +104,7 @@ def test_the_lineup_says_by_what_prompts_are_asked_about(
         )
 
 
-def test_auto_asks_about_prompts_and_not_about_short_rows_where_there_are_none(
-    tmp_path: Path,
-) -> None:
+def test_auto_asks_about_prompts_and_not_about_short_rows_where_there_are_none(tmp_path) -> None:
     data, _ = leave_out(rows(), 150, seed=1)
     auto = monitor(tmp_path, "auto", look_seconds=1e-9)
     fit([auto], data=data, max_steps=1)

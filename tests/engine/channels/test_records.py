@@ -128,9 +128,7 @@ def test_a_run_that_ends_within_an_epoch_is_listed_at_its_end(tmp_path: Path) ->
     ("attacks", "data", "words"),
     [([BagOfWords()], None, "add Combined"), (None, rows(), "add leave_out")],
 )
-def test_a_list_that_cannot_be_made_is_refused(
-    tmp_path: Path, attacks: Any, data: Any, words: str
-) -> None:
+def test_a_list_that_cannot_be_made_is_refused(tmp_path, attacks, data, words) -> None:
     with pytest.raises(ValueError, match=words):
         fit([watching(tmp_path, attacks=attacks)], data=data)
 

@@ -49,9 +49,7 @@ def language(n: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def with_reference(
-    folder: Path, reference: Any, attacks: Any = BOTH, rows: int | None = None
-) -> LeakageMonitor:
+def with_reference(folder, reference, attacks=BOTH, rows=None) -> LeakageMonitor:
     memorization = Memorization(max_overhead=4 / 3, reference=reference, reference_rows=rows)
     return monitor(folder, attacks, memorization)
 
@@ -120,9 +118,7 @@ def test_a_resumed_fit_goes_on_with_what_the_reference_said(whole: Any, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["model", "adapters"])
-def test_a_folder_is_read_and_training_is_the_same(
-    kind: str, reference: nn.Module, tmp_path: Path
-) -> None:
+def test_a_folder_is_read_and_training_is_the_same(kind, reference, tmp_path) -> None:
     data = leave_out(language(400, seed=2), 140, seed=1)[0]
     reference.save_pretrained(tmp_path / "model")
     model = tiny()
@@ -182,9 +178,7 @@ def narrow() -> nn.Module:
     ],
     ids=["no folder", "another vocabulary"],
 )
-def test_what_cannot_be_a_reference_is_refused_before_the_first_step(
-    reference: Any, message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_a_reference_is_refused_before_the_first_step(reference, message, tmp_path):
     watching = with_reference(tmp_path, reference if isinstance(reference, str) else reference())
     with pytest.raises(ValueError, match=message):
         fit([watching], data=leave_out(language(400, seed=2), 140, seed=1)[0])
@@ -216,9 +210,7 @@ def test_attack_and_reference_belong_together() -> None:
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_under_dp_a_reference_is_outside_of_epsilon(
-    allowed: bool, reference: nn.Module, tmp_path: Path
-) -> None:
+def test_under_dp_a_reference_is_outside_of_epsilon(allowed, reference, tmp_path) -> None:
     memorization = Memorization(max_overhead=4 / 3, reference=reference, outside_epsilon=allowed)
     watching = monitor(tmp_path, BOTH, memorization)
     strategy = DefendedStrategy("auto", [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)])
@@ -234,9 +226,7 @@ def test_under_dp_a_reference_is_outside_of_epsilon(
 # ---- which reference it was, and how strong -----------------------------------------------------
 
 
-def test_the_record_the_report_and_the_model_card_say_which_reference(
-    whole: Any, reference: nn.Module
-) -> None:
+def test_the_record_the_report_and_the_model_card_say_which_reference(whole, reference) -> None:
     [pool] = of_kind(whole.folder, "pool")
     expected = hash_tensors({plain_name(n): p for n, p in reference.named_parameters()})
     facts = {"kind": "module", "model": "GPT2LMHeadModel", "rows": 260, "weights": expected}
@@ -256,9 +246,7 @@ def test_the_record_the_report_and_the_model_card_say_which_reference(
     assert not any(", ".join(map(str, row)) in record for row in rows)
 
 
-def test_the_fingerprint_is_of_the_weights_wherever_they_are(
-    reference: nn.Module, tmp_path: Path
-) -> None:
+def test_the_fingerprint_is_of_the_weights_wherever_they_are(reference, tmp_path) -> None:
     reference.save_pretrained(tmp_path / "model")
     changed = deepcopy(reference)
     next(changed.parameters()).data[0, 0] += 1e-3
@@ -296,9 +284,7 @@ def snapshot(gains: Tensor) -> TokenSnapshot:
         (0.0, 0.5, None, "nothing shows how far it was trained"),
     ],
 )
-def test_a_weak_reference_by_its_gain_on_the_others_and_its_rows(
-    own: float, its: float, rows: int | None, weak: str
-) -> None:
+def test_a_weak_reference_by_its_gain_on_the_others_and_its_rows(own, its, rows, weak) -> None:
     members = torch.arange(60) < 20
     noise = torch.randn(60, generator=torch.Generator().manual_seed(0)) * 0.1
     noise -= noise[~members].mean()
@@ -349,9 +335,7 @@ def test_reference_rows_count_the_rows_of_a_reference() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_beside_a_reference_a_model_of_none_of_the_rows_is_not_told(
-    seed: int, reference: nn.Module
-) -> None:
+def test_beside_a_reference_a_model_of_none_of_the_rows_is_not_told(seed, reference) -> None:
     """The null: trained on other rows than those that are asked about, the coins decide nothing."""
     _, module = fit([], data=language(260, seed=20 + seed))
     asked = [Text(row["input_ids"], row["input_ids"]) for row in language(600, seed=30 + seed)]

@@ -242,9 +242,7 @@ def test_rewards_that_are_not_known_are_unusable() -> None:
         ((few_letters,), {"rollout_func": print}, "rollout_func is set", ""),
     ],
 )
-def test_what_cannot_be_asked_is_said(
-    functions: Any, more: dict[str, Any], unasked: str, no_rewards: str
-) -> None:
+def test_what_cannot_be_asked_is_said(functions, more, unasked, no_rewards) -> None:
     rollouts = Rollouts(trainer_of(*functions, weights=(1.0,) * len(functions), **more))
     for said, expected in (
         (rollouts.why_not_sampled(), unasked),

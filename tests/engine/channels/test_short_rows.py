@@ -153,16 +153,12 @@ def test_a_class_is_asked_as_the_loss_is_computed(kind: str) -> None:
         (ShortAnswers(), rows(), "no row has 1 to 7 label tokens"),
     ],
 )
-def test_an_attack_without_rows_is_refused(
-    tmp_path: Path, attack: Any, data: Any, words: str
-) -> None:
+def test_an_attack_without_rows_is_refused(tmp_path, attack, data, words) -> None:
     with pytest.raises(ValueError, match=words):
         fit([watching(tmp_path, [attack])], data=leave_out(data, 140, seed=1)[0])
 
 
-def test_auto_says_that_too_few_short_rows_are_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_says_that_too_few_short_rows_are_there(tmp_path, caplog) -> None:
     data = rows()
     train = leave_out(data[:-8] + short(data[-8:]), 140, seed=1)[0]
     with caplog.at_level(logging.INFO):

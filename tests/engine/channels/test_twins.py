@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +40,7 @@ class Names(Attack):
     ("unlike", "is_trained", "f1"),
     [((), False, 1.0), ((10,), False, 0.5), ((30, 31), False, 1.0), ((), True, 0.5)],
 )
-def test_a_word_counts_as_found_where_its_twin_is_named(
-    tmp_path: Path, unlike: tuple[int, ...], is_trained: bool, f1: float
-) -> None:
+def test_a_word_counts_as_found_where_its_twin_is_named(tmp_path, unlike, is_trained, f1) -> None:
     """Where the embedding is trained, its gradient tells them apart."""
     model: Any = still_gpt2(vocab=64, tied=False)
     weight: Tensor = model.get_input_embeddings().weight.requires_grad_(is_trained)

@@ -32,9 +32,7 @@ SHARES = st.floats(0, 1)
         (NO, 1.0, NO, NO),
     ],
 )
-def test_the_rule_of_a_gate_at_one_half(
-    value: float, control: float | None, part: float, expected: float
-) -> None:
+def test_the_rule_of_a_gate_at_one_half(value, control, part, expected) -> None:
     result = judge_value(value, control, part=part, at_most=0.5, chance=0.0, cause="it failed")
     assert result.value == pytest.approx(expected, nan_ok=True)
     assert result.by_aggregation == (part == 0.9)

@@ -12,15 +12,7 @@ from torch import Tensor
 from transformers import BertTokenizer
 
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextGuess
-from lightning_fedleak.cli.commands.invert import (
-    Noise,
-    gaussian_noise,
-    make_adversary,
-    rows_of_length,
-    run_cells,
-    special_ends,
-    utility,
-)
+from lightning_fedleak.cli.commands import invert
 from lightning_fedleak.cli.commands.options import INVERT_ATTACKS
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.model.anatomy import find_anatomy, place_of
@@ -59,9 +51,9 @@ def test_rates_utility_and_what_is_sent() -> None:
     guess[0, :5] = -1
     attack = Known(1, guess)
     cells = list(
-        run_cells(
+        invert.run_cells(
             anatomy, {10: tokens}, [("known", lambda _: attack)], [1],
-            [Noise(0.0, True, 3), Noise(2.0, True, 3)], texts=2,
+            [invert.Noise(0.0, True, 3), invert.Noise(2.0, True, 3)], texts=2,
         )
     )  # fmt: skip
     assert [(c.attack, c.layer, c.length, c.sigma, c.texts) for c in cells] == [
@@ -76,7 +68,7 @@ def test_rates_utility_and_what_is_sent() -> None:
     assert cells[0].utility != cells[1].utility
     hidden = hidden_states(anatomy, 1, tokens)
     torch.testing.assert_close(attack.observed[0], hidden[:2])
-    noise = gaussian_noise(hidden, Noise(2.0, True, 3))
+    noise = invert.gaussian_noise(hidden, invert.Noise(2.0, True, 3))
     torch.testing.assert_close(attack.observed[1], (hidden + noise)[:2])
 
 
@@ -90,9 +82,9 @@ def test_a_failure_costs_its_own_cell_alone() -> None:
         ("broken", broken), ("sometimes", lambda layer: Known(layer, tokens, fails_at=1)),
     ]  # fmt: skip
     cells = list(
-        run_cells(
+        invert.run_cells(
             find_anatomy(tiny_gpt2()), {10: tokens}, makers, [0, 2],
-            [Noise(0.0, False), Noise(1.0, False)], texts=4,
+            [invert.Noise(0.0, False), invert.Noise(1.0, False)], texts=4,
         )
     )  # fmt: skip
     assert [(c.attack, bool(c.rates)) for c in cells] == [
@@ -105,9 +97,9 @@ def test_a_failure_costs_its_own_cell_alone() -> None:
 
 def test_an_unknown_utility_does_not_stop_the_attack() -> None:
     one = ids(4, 1)
-    cells = run_cells(
+    cells = invert.run_cells(
         find_anatomy(tiny_gpt2()), {1: one}, [("known", lambda k: Known(k, one))], [1],
-        [Noise(0.0, True)], texts=4,
+        [invert.Noise(0.0, True)], texts=4,
     )  # fmt: skip
     (cell,) = cells
     assert cell.utility is None
@@ -118,7 +110,7 @@ def test_an_unknown_utility_does_not_stop_the_attack() -> None:
 @pytest.mark.parametrize("name", INVERT_ATTACKS)
 def test_every_adversary_reads_a_text_at_the_embeddings(name: str) -> None:
     anatomy = find_anatomy(tiny_gpt2())
-    attack = make_adversary(
+    attack = invert.make_adversary(
         name, 0, steps=60, hello=7, special_ids=(0,), public_text=None, budget_seconds=600.0
     )
     assert attack.name == f"{name}@0"
@@ -131,20 +123,20 @@ def test_every_adversary_reads_a_text_at_the_embeddings(name: str) -> None:
 def test_rows_are_texts_cut_or_joined() -> None:
     tokenizer = tiny_tokenizer()
     whole = [tokenizer(t)["input_ids"] for t in TEXTS]
-    rows = rows_of_length(TEXTS, tokenizer, 5, 12, seed=1)
+    rows = invert.rows_of_length(TEXTS, tokenizer, 5, 12, seed=1)
     assert rows.shape == (12, 5)
     assert {tuple(r) for r in rows.tolist()} == {tuple(w[:5]) for w in whole}
-    long = rows_of_length(TEXTS, tokenizer, 60, 12, seed=1)
+    long = invert.rows_of_length(TEXTS, tokenizer, 60, 12, seed=1)
     assert 1 < len(long) < 12
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
     decoded = tokenizer.decode(long[0].tolist())
     assert " ".join(TEXTS[i] for i in order).startswith(decoded)
-    with_start = rows_of_length(TEXTS, tokenizer, 5, 12, seed=1, start_token_id=0)
+    with_start = invert.rows_of_length(TEXTS, tokenizer, 5, 12, seed=1, start_token_id=0)
     assert torch.equal(with_start[:, 1:], rows[:, :4])
     assert with_start[:, 0].tolist() == [0] * 12
-    assert len(rows_of_length(TEXTS, tokenizer, 5, 3)) == 3
+    assert len(invert.rows_of_length(TEXTS, tokenizer, 5, 3)) == 3
     with pytest.raises(SourceError, match=r"make only \d+ of 60 tokens"):
-        rows_of_length(TEXTS, tokenizer, 60, 12, min_rows=12)
+        invert.rows_of_length(TEXTS, tokenizer, 60, 12, min_rows=12)
 
 
 def test_special_tokens_stay_at_the_ends(tmp_path: Path) -> None:
@@ -152,11 +144,11 @@ def test_special_tokens_stay_at_the_ends(tmp_path: Path) -> None:
     file = tmp_path / "vocab.txt"
     file.write_text("\n".join(words))
     tokenizer = BertTokenizer(str(file))
-    assert special_ends(tokenizer) == ([2], [3])
-    rows = rows_of_length(["a b c a b c a b c"], tokenizer, 6, 1)
+    assert invert.special_ends(tokenizer) == ([2], [3])
+    rows = invert.rows_of_length(["a b c a b c a b c"], tokenizer, 6, 1)
     assert rows.tolist() == [[2, 5, 6, 7, 5, 3]]
     with pytest.raises(SourceError, match="special tokens"):
-        rows_of_length(["a b"], tokenizer, 2, 1)
+        invert.rows_of_length(["a b"], tokenizer, 2, 1)
 
 
 def ids_of_texts(b: int = 3, length: int = 20) -> Tensor:
@@ -178,12 +170,12 @@ def gpt2_logits(model: torch.nn.Module, tokens: Tensor, layer: int, noise: Tenso
 def test_gaussian_noise_has_the_relative_or_absolute_deviation() -> None:
     scales = torch.tensor([0.0, 1.0, 10.0])
     hidden = torch.randn(40, 500, 3, generator=torch.Generator().manual_seed(0)) * scales + 7
-    relative = gaussian_noise(hidden, Noise(0.5, True)).flatten(0, 1)
+    relative = invert.gaussian_noise(hidden, invert.Noise(0.5, True)).flatten(0, 1)
     torch.testing.assert_close(relative.std(0), 0.5 * scales, rtol=0.03, atol=1e-6)
-    absolute = gaussian_noise(hidden, Noise(0.5, False)).flatten(0, 1)
+    absolute = invert.gaussian_noise(hidden, invert.Noise(0.5, False)).flatten(0, 1)
     torch.testing.assert_close(absolute.std(0), torch.full((3,), 0.5), rtol=0.03, atol=0)
-    assert not bool(gaussian_noise(hidden, Noise(0.0, True)).any())
-    again = gaussian_noise(hidden, Noise(1.0, False)).flatten(0, 1)
+    assert not bool(invert.gaussian_noise(hidden, invert.Noise(0.0, True)).any())
+    again = invert.gaussian_noise(hidden, invert.Noise(1.0, False)).flatten(0, 1)
     torch.testing.assert_close(again, 2 * absolute)
 
 
@@ -203,19 +195,17 @@ def test_noise_on_states_is_added_at_the_split(layer: int) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 25])
-def test_utility_equals_the_next_token_predictions_of_the_plain_model(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_utility_equals_the_next_token_predictions_of_the_plain_model(at_once, monkeypatch) -> None:
     monkeypatch.setattr("lightning_fedleak.cli.commands.invert.LOGITS_AT_ONCE", at_once)
     model = tiny_gpt2(layers=3).double()
     anatomy = find_anatomy(model)
     model.train()
     tokens, state = ids_of_texts(), torch.random.get_rng_state()
-    measured = utility(anatomy, 2, tokens, Noise(0.7, True, 3))
+    measured = invert.utility(anatomy, 2, tokens, invert.Noise(0.7, True, 3))
     assert model.training
     assert torch.equal(torch.random.get_rng_state(), state)
     model.eval()
-    noise = gaussian_noise(hidden_states(anatomy, 2, tokens), Noise(0.7, True, 3))
+    noise = invert.gaussian_noise(hidden_states(anatomy, 2, tokens), invert.Noise(0.7, True, 3))
     correct, nats = [], []
     with torch.no_grad():
         logits = gpt2_logits(model, tokens, 2, noise)
@@ -226,5 +216,5 @@ def test_utility_equals_the_next_token_predictions_of_the_plain_model(
             nats.append(-math.log(float(probabilities[tokens[row, position + 1]])))
     assert measured.accuracy == pytest.approx(sum(correct) / len(correct))
     assert measured.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
-    clean = utility(anatomy, 2, tokens, Noise(0.0, True))
+    clean = invert.utility(anatomy, 2, tokens, invert.Noise(0.0, True))
     assert clean.perplexity != measured.perplexity

@@ -18,7 +18,7 @@ attack with a low number works at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -274,6 +274,18 @@ class Fit:
     def _follow_changes(self) -> bool:
         """Plan again if other parameters are trained now; return whether other ones are read."""
         return self._planned_for != self._trained() and self.follow()
+
+    def follow_doubts(self, names: Collection[str]) -> frozenset[str] | None:
+        """Plan again for attacks whose newest number is unknown, and return those that stop.
+
+        Returns:
+            The names of the attacks; None if the plans stay as they are.
+        """
+        playing = self.lineup.playing
+        if not self.lineup.doubt(names):
+            return None
+        self.follow()
+        return frozenset(playing) - frozenset(self.lineup.playing)
 
     def follow(self) -> bool:
         """Plan the attacks again, and return whether other parameters are read than before."""

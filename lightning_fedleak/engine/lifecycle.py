@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
-from lightning_fedleak.engine.channels.released.records import RECORDS
-from lightning_fedleak.engine.channels.released.weights import WeightLooks
+from lightning_fedleak.engine.channels.released.records import check_listed
+from lightning_fedleak.engine.channels.released.weights import WeightLooks, check_any
 from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
@@ -90,13 +90,7 @@ class Engine:
         self.options = options
         self.channels: list[Channel] = channels_of(selection.attacks, options)
         self.series = series_of(selection.attacks, self.channels, options.stages)
-        names = [series.log_name for series in self.series if "entity/" in series.name]
-        unread = options.memorization.records and all(s.name != RECORDS for s in self.series)
-        if unread or (options.entities and len({*names}) < max(1, len(names))):
-            raise ValueError(
-                "records=True and entities= need an attack that reads texts or the trained "
-                "weights: add Combined(), and give planted kinds names that are not in entities="
-            )
+        check_listed(self.series, options)
         max_steps_waited = MAX_STEPS_WAITED if options.local_steps is None else MAX_WAITS
         self.results = Results(self.series, max_steps_waited=max_steps_waited)
         self.fit: Fit | None = None
@@ -111,12 +105,11 @@ class Engine:
         self.first_step = 0
         self._calibrations: dict[str, object] = {}  # of a checkpoint or another run, by attack
         self._ended_summary: dict[str, object] = {}  # see _summary
-        self._logged_last = False
+        self._logged_last = self._has_news = False
         self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
         self._logged_names: list[str] = []
         self.listeners: list[Listener] = []
-        self._has_news = False
 
     @property
     def current(self) -> Fit:
@@ -137,7 +130,7 @@ class Engine:
 
     def own_folder(self, run: Run, folder: Path, fit: str | None = None) -> Path:
         """Return a folder that holds logs of no other run: :func:`engine.log.own_folder`."""
-        newest = None if self.jsonl is None else self.jsonl.run
+        newest = self.jsonl and self.jsonl.run
         return log.own_folder(run, folder, self.earlier.get("run"), newest, fit)
 
     # ---- the interface for gates ------------------------------------------------------------
@@ -213,14 +206,9 @@ class Engine:
         options, folder = self.options, destination.folder
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
-        self.report = report = log.Report(
-            run,
-            destination,
-            self.series,
-            self.selection.attacks,
-            None if run.rank else self.jsonl,
-            RevealFiles(folder, run.rank, options.tokenizer) if options.reveal else None,
-        )
+        reveal = RevealFiles(folder, run.rank, options.tokenizer) if options.reveal else None
+        parts = self.series, self.selection.attacks, None if run.rank else self.jsonl
+        self.report = report = log.Report(run, destination, *parts, reveal)
         lineup = self._line_up(run, destination)
         self._prepared = lineup.prepared
         calibrations, self._calibrations = self._calibrations, {}
@@ -250,7 +238,6 @@ class Engine:
             options=options,
             watch={
                 "attacks": "auto" if self.selection.auto else "listed",
-                **({"shares": records.STATED.format(options.shares)} if options.shares else {}),
                 **(destination.watch or {"reveal": options.reveal}),
             },
             resumed=earlier,
@@ -315,8 +302,7 @@ class Engine:
         run = self.current.run
         self.results.begin()
         for channel in self.channels:
-            # Process 0 has the games of all clients.
-            if run.rank != 0 and isinstance(channel, StepChannel):
+            if run.rank != 0 and isinstance(channel, StepChannel):  # process 0 has all games
                 channel.load_state_dict({})
         self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
@@ -329,12 +315,8 @@ class Engine:
         self.current.controls.needs = self.results.needs(self.gates)
         if self.weights is not None:
             self._begin_weights(self.weights)
-        if self.options.shares == "model" and not (self.weights and self.weights.attacks):
-            refused = self._refused if self.weights is None else self.weights.refused
-            raise ValueError(
-                "with shares='model' only attacks on the trained weights run, and none can: "
-                f"{'; '.join(dict.fromkeys(refused.values()))}"
-            )
+        if self.options.shares == "model":
+            check_any(self.weights, self._refused)
         if self.report is not None:
             self._show(self.report, run)
 
@@ -394,15 +376,13 @@ class Engine:
         utility = self._metrics.changed(fit.run, validation=False)
         spent, shared = record.privacy_values(fit.accounting), bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
-        playing = fit.lineup.playing
-        if fit.lineup.doubt(self.results.doubted(fit.controls.limit)):
-            fit.follow()
-            self.results.forget(playing - fit.lineup.playing)
+        if (left := fit.follow_doubts(self.results.doubted(fit.controls.limit))) is not None:
+            self.results.forget(left)
         fit.run.publish(self.results.latest)
         self._has_news = True
-        assert self.report is not None
         values, failures = self.results.new_values(), self.results.failures
-        self.report.write(look, outcomes, values, utility, fit.accounting, failures)
+        if self.report is not None:
+            self.report.write(look, outcomes, values, utility, fit.accounting, failures)
 
     # ---- between looks, the end of a run, and checkpoints -----------------------------------
 
@@ -446,9 +426,11 @@ class Engine:
         if self.weights is not None and fit is not None:
             # A failure in a step waits for the next look at a step: hide it from `_conclude`.
             step_failure, fit.failure = fit.failure, None
-            self._look_at_weights()
-            self._conclude(None)
-            fit.failure = fit.failure or step_failure
+            try:
+                self._look_at_weights()
+                self._conclude(None)
+            finally:
+                fit.failure = fit.failure or step_failure
 
     def _conclude(self, earlier: str | None) -> None:
         """Publish a failure as unknown results, and call the gates if there are new results.
@@ -458,10 +440,9 @@ class Engine:
                 failure waits for the next look, where all processes exchange results.
         """
         fit = self.fit
-        if fit is not None and fit.failure is not None and fit.look is None:
-            is_single = fit.run.processes == 1
-            if is_single or fit.failure is not earlier:
-                why, fit.failure = fit.failure, None
+        if fit is not None and (why := fit.failure) is not None and fit.look is None:
+            if fit.run.processes == 1 or why is not earlier:
+                fit.failure = None
                 self._publish_failure(why)
         has_news, self._has_news = self._has_news, False
         for listener in self.listeners if has_news else ():
@@ -483,12 +464,10 @@ class Engine:
     @contained
     def _look_at_weights(self, *, at_end: bool = False) -> None:
         """Measure the trained weights if that is due, and publish the results."""
-        weights = self.weights
-        if weights is None:
-            return
-        results = weights.look_at_end() if at_end else weights.look_where_due()
-        if results is not None:
-            self._publish(*results)
+        if (weights := self.weights) is not None:
+            results = weights.look_at_end() if at_end else weights.look_where_due()
+            if results is not None:
+                self._publish(*results)
 
     def look_at_end(self) -> None:
         """Look at the final weights, unless that was already done."""
@@ -508,8 +487,7 @@ class Engine:
     @contained
     def _publish_missing(self) -> None:
         step = self.current.run.step
-        missing = self.results.unknown_at_end(due=self.options.cadence.due(step - 1))
-        if missing:
+        if missing := self.results.unknown_at_end(due=self.options.cadence.due(step - 1)):
             self._publish(Look(step), missing)
         self._log_last()
 

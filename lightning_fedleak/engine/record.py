@@ -337,6 +337,7 @@ def facts_of(
         if not isinstance(channel, StepChannel):  # what it reads is always exposed
             plans += [Plan(attack, (), True, None) for attack in channel.attacks]
     by_name = {plan.attack.name: plan for plan in plans}
+    shares = {"shares": records.STATED.format(options.shares)} if options.shares else {}
     return records.BeginLine(
         run="",
         resumed=resumed or None,
@@ -350,7 +351,7 @@ def facts_of(
             adversary=tuple(sorted(capability.value for capability in run.assumed)),
             local_steps=options.local_steps,
             stages=tuple(str(stage) for stage in options.stages),
-            more={"looks": options.cadence.argument, **watch},
+            more={"looks": options.cadence.argument, **shares, **watch},
         ),
         families=tuple({leak.name: leak for leak in leaks.values()}.values()),
         attacks=tuple(

@@ -143,7 +143,7 @@ class Run:
         run.set_facts(facts)
         return run
 
-    def set_facts(self, facts: Mapping[str, Any]) -> None:
+    def set_facts(self, facts: Mapping[str, object]) -> None:
         """Set facts by their names; one that a host reads from its training loop is refused."""
         for name, value in facts.items():
             if not hasattr(self, name):

@@ -65,7 +65,7 @@ class Loop:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     loader: Any = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
     utility: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     batches: int = 0

@@ -147,7 +147,7 @@ class Watch(Reported):
         self.should_stop = False
         zero = ZeROStep.of_engine(model, self.watcher)
         optimizers = torch_optimizers(optimizer) if zero is None else [zero]
-        facts: dict[str, Any] = {"scaler": settings.scaler, "tokenizers": [settings.tokenizer]}
+        facts: dict[str, object] = {"scaler": settings.scaler, "tokenizers": [settings.tokenizer]}
         facts |= {"precision": settings.precision} if settings.precision else {}
         self.loop = Loop(model, optimizers, loader, facts, zero=zero)
         self._saved: Any = None

@@ -26,6 +26,7 @@ from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSetti
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
 from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.validate import explain_arguments
 
 
 class DPSGD(base.Defense):
@@ -85,6 +86,7 @@ class DPSGD(base.Defense):
     takes_shards = True  # it supports FSDP2, where a process holds a part of each gradient
     _changing = ("releases", "measured_noise_multiplier")  # results, so no settings of a record
 
+    @explain_arguments("{}(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-5)")
     def __init__(
         self,
         max_grad_norm: MaxGradNorm,
@@ -99,7 +101,7 @@ class DPSGD(base.Defense):
         clip: ClipSettings | None = None,
         release: ReleaseSettings | None = None,
         seed: int | None = None,
-        check: settings.Audit | None = None,
+        check: settings.PlantedCheck | None = None,
     ) -> None:
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)

@@ -158,7 +158,7 @@ def check_combination(
         )
 
 
-class Audit(Protocol):
+class PlantedCheck(Protocol):
     """What tests a training while it runs, such as :class:`~lightning_fedleak.PlantedGradients`.
 
     Attributes:
@@ -179,7 +179,10 @@ class Audit(Protocol):
 
 
 def check_audit(
-    check: Audit | None, unit: Unit, noise_multiplier: float | None, max_grad_norm: MaxGradNorm
+    check: PlantedCheck | None,
+    unit: Unit,
+    noise_multiplier: float | None,
+    max_grad_norm: MaxGradNorm,
 ) -> None:
     """Raise an error for settings under which an audit cannot test the training.
 

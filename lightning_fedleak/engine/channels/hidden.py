@@ -110,15 +110,17 @@ class HiddenWords:
         if self._looks % LOOKS == 0:
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
-            pairs = [(old, draw.choice(others)) for old in olds]
-            if math.isnan(step.example_norm):
-                before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
-                afters = (self._all(replace_word(step, *pair)) for pair in pairs)
-                self._changes = [self._change(before, after) for after in afters]
-            else:
-                self._changes = [self._clipped_change(step, *pair) for pair in pairs]
+            self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
         self._looks += 1
         return best_f1([change / noise_std for change in self._changes], len(types), vocabulary)
+
+    def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the norm of the release's change for each type and the one in its place."""
+        if not math.isnan(step.example_norm):
+            return [self._clipped_change(step, *pair) for pair in pairs]
+        before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
+        afters = (self._all(replace_word(step, *pair)) for pair in pairs)
+        return [self._change(before, after) for after in afters]
 
     def _change(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
         """Return the norm of the change of a gradient, after the clipping of GradientNoise."""

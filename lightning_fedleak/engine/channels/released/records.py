@@ -10,11 +10,13 @@ the rate and the probability of error.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.engine.channels.released.audit import Comparison
-from lightning_fedleak.engine.outcomes import Waiting
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.outcomes import Series, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics.record_list import FALSE_DISCOVERIES
@@ -24,6 +26,17 @@ RECORDS = "records"
 FILE = "records.jsonl"
 # The answer of the series at looks within an epoch, which write no list.
 BETWEEN = Waiting("rows are listed after each epoch, and at the end", soon=False)
+
+
+def check_listed(all_series: Iterable[Series], options: Options) -> None:
+    """Raise an error if records or entities are asked for that no attack reads."""
+    names = [series.log_name for series in all_series if "entity/" in series.name]
+    unread = options.memorization.records and all(s.name != RECORDS for s in all_series)
+    if unread or (options.entities and len({*names}) < max(1, len(names))):
+        raise ValueError(
+            "records=True and entities= need an attack that reads texts or the trained "
+            "weights: add Combined(), and give planted kinds names that are not in entities="
+        )
 
 
 def write_list(

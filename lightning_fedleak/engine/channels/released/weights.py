@@ -264,6 +264,21 @@ class WeightChannel(Channel):
         return Outcome(rates, n, extra=extra, pool=self._compared.get(series, ""))
 
 
+def check_any(weights: WeightLooks | None, refused: Mapping[str, str]) -> None:
+    """Raise an error if no attack reads the trained weights, the only data that leave.
+
+    Args:
+        weights: The looks at the weights; None without attacks on them.
+        refused: Why attacks were left out, by name.
+    """
+    if weights is None or not weights.attacks:
+        reasons = refused if weights is None else weights.refused
+        raise ValueError(
+            "with shares='model' only attacks on the trained weights run, and none can: "
+            f"{'; '.join(dict.fromkeys(reasons.values()))}"
+        )
+
+
 class WeightLooks:
     """Look at the weights of a run, with the channels that query them.
 

@@ -112,6 +112,8 @@ def test_a_mistake_in_callbacks_is_refused_before_a_step(tmp_path: Path, mistake
         (lambda: DPSGD(max_grad_norm=1.0, target_epsilon="8", target_delta=1e-5), "a number above"),
         (lambda: DPSGD(max_grad_norm=1.0, target_epsilon=8), "needs target_delta"),
         (lambda: DPSGD(max_grad_norm=1.0), "give one"),
+        (lambda: DPSGD(1.0, epsilon=8), "Did you mean target_epsilon=?"),
+        (lambda: DPSGD(1.0, 1.0, target_delta=1e-5, check=True), "PlantedGradients(every_n_steps="),
         (
             lambda: DPSGD(1.0, noise_multiplier=1.0, target_epsilon=8, target_delta=1e-5),
             "give one",

@@ -440,10 +440,10 @@ class Engine:
                 failure waits for the next look, where all processes exchange results.
         """
         fit = self.fit
-        if fit is not None and (why := fit.failure) is not None and fit.look is None:
-            if fit.run.processes == 1 or why is not earlier:
-                fit.failure = None
-                self._publish_failure(why)
+        why = None if fit is None or fit.look is not None else fit.failure
+        if fit is not None and why is not None and (fit.run.processes == 1 or why is not earlier):
+            fit.failure = None
+            self._publish_failure(why)
         has_news, self._has_news = self._has_news, False
         for listener in self.listeners if has_news else ():
             listener.after_look()

@@ -109,10 +109,10 @@ class Row:
 
 
 ROWS = (
-    Row("code", "code lines", 46_738),
+    Row("code", "code lines", 46_500),
     Row("longest", "lines of the longest file", 600),
     Row("long", "files above 600 lines", 0),
-    Row("imports", "files with 8 or more own imports", 51),
+    Row("imports", "files with 8 or more own imports", 54),
     Row("most_imports", "most own imports of a file", 18),
     Row("circles", "circles of imports, for types included", 0),
     Row("parameters", "functions with more than 8 parameters", 12),
@@ -124,7 +124,7 @@ ROWS = (
     Row("fragments", "fragments as docstrings", 0.005, is_share=True),
     Row("examples", "root names without an example", 0),
     Row("constants", "bare constants", 3),
-    Row("any", "[str, Any]", 73),
+    Row("any", "[str, Any]", 72),
 )
 
 

@@ -139,6 +139,7 @@ class DPSGD(base.Defense):
         self._step: WatchedStep | None = None  # set by `before_setup`
         self.check = check
         self._audit: Any = None  # of the last fit, by `check`
+        self._later_defenses: list[str] = []
         self._has_activation_noise = False  # which draws secret numbers itself
 
     @property
@@ -226,9 +227,10 @@ class DPSGD(base.Defense):
         return changed
 
     def check_order(self, before: Sequence[base.Defense], after: Sequence[base.Defense]) -> None:
-        """Note whether another defence changes states, and so draws secret numbers itself."""
+        """Note which defences change gradients after this one, and whether one changes states."""
         super().check_order(before, after)
         self._has_activation_noise = any(d.activation_layers for d in (*before, *after))
+        self._later_defenses = [defense.name for defense in after if defense.acts_on_gradients]
 
     def before_setup(self, context: base.DefenseContext) -> None:
         """Check the model and the Trainer, and register hooks on the layers.
@@ -303,9 +305,11 @@ class DPSGD(base.Defense):
         """Check again what a checkpoint may have changed since :meth:`on_dataloader`.
 
         Raises:
-            DefenseError: A scheduler sets the learning rate by a metric.
+            DefenseError: Another defence would add noise that :class:`~.DPAdamBC` does not know,
+                or a scheduler sets the learning rate by a metric.
         """
         setup_checks.check_trainer(context)  # again: only now schedulers exist
+        setup_checks.check_no_other_noise(context.host, self._later_defenses)
         if self._step is not None and self._sampling is not None:
             reshard(context.root)
             self._step.sampling = self._sampling

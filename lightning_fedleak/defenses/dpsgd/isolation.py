@@ -46,7 +46,7 @@ from lightning_fedleak.model.taps.hooks import taps_paused
 TOLERANCE = 1e-4
 FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
 TOKENS = 6  # of the row that is compared
-LONG = 128  # tokens of the long row, or as many as four rows of an expected batch's tokens have
+LONG = 128  # tokens of the long row; more take more time
 # How far a row that is padded or longer moves the others' sum in half precision, over C and the
 # root of their number. In three models of 200 rows it is at most .0078 (benchmarks/defenses/
 # isolation.py --half). It is not measured in the run, where it would depend on the data.
@@ -173,7 +173,7 @@ class Isolation:
         if not isinstance(collate, EmptyCollate):
             return "the collate function is unknown"
         reason, example = "", collate.dataset[collate.index]
-        for lengths, is_padded in _row_lengths(self._root, collate, example, sampling.expected):
+        for lengths, is_padded in _row_lengths(self._root, collate, example):
             try:
                 rows = [_made(example, number, n, is_padded) for number, n in enumerate(lengths)]
             except Exception as error:  # numbers of a kind that torch does not compute with
@@ -361,7 +361,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _row_lengths(
-    root: nn.Module, collate: EmptyCollate, example: Any, batch_size: float
+    root: nn.Module, collate: EmptyCollate, example: Any
 ) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Yield the tokens of made rows, and whether rows keep the example's length, with padding.
 
@@ -376,9 +376,9 @@ def _row_lengths(
     configs = [module.config for module in root.modules() if hasattr(module, "config")]
     limits = [n for c in configs if (n := getattr(c, "max_position_embeddings", None))]
     own = _width(collate, example)
-    long, most = own, max(LONG, int(batch_size * own) // 4)  # four rows are made
+    long = own
     if configs:  # a model of transformers: without a table of positions, or with a known one
-        long = most if ropes or not limits else max(2, min(most, *limits) - 2)
+        long = LONG if ropes or not limits else max(2, min(LONG, *limits) - 2)
     if any("dynamic" in rope for rope in ropes):
         limit = max(limits)
         if _width(collate, _made(example, 0, limit + 1, False)) > limit:

@@ -99,8 +99,9 @@ _CHECKPOINTING = (
 class LossCheck:
     """Checks of the loss: its form in every step, the graph if something is new or a check is due.
 
-    A factor of the loss may be anything that needs no gradient. One that counts the batch is found
-    by the comparison of a row alone and in company (:mod:`.isolation`).
+    A number that scales the loss (a Python number or a float64 tensor without dimensions) must not
+    change from step to step, because it may be ``mask.sum().item()``. A factor with several
+    elements may be anything that needs no gradient.
 
     Args:
         trusted: Whether the user has proved that the loss is a mean of per-sample means.
@@ -123,6 +124,7 @@ class LossCheck:
         self._trusted = trusted
         # The means' nodes, with label masks of cross-entropies, None of other means.
         self._means: list[tuple[Any, Tensor | None]] = []
+        self._constants: dict[str, float] = {}  # factors of the loss by their path in the graph
         self._checked_forms: set[StepForm] = set()
         self._next_check, self._interval = 0, 1  # in releases
 
@@ -152,12 +154,12 @@ class LossCheck:
         visited: set[tuple[Node, bool]] = set()
         self.is_per_sample, self.weights = True, None
         form: set[tuple[str, str]] = set()
-        # Node, whether it is below a mean, and the label of the node above.
-        stack: list[tuple[Node, bool, str]] = []
+        # Node, whether it is below a mean, its path, and the label of the node above.
+        stack: list[tuple[Node, bool, str, str]] = []
         if first_node is not None:
-            stack.append((first_node, False, ""))
+            stack.append((first_node, False, "", ""))
         while stack:
-            node, below_mean, upper_label = stack.pop()
+            node, below_mean, path, upper_label = stack.pop()
             name = node.name()
             label = f"layer {outputs[node].name}" if node in outputs else _signature(node, name)
             form.add((upper_label, label))
@@ -170,8 +172,11 @@ class LossCheck:
                 top_calls[id(node)] = outputs[node]
                 continue
             if not self._trusted:
-                below_mean = self._check_node(node, name, below_mean, samples)
-            stack += [(child, below_mean, label) for child, _ in node.next_functions if child]
+                below_mean = self._check_node(node, name, below_mean, samples, path)
+            for index, (child, _) in enumerate(node.next_functions):
+                if child is not None:
+                    below = "" if self._trusted else f"{path}/{name}.{index}"
+                    stack.append((child, below_mean, below, label))
         self.terms = loss.new_full((), samples, dtype=torch.float64)
         if self._trusted:
             return list(top_calls.values())
@@ -229,7 +234,7 @@ class LossCheck:
         if recorder.samples > 1:
             self._checked_forms.add(form)
 
-    def _check_node(self, node: Any, name: str, below_mean: bool, samples: int) -> bool:
+    def _check_node(self, node: Any, name: str, below_mean: bool, samples: int, path: str) -> bool:
         """Return whether nodes below this one are below a mean; raise an error for a wrong node."""
         if name.startswith(_REENTRANT):
             raise DefenseError(_CHECKPOINTING)
@@ -237,6 +242,10 @@ class LossCheck:
         _refuse_if(name.endswith("AccumulateGrad"), reason)
         if below_mean or name in _LIKELIHOODS | _ELEMENTWISE:
             self.is_per_sample = self.is_per_sample and _is_per_sample(node, name, samples)
+        if name in _SCALE_OPS:
+            self._check_scale(node, f"{path}/{name}", samples)
+        if name in _SUM_OPS:
+            self._check_constant(f"{path}/{name}", float(node._saved_alpha))
         if below_mean:
             _refuse_if(name in _SELECTIONS, f"{name} selects terms before the mean")
             return True
@@ -264,6 +273,25 @@ class LossCheck:
         if name.startswith("CompiledFunction"):
             raise _loss_error("torch.compile has compiled it: compile the model's blocks instead")
         raise _loss_error(f"{name} is between the loss and its mean over samples")
+
+    def _check_scale(self, node: Any, path: str, samples: int) -> None:
+        """Raise an error unless a factor that scales all samples is a constant number."""
+        for attribute in ("_saved_other", "_saved_self"):
+            factor = getattr(node, attribute, None)
+            if not isinstance(factor, Tensor) or factor.numel() != 1:
+                continue
+            if factor.dim() > 0 and samples == 1:
+                continue
+            is_number = factor.dtype == torch.float64 or not factor.is_floating_point()
+            reason = "it is scaled by a tensor that may depend on the batch"
+            _refuse_if(factor.dim() > 0 or not is_number, reason)
+            self._check_constant(f"{path}{attribute}", float(factor))
+
+    def _check_constant(self, path: str, value: float) -> None:
+        """Raise an error if the factor at a path of the graph was different in an earlier step."""
+        earlier = self._constants.setdefault(path, value)
+        reason = f"it is scaled by a number that changes from step to step, {earlier:g}, {value:g}"
+        _refuse_if(earlier != value, reason)
 
 
 def skip_ddp_node(loss: Tensor) -> Tensor | GradientEdge:

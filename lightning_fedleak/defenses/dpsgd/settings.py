@@ -189,8 +189,12 @@ def check_audit(
     Raises:
         DefenseError: Names the contradicting arguments.
     """
+    if check is not None and not hasattr(check, "begin"):
+        raise base.DefenseError(
+            f"DPSGD: check must be PlantedGradients(every_n_steps=160), or None, got {check!r}"
+        )
     is_other = isinstance(unit, Users) or isinstance(max_grad_norm, QuantileClip)
-    if check is not None and (is_other or noise_multiplier == 0 or not hasattr(check, "begin")):
+    if check is not None and (is_other or noise_multiplier == 0):
         raise base.DefenseError(
             "DPSGD: check=PlantedGradients() needs noise, a fixed clip norm, and unit='example'"
         )

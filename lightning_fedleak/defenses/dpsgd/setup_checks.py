@@ -8,17 +8,20 @@ change. The *host* is the trainer or training loop. Several processes may togeth
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
+from lightning_fedleak.defenses.adam import DPAdamBC
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.recorder import trains, values_in
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
+from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
 
 # The number of examples by which the datasets of two processes are compared. More take more time at
@@ -43,6 +46,23 @@ def check_trainer(context: DefenseContext) -> None:
         **context.host.refusals(),
     }
     refuse("DPSGD", refusals)
+
+
+def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
+    """Refuse another defence that changes the gradients that a :class:`DPAdamBC` gets.
+
+    Args:
+        host: The host, which has the optimizers.
+        names: The names of the defences that change gradients after DPSGD.
+
+    Raises:
+        DefenseError: Names the defence.
+    """
+    if names and any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
+        raise DefenseError(
+            f"{', '.join(names)} changes the gradients after DPSGD: leave it out, or use AdamW "
+            "instead of DPAdamBC"
+        )
 
 
 def check_shards(root: nn.Module, processes: int) -> None:
@@ -78,7 +98,15 @@ def check_model(root: nn.Module) -> None:
         is_trained = module in adapted or (module not in inner and trains(module))
         if is_trained and module not in adapted:
             rule_of(name, module)
+        is_instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
         refusals: dict[str, object] = {
+            "normalises by statistics of the batch. Use GroupNorm or LayerNorm "
+            "(opacus.validators.ModuleValidator.fix does it), or freeze it in eval mode.": (
+                isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+            ),
+            "keeps statistics of the data. Build it with track_running_stats=False.": (
+                is_instance_norm and module.training and module.track_running_stats
+            ),
             "changes ranks by gradients without noise. Use LoraConfig(use_rslora=True), or "
             "LoHaConfig.": hasattr(module, "update_and_allocate"),
             "has NEFTune's noise, whose size depends on the length of the longest text of a batch. "

@@ -125,6 +125,8 @@ def test_it_refuses_to_run_without_known_noise() -> None:
     for strategy in ("auto", DefendedStrategy("auto", [GradientNoise(clip=1.0, sigma=1.0)])):
         with pytest.raises(DefenseError, match="no DPSGD has passed"):
             trainer(strategy, max_steps=1).fit(module, loader())
+    with pytest.raises(DefenseError, match="gradient_noise changes the gradients after DPSGD"):
+        fit([DPSGD(CLIP, noise_multiplier=1.0), GradientNoise(clip=1.0, sigma=1.0)], module)
     assert all(map(torch.equal, module.parameters(), before))
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)

@@ -233,6 +233,11 @@ def masked_by_hand(net: nn.Module) -> Tensor:
     return (net(X).square() * mask).sum() / mask.sum()
 
 
+def rescaled_by_hand(net: nn.Module) -> Tensor:
+    mask = (X > 0).float()[:, :3]
+    return (net(X).square() * mask).mean() / mask.mean()
+
+
 def contrastive(net: nn.Module) -> Tensor:
     hidden = net(X)
     return F.cross_entropy(hidden @ hidden.T, torch.arange(B))
@@ -258,7 +263,8 @@ BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
     ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 is between"),
     ("a mean, if finite", Net, lambda n: squared(n).nan_to_num(), "NanToNumBackward0 is between"),
     ("a mean by hand", Net, lambda n: Halved.apply(squared(n)), "HalvedBackward is between"),
-    ("masked by hand", Net, masked_by_hand, "SumBackward0 is between"),
+    ("masked by hand", Net, masked_by_hand, "tensor that may depend on the batch"),
+    ("rescaled by hand", Net, rescaled_by_hand, "tensor that may depend on the batch"),
     ("chosen tokens", tiny_gpt2, selected, "IndexBackward0 selects terms"),
     ("class weights", Net, weighted, "class weights"),
     ("a sum", Net, lambda n: n(X).square().sum(), "SumBackward0 is between"),
@@ -276,6 +282,33 @@ def test_another_loss_is_refused_with_the_mend(build, loss: Loss, message: str) 
         check(build(), loss)
     assert "mean_of_sample_means(logits, labels, causal=...)" in str(refused.value)
     assert "loss='trusted'" in str(refused.value)
+
+
+def by_alpha(loss: Tensor, count: float) -> Tensor:
+    return torch.add(loss, loss, alpha=1 / count)
+
+
+SCALED: list[Callable[[Tensor, float], Tensor]] = [
+    lambda loss, count: loss / torch.tensor(int(count)),
+    lambda loss, count: loss / torch.tensor(count, dtype=torch.float64),
+    lambda loss, count: loss * (12 / torch.tensor(count).sum().item()),
+    by_alpha,
+]
+
+
+@pytest.mark.parametrize("scaled", SCALED, ids=["whole", "float64", "Python", "alpha"])
+def test_a_number_that_changes_is_refused(scaled: Callable[[Tensor, float], Tensor]) -> None:
+    form, net = LossCheck(), Net()
+    for count in (3.0, 3.0, 4.0):
+        recorder = Recorder(net)
+        with recorder.step(B):
+            value = scaled(squared(net), count)
+        if count == 3:
+            form.check_form(value, recorder.calls, B)
+        else:
+            with pytest.raises(DefenseError, match="scaled by a number that changes"):
+                form.check_form(value, recorder.calls, B)
+        recorder.remove()
 
 
 NETWORKS: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [

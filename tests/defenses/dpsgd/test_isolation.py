@@ -20,14 +20,11 @@ from transformers import (
 )
 
 from benchmarks.defenses.isolation import (
-    GROUPED,
     HOSTS,
     MODELS,
-    SIZES,
     UNSOUND,
     Rows,
     collate,
-    model_of,
     moved,
     own_loss,
     train,
@@ -305,36 +302,8 @@ def test_a_factor_that_counts_the_batch_is_refused(name: str) -> None:
     def loss(batch: Any) -> Tensor:
         return SCALED[name](model(**batch).loss, (batch["labels"] != -100).sum())
 
-    with pytest.raises(DefenseError, match="division by all labels"):
+    with pytest.raises(DefenseError, match=r"division by all labels|scaled by a tensor"):
         first_step(model, loss, Rows(5, "longer", True), collate)
-
-
-def test_a_factor_that_follows_a_schedule_is_taken() -> None:
-    model, factors = MODELS["Llama"](), iter(torch.linspace(1, 0.5, 9).tolist())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
-    loader = DataLoader(Rows(8, "longer", True), 3, collate_fn=collate)
-    with DefendedLoop(model, optimizer, loader, [defense], steps=3) as private:
-        for batch, factor in zip(private, factors, strict=False):
-            private.loss(lambda rows, f=factor: f * model(**rows).loss, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert defense.releases == 3
-
-
-def test_the_long_row_is_as_long_as_a_batch_s_tokens_allow() -> None:
-    model = model_of("Llama", **{**SIZES, "max_position_embeddings": 600}, **GROUPED)()
-    ids, widths = torch.randint(3, 120, (8, 200)), list[int]()
-    rows = [
-        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids
-    ]
-
-    def loss(batch: Any) -> Tensor:
-        widths.append(batch["input_ids"].shape[1])
-        return model(**batch).loss  # type: ignore[no-any-return]
-
-    first_step(model, loss, rows, collate)
-    assert max(widths) == 200  # 4 rows of 200 tokens, as many as an expected batch has
 
 
 def test_sound_rows_give_no_warning() -> None:
@@ -364,7 +333,7 @@ def test_longrope_is_taken_up_to_the_length_at_which_it_changes() -> None:
         rope_parameters=rope,
     )
     model = LlamaForCausalLM(config).train()
-    lengths = [n for n, _ in isolation._row_lengths(model, _Collate(), {"input_ids": [1, 2, 3]}, 8)]
+    lengths = [n for n, _ in isolation._row_lengths(model, _Collate(), {"input_ids": [1, 2, 3]})]
     assert max(map(max, lengths)) == 16
 
 

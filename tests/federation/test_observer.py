@@ -448,7 +448,7 @@ def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog, part)
                 looks.append(watch.look(returned, batches=rows))
         return looks
 
-    thin = {f"RoundObserver.{name}" for name in ("look", "_engine_of", "ask", "_write")}
+    thin = {f"RoundObserver.{name}" for name in ("look", "measure", "_engine_of", "ask")}
     thin.add("Stopwatch.__init__")  # it reads two clocks
     targets = [
         code

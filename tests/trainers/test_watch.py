@@ -298,7 +298,7 @@ def test_the_first_process_alone_chooses_the_folder_and_its_error_reaches_all(tm
     sent: list[Any] = []
 
     def choose(rank: int) -> Path:
-        run = SimpleNamespace(watcher="Watch", rank=rank, broadcast=lambda one: [*sent, one][0])
+        run = SimpleNamespace(rank=rank, broadcast=lambda one: [*sent, one][0], say=print)
         return own_folder(run, tmp_path)
 
     (tmp_path / "run.jsonl").write_text("{}")

@@ -350,10 +350,11 @@ def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(fa
     inside, others = texts(ROWS, LENGTH), texts(ROWS, LENGTH)
     query, both = torch.cat([inside, others]), prepared(ready(family()))
     runs: list[int] = []
+    map_token_parts = token_parts.map_token_parts
 
     def counted(anatomy: Anatomy, maps: Any, batch: TokenBatch, function: Any) -> list[Any]:
         runs.append(len(batch.input_ids))
-        return token_parts.map_token_parts(anatomy, maps, batch, function)
+        return map_token_parts(anatomy, maps, batch, function)
 
     monkeypatch.setattr(token_parts, "map_token_parts", counted)
     together = asked_of(*both, inside, query)

@@ -450,6 +450,7 @@ def test_several_processes_are_refused(tmp_path: Path) -> None:
     watching = monitor(tmp_path, BOTH, auto())
     with (
         mock.patch.object(TrainerRun, "processes", 2),
+        mock.patch.object(TrainerRun, "broadcast", lambda _, value: value),
         pytest.raises(ValueError, match="in one process and without"),
     ):
         fit([watching], data=halved())

@@ -337,6 +337,8 @@ def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[A
             seen_by = "A server that is trusted with each client's update"
         elif party == "sum":
             seen_by = "The sum over clients only, if secure aggregation hides the parts"
+    if begin.stated == records.STATED.format("model"):
+        update, seen_by = "Only the trained model, as the user states", "Whoever gets the model"
     by_name = {account.defense: account for account in spendings}
     effects = dict.fromkeys(_effect(d, by_name.get(d.name)) for d in begin.defenses)
     return _Shared(

@@ -430,8 +430,13 @@ def _defense_effect(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
 
 
 def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
-    """Return the beginning of the sentence about updates, such as "One update lets the server"."""
+    """Return the beginning of the sentence about updates, such as "One update lets the server".
+
+    A training of one client may keep its gradients, unless its user states that they leave.
+    """
     update = "One client's update" if fit.unit == "round" else "One update"
+    if fit.unit == "step" and not fit.begin.stated and (fit.shared.clients or 1) == 1:
+        update = "If gradients are shared, one update"
     if any(attack.stage == "aggregate" for attack in attacks):
         update = "The sum over clients"
     is_dishonest = all(attack.dishonest for attack in attacks)

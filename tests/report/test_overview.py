@@ -48,8 +48,8 @@ def test_the_sentence_says_what_was_read_alike_on_the_page_and_in_the_json(tmp_p
     lines = [result(0, **READ), result(0, "fc", auc=(0.75, 0.6, 0.9))]
     found = found_in(tmp_path, lines, [begin(attacks=PAIR), end(4)])
     sentence = (
-        "One update lets the server name 78% of a batch's distinct tokens and tell whether a given "
-        "text was in a batch better than by guessing."
+        "If gradients are shared, one update lets the server name 78% of a batch's distinct tokens "
+        "and tell whether a given text was in a batch better than by guessing."
     )
     assert found.verdict.sentence == sentence
     assert as_json(found)["overviews"][0]["sentence"] == sentence
@@ -133,6 +133,17 @@ def test_the_words_follow_the_lower_end_of_the_interval(tmp_path, value, low, wo
     assert "DP-SGD" in reading_of(found, "membership").mend
 
 
+def test_what_leaves_is_said_as_it_was_stated(tmp_path):
+    said = {}
+    for shares in ("gradients", "model"):
+        stated = {"shares": f"what leaves the machine: {shares}, stated by the user, not checked"}
+        start = begin(attacks=PAIR, monitor={"adversary": [], **stated})
+        said[shares] = found_in(tmp_path / shares, [result(0, **READ)], [start])
+    assert said["gradients"].verdict.sentence.startswith("One update lets the server name")
+    assert facts_of(said["model"])["What left"].value.startswith("Only the trained model")
+    assert facts_of(said["model"])["Who could read it"].value == "Whoever gets the model"
+
+
 def test_each_kind_has_a_chart_with_its_own_floor(tmp_path):
     lines = [result(s, **READ) for s in range(2)]
     lines += [result(s, "fc", auc=(0.9, 0.8, 1.0)) for s in range(2)]
@@ -149,7 +160,7 @@ def test_a_dishonest_server_is_named(tmp_path):
     attacks = [about("fc", "membership", "chooses the weights")]
     found = found_in(tmp_path, [result(0, "fc", auc=(0.99, 0.9, 1.0))], [begin(attacks=attacks)])
     assert found.verdict.sentence.startswith(
-        "One update lets a server that may add layers to the model"
+        "If gradients are shared, one update lets a server that may add layers to the model"
     )
     assert facts_of(found)["Who could read it"].detail == "may add layers to the model"
 
@@ -390,7 +401,7 @@ def test_a_defence_that_takes_nothing_is_said_to_show_no_difference(tmp_path):
     same = ("flatchat", "f1", (0.84, 0.8, 0.9), (0.8, 0.7, 0.9))
     sentence = both_stages(tmp_path, same).verdict.sentence
     assert sentence.endswith("The defence shows no difference for words.")
-    assert sentence.startswith("One update lets the server")
+    assert sentence.startswith("If gradients are shared, one update lets the server")
 
 
 def test_without_both_stages_or_a_defence_nothing_is_said_to_be_bought(tmp_path):
@@ -457,7 +468,8 @@ def test_one_look_that_excludes_guessing_is_conclusive(tmp_path):
     assert (attack.conclusive, attack.p_value) == (True, 3.3e-09)
     assert found.verdict.level == "high"
     assert found.verdict.sentence == (
-        "One update lets the server tell whether a given text was in a batch almost every time."
+        "If gradients are shared, one update lets the server tell whether a given text was in a "
+        "batch almost every time."
     )
 
 

@@ -181,7 +181,9 @@ MEMORIZATION = Family(
     ),
     mend="do not release it as it is: remove repeated texts, train for fewer epochs or under "
     "DP-SGD, and measure again.",
-    untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
+    untested="Test what the trained model itself has memorized: train on `train` of "
+    "`train, others = leave_out(rows, n)`, n some hundreds, under {watcher}(settings="
+    "WatchSettings(memorization=Memorization(max_overhead=0.4))).",
     terms={
         "TPR at 1% and 0.1% FPR": "The share of the training texts that is found while 1 in 100, "
         "or in 1,000, held-out texts is taken for one. Unknown with fewer than 437, or 4,380, "

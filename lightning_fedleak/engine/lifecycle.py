@@ -216,7 +216,7 @@ class Engine:
         self.current.calibrate(calibrations)
         self._set_up_seconds = watch.seconds
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
-        if self.weights is not None and not self.selection.auto:
+        if self.weights and not self.selection.auto:
             self.results.playing |= self.weights.series
         self.results.untested = lineup.untested
         lineup.show()
@@ -278,9 +278,9 @@ class Engine:
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
-        # A gate needs what it watches. Under DP the choice of attacks must not depend on the data.
+        # What a gate watches; under DP all, whatever the data, and all if processes could differ.
         gated = {part for gate in self.gates for part in gate.metric.split("/")}
-        lineup.needed = names if record.accounting(run.defenses) else gated
+        lineup.needed = names if record.accounting(run.defenses) or run.processes > 1 else gated
         self.fit = Fit(run, lineup, self.options, self.step_series, in_steps)
         return lineup
 
@@ -302,7 +302,7 @@ class Engine:
         run = self.current.run
         self.results.begin()
         for channel in self.channels:
-            if run.rank != 0 and isinstance(channel, StepChannel):  # process 0 has all games
+            if run.rank and isinstance(channel, StepChannel):  # process 0 has the games of all
                 channel.load_state_dict({})
         self._logged_last, self._begin_time = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence

@@ -179,6 +179,7 @@ class Results:
             known=channel.leak.known,
             cause=_of_another_source(control.unexplained) if is_read else control.why,
             bound=control.bound,
+            is_proof=channel.family == records.WORDS.name,
         )
 
     def why_unknown(self, name: str) -> str:
@@ -355,6 +356,7 @@ class Results:
     def forget(self, attacks: Collection[str]) -> None:
         """Forget the newest outcomes of attacks that do not run any more, from the next look on."""
         self._forgotten = {series for series in self._channels if series.attack in attacks}
+        self._with_result -= self._forgotten
         for series in self._forgotten:
             for kept in (self._newest, self._waits, self._waiting_since):
                 kept.pop(series, None)

@@ -272,6 +272,7 @@ def _judge_line(
         control,
         part=math.nan if part is None else part,
         bound=math.nan if bound is None else bound,
+        is_proof=family.name == records.WORDS.name,
         at_most=limit,
         chance=family.chance_of(headline),
         known=family.known,

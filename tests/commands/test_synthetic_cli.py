@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,28 @@ def test_near_copies_are_found_in_scripts_without_spaces_too(space: str) -> None
     result = Audit(pool, base._replace(labels=torch.ones(24, 29, dtype=torch.bool)), decode)
     near = find_near_copies(result.part("long"), [read(text) for text in [*texts, *further]])
     assert near.nonzero()[:, 0].tolist() == [*range(5)]
+
+
+def test_a_row_of_few_words_is_its_only_sequence() -> None:
+    draw = random.Random(0)
+    further = ["".join(draw.choices(string.ascii_letters + " ", k=60)) for _ in range(21)]
+    texts = ["\u5f20\u4e09\u60a3\u7cd6\u5c3f", "Password: hunter2swordfish9", "4f3c9a77b2e1d0aa"]
+    written = [
+        "so \u5f20\u4e09\u60a3\u7cd6\u5c3f, it said",
+        "PASSWORD hunter2swordfish9!",
+        "4F3C9A77B2E1D0AA",
+    ]
+
+    def read(words: str) -> Text:
+        ids = torch.tensor([*words.encode()])
+        return Text(ids, ids)
+
+    pool = Pool.of_sides([read(text) for text in [*texts, *further[:9]]], [*map(read, further[9:])])
+    base = TokenSnapshot(*(torch.zeros(24, 60) for _ in range(5)))
+    snapshot = base._replace(labels=torch.ones(24, 60, dtype=torch.bool))
+    result = Audit(pool, snapshot, lambda ids: bytes(ids).decode()).part("long")
+    near = find_near_copies(result, [read(text) for text in written])
+    assert near.nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
 def test_texts_that_are_cut_are_counted_and_searched_whole(folder: Path, tmp_path: Path) -> None:

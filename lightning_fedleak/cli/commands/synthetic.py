@@ -101,8 +101,8 @@ def _measure_texts(options: Namespace, console: Console) -> int:
         content |= {"short_answers": record} if content else record
         words, copies = judge_copies(counts, result)
         sentences += words
-        if numbers := row_numbers(result, near):
-            sentences.append(f"Row numbers of whole copies: {numbers}.")
+        if numbers := row_numbers(result, near):  # not in the summary, which others may read
+            console.print(f"Row numbers of whole copies: {numbers}.")
         found += copies if shift is None else []
     for sentence in sentences:
         console.print(sentence)
@@ -239,7 +239,8 @@ MAX_PLAIN_P_VALUE = 0.15
 WORDS = 4  # words of a sequence in which near copies are found; fewer: common phrases count
 CHARACTERS = 6  # the same for scripts without spaces, in which a word has one or two characters
 # Characters of scripts without spaces: Thai to Tibetan, Myanmar, Khmer, kana, and Han.
-_SCRIPTS = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+_SCRIPTS = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_SCRIPTS += r"\uff66-\uff9f\U00020000-\U0003ffff"
 _UNSPACED, _PIECES = re.compile(f"[{_SCRIPTS}]"), re.compile(f"[{_SCRIPTS}]|[^\\W{_SCRIPTS}]+")
 _WHOLE = 1_000_000_000  # tokens of a generated text in which copies are searched: it is not cut
 COPY_SCORES = "longest_copy", "shared_ngrams"  # names of the fields of _Copies, in its order
@@ -350,10 +351,11 @@ def find_near_copies(result: Comparison, generated: Sequence[Text]) -> Tensor:
 
     Case, spaces and punctuation do not count. A text repeats a row if it has half of the row's
     sequences of :data:`WORDS` words: one changed word in eleven leaves half. In scripts without
-    spaces a row is compared by sequences of :data:`CHARACTERS` characters.
+    spaces a row is compared by sequences of :data:`CHARACTERS` characters. A row of fewer is its
+    only sequence.
 
     Args:
-        result: The rows; of short ones none is found, since any text may have their words.
+        result: The rows; of rows of few tokens none is found, since any text may have their words.
         generated: The generated texts.
     """
     decode = result.audit.decode
@@ -368,16 +370,18 @@ def find_near_copies(result: Comparison, generated: Sequence[Text]) -> Tensor:
 
     rows = [] if result.part == "short" else [read(text) for text in result.once]
     holders: dict[tuple[str, ...], list[int]] = {}
-    counts = []
+    counts, sizes = [], {WORDS, CHARACTERS}
     for row, pieces in enumerate(rows):
         is_spaced = 2 * sum(bool(_UNSPACED.match(piece)) for piece in pieces) <= len(pieces)
-        found = sequences(pieces, WORDS if is_spaced else CHARACTERS)
+        size = min(WORDS if is_spaced else CHARACTERS, max(1, len(pieces)))
+        sizes.add(size)
+        found = sequences(pieces, size)
         counts.append(len(found))
         for sequence in found:
             holders.setdefault(sequence, []).append(row)
     copied = torch.zeros(len(result.sides), dtype=torch.bool)
     for pieces in map(read, generated if holders else ()):
-        found = sequences(pieces, WORDS) | sequences(pieces, CHARACTERS)
+        found = set[tuple[str, ...]]().union(*(sequences(pieces, size) for size in sizes))
         shared = Counter(row for sequence in found for row in holders.get(sequence, ()))
         copied[[row for row, count in shared.items() if 2 * count >= counts[row]]] = True
     return copied

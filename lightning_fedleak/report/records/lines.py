@@ -74,6 +74,7 @@ def judge_value(
     known: str = "words",
     cause: str = "",
     bound: float = math.nan,
+    is_proof: bool = True,
 ) -> Judgement:
     """Return a value as it counts at a limit, judged by the control.
 
@@ -97,6 +98,8 @@ def judge_value(
         cause: The reason why the control could not be measured, or may be low.
         bound: The value that a reader who knows all else can have behind declared defences; 1 if
             nothing bounds it, NaN without such defences.
+        is_proof: Whether it holds for every reader of all that is counted, so that no control is
+            needed; False for one text among others, and for words that are counted differently.
     """
     if at_most >= 1 or control is None or math.isnan(value) or value > at_most:
         return Judgement(value)
@@ -115,7 +118,7 @@ def judge_value(
         share = (value - chance) / (control - chance)
         counted = chance + share * (1 - chance)
         return Judgement(counted, f"{measured}, so that it counts as {counted:.2f}")
-    if bound <= at_most:
+    if bound <= at_most and is_proof:
         return Judgement(value, f"{measured}; no reader can have more than {bound:.2f}")
     if part > max(at_most, default_limit(chance)):
         why = (

@@ -40,7 +40,13 @@ from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.audit import Audit
-from lightning_fedleak.engine.channels.released.pool import Pool, affordable, collect, forwards_of
+from lightning_fedleak.engine.channels.released.pool import (
+    PACKED,
+    Pool,
+    affordable,
+    collect,
+    forwards_of,
+)
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -192,6 +198,17 @@ def test_a_draw_that_the_rows_refute_is_unknown(tmp_path: Path) -> None:
     assert "the rows left out are not drawn at random" in first["unknown"]
     assert "the base knows one side" in first["unknown"]
     assert math.isnan(watching.latest["leakage/worst/memorization"])
+
+
+def test_an_empty_row_does_not_switch_the_test_of_the_draw_off(tmp_path: Path) -> None:
+    ones = torch.ones(14, dtype=torch.long)
+    given = [row | {"attention_mask": ones} for row in rows()]
+    empty = {"input_ids": 0 * ones, "labels": -100 * ones, "attention_mask": 0 * ones}
+    given[5::50] = [empty] * len(given[5::50])
+    drawn = leave_out(given, 140, seed=1)[0]
+    pool = collect(DataLoader(drawn, batch_size=8, shuffle=True), SETTINGS, READ)
+    assert len(pool.texts) > 100
+    assert pool.no_game != PACKED
 
 
 def test_what_scores_know_without_the_training_is_logged(whole: Any) -> None:

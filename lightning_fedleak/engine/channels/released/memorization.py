@@ -285,8 +285,9 @@ class MemorizationChannel(WeightChannel):
     def _compare_untrained(self) -> None:
         """Check that only the training can distinguish members from non-members.
 
-        If *blind* scores, without the trained weights, refute the draw of a part's members, or
-        distinguish them from the user's own non-members, no attack on the part has a result. Texts
+        If *blind* scores, without the trained weights, refute the draw of the members, or
+        distinguish them from the user's own non-members, no attack on rows has a result: one draw
+        makes the long and the short ones. What they show of prompts concerns prompts alone. Texts
         that were packed into rows were not drawn one by one, which the test of a draw needs.
 
         Raises:
@@ -297,13 +298,15 @@ class MemorizationChannel(WeightChannel):
         mend = "Leave rows out by a new draw, and begin with a base that has seen neither side"
         if not is_drawn:
             side, mend = "texts of others=", "Use leave_out, or more texts of the same kind"
-        for part in dict.fromkeys(attack.part for attack in self.attacks):
+        rows, parts = ("long", "short"), dict.fromkeys(attack.part for attack in self.attacks)
+        for part in {**dict.fromkeys(rows), **parts} if {*rows} & {*parts} else parts:
             with suppress(UnplayableGame):  # too few texts: each look says so
                 compared, finding = self._audit.part(part), None
                 if not (is_drawn and pool.no_game == PACKED):
                     finding = compared.why_unknown(drawn=is_drawn)
                 if finding is not None:
-                    self._void[part] = f"the {side} are {finding}. {mend}"
+                    void = parts if part in rows else (part,)
+                    self._void |= dict.fromkeys(void, f"the {side} are {finding}. {mend}")
                 elif part == "long":
                     compared.check_reference()
 

@@ -435,7 +435,7 @@ def collect(
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
-        packed = any(len(texts) != 1 for texts in read_rows)
+        packed = any(len(texts) > 1 for texts in read_rows)  # an empty row has none
         if packed + settings.records + (way == "not yet seen") > 1:
             raise UnplayableGame(
                 "packed rows, Memorization(records=True) and data without leave_out do not go "

@@ -109,7 +109,7 @@ class Row:
 
 
 ROWS = (
-    Row("code", "code lines", 46_500),
+    Row("code", "code lines", 46_506),
     Row("longest", "lines of the longest file", 600),
     Row("long", "files above 600 lines", 0),
     Row("imports", "files with 8 or more own imports", 54),

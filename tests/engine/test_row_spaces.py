@@ -17,7 +17,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.engine import Games
-from tests.attacks.row_space.models import VOCABULARY, bert, llama
+from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import check_undisturbed, watched
 from tests.helpers.models import own_rng
@@ -72,6 +72,13 @@ def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
     assert watch.looks == 4 // settings.get("accumulate", 1)
     if case == "accumulation":
         assert watch.latest[f"{NAME}/f1"] > 0.9
+
+
+@pytest.mark.parametrize("family", [llama, gpt2, bert])
+def test_whole_models_are_read_at_every_look(family: Any, tmp_path: Path) -> None:
+    watch = look(tmp_path, words(), model_of(family, dropout=False))
+    assert watch.failures == 0
+    assert watch.latest[f"{NAME}/f1"] == watch.latest[f"{NAME}/certified"] == 1
 
 
 def test_parts_that_are_not_shared_are_not_exposed(tmp_path: Path) -> None:

@@ -322,3 +322,24 @@ def test_validation_without_a_fit_is_the_plain_one() -> None:
         found.append((result, trained, torch.get_rng_state()))
     assert toy.same(found[0], found[1])
     assert toy.same(found[0], found[2])
+
+
+class Reseeding(toy.ToyLM):
+    """Dropout draws from the global RNG, whose state a checkpoint does not hold."""
+
+    def on_train_batch_start(self, batch, batch_idx) -> None:
+        torch.manual_seed(self.trainer.global_step)
+
+
+def test_resume_is_the_uninterrupted_run(tmp_path) -> None:
+    whole = toy.state_of(*toy.fit("auto", Reseeding, shuffle=False, max_epochs=2))
+    keep = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    more = {"callbacks": [keep], "enable_checkpointing": True}
+    toy.fit(DefendedStrategy(), Reseeding, shuffle=False, **more)
+    last = str(tmp_path / "last.ckpt")
+    assert CHECKPOINT_KEY not in torch.load(last, weights_only=True)
+    again = toy.fit(DefendedStrategy(), Reseeding, shuffle=False, max_epochs=2, ckpt_path=last)
+    resumed = toy.state_of(*again)
+    assert toy.same(whole["weights"], resumed["weights"])
+    assert toy.same(whole["optimizers"], resumed["optimizers"])
+    assert whole["losses"][6:] == resumed["losses"]

@@ -145,6 +145,18 @@ def test_more_types_than_can_be_distinguished_are_not_certified() -> None:
         assert set(result.types.tolist()) != set(truth.tolist())
 
 
+def test_equal_atoms_are_one_type() -> None:
+    rows = dictionary()
+    gradient, truth = planted(rows, 10, 6)
+    rows[truth[3]] = rows[(int(truth[3]) + 1) % V] = rows[truth[3]].clone()
+    result = solve(rows, gradient)
+    twins = {int(truth[3]), (int(truth[3]) + 1) % V}
+    assert not result.certified
+    assert set(result.types.tolist()) - twins == set(truth.tolist()) - twins
+    assert len(set(result.types.tolist()) & twins) == 1
+    assert {*result.types.tolist(), *result.silent.tolist()} == {*truth.tolist(), *twins}
+
+
 def test_nearly_equal_atoms_are_distinguished_as_far_as_rounding_lets_them() -> None:
     """Tokens that were never trained: 200 atoms within 1e-5 of each other."""
     rows = dictionary()

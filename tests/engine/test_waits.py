@@ -468,6 +468,22 @@ def test_an_attack_runs_while_one_that_reads_as_much_has_no_result(
     assert "leakage/subspace_membership/auc" not in watch.latest  # nothing judges an old value
 
 
+def test_a_gate_is_not_silent_where_the_last_look_has_no_result(tmp_path, monkeypatch) -> None:
+    """The other attack ran after step 4, and would run again after the last step, 12."""
+    run = GradientMembership.run
+
+    def fail(attack: Any, view: Any, query: Any = None) -> Any:
+        if view.gradients[-1].step in (4, 12):
+            raise RuntimeError("a layer of another kind")
+        return run(attack, view, query)
+
+    monkeypatch.setattr(GradientMembership, "run", fail)
+    model = get_peft_model(seeded(), config())
+    given = settings(model, steps=13) | {"every_n_steps": 2}
+    watch = watched(tmp_path, "auto", model, **given)
+    assert math.isnan(watch.latest["leakage/worst/membership"])
+
+
 def test_a_gate_on_an_attack_lets_it_run_beside_one_that_reads_as_much(tmp_path: Path) -> None:
     model = get_peft_model(seeded(), config())
     gate = Threshold("leakage/subspace_membership/auc", at_most=0.99, action="warn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -108,3 +109,12 @@ def test_half_of_the_way_from_chance_is_the_limit_where_no_gate_names_one() -> N
 
 def test_a_limit_of_one_allows_everything() -> None:
     assert judge_value(0.2, 0.1, at_most=1.0, chance=0.0).value == 0.2
+
+
+def test_a_bound_that_is_no_proof_makes_numbers_unknown_and_none_known() -> None:
+    """It is of words counted by type, or of one text among others."""
+    judge = functools.partial(judge_value, 0.1, at_most=0.5, chance=0.0)
+    assert judge(0.2, bound=0.3).value == 0.1
+    assert math.isnan(judge(0.2, bound=0.3, is_proof=False).value)
+    assert math.isnan(judge(0.9, bound=0.6, is_proof=False).value)
+    assert judge(1.0, bound=0.3, is_proof=False).value == 0.1

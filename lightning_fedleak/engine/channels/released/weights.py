@@ -274,8 +274,8 @@ def check_any(weights: WeightLooks | None, refused: Mapping[str, str]) -> None:
     if weights is None or not weights.attacks:
         reasons = refused if weights is None else weights.refused
         raise ValueError(
-            "with shares='model' only attacks on the trained weights run, and none can: "
-            f"{'; '.join(dict.fromkeys(reasons.values()))}"
+            "with shares='model' only attacks on the trained weights run, against rows held out by "
+            f"leave_out(rows, n), and none can: {'; '.join(dict.fromkeys(reasons.values()))}"
         )
 
 

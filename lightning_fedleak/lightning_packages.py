@@ -201,8 +201,9 @@ if not TYPE_CHECKING:
         def on_after_setup(self, *_: object, **__: object) -> None:
             """Raise an error for Fabric and transformers' Trainer, which call this first."""
             raise TypeError(
-                f"{type(self).__name__} is a callback of Lightning's Trainer: use LeakageCallback "
-                "of lightning_fedleak.trainers for transformers' Trainer, its Watch for other loops"
+                f"{type(self).__name__} is a callback of Lightning's Trainer: with transformers' "
+                "or TRL's write trainer.add_callback(LeakageCallback(trainer)), in a loop of your "
+                "own use lightning_fedleak.trainers.Watch"
             )
 
         on_init_end = on_train_begin = on_after_setup

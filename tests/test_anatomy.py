@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertForMultipleChoice,
     BertForPreTraining,
     BertLMHeadModel,
     BertModel,
@@ -447,3 +448,19 @@ def test_undisturbed_restores_the_generator_of_the_models_device() -> None:
     with undisturbed(anatomy):
         torch.rand(3, device="cuda")
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_score_of_a_choice_is_the_head_and_an_adaptive_softmax_is_none() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    config = BertConfig(vocab_size=64, num_hidden_layers=1, **sizes)
+    model = BertForMultipleChoice(config)
+    found = find_anatomy(model)
+    assert found.head is model.classifier
+    assert found.kind == "classifier"
+
+    adaptive = nn.Module()
+    adaptive.words = nn.Embedding(64, 8)
+    adaptive.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 64, cutoffs=[16, 32])
+    found = find_anatomy(adaptive)
+    assert found.embedding is adaptive.words
+    assert found.head is None

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from torch.utils.data import DataLoader
 
 import lightning_fedleak
@@ -15,9 +17,11 @@ from lightning_fedleak import (
     DefendedStrategy,
     FCMembership,
     FlatChat,
+    LeakageCallback,
     LeakageMonitor,
     PrefixInversion,
     RiskGate,
+    Threshold,
 )
 from lightning_fedleak.callbacks import WatchSettings
 from tests.callbacks.runs import Probe, fit
@@ -41,6 +45,11 @@ class Counts(CausalLMModule):
 
 def shuffled() -> DataLoader[Any]:
     return DataLoader(random_token_loader(32).dataset, batch_size=4, shuffle=True)
+
+
+def a_trainer(**data: Any) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments("unused", report_to=[], use_cpu=True, max_steps=2)
+    return transformers.Trainer(tiny_gpt2(), arguments, **data)
 
 
 def gated(*arguments: Any, **more: Any) -> Callable[[], list[Any]]:
@@ -68,6 +77,22 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "an action": (gated(WORDS, at_most=0.5, action="halt"), "'stop' or 'harden'"),
     "below chance": (gated("leakage/worst/membership", at_most=0.4), "which is 0.5 by chance"),
     "texts": (gated("leakage/worst/texts", at_most=0.5), "LeakageMonitor(attacks=[SubspaceTexts"),
+    "a stage that is not measured": (
+        gated("leakage_local/subspace_words/f1", at_most=0.5),
+        "Stage 'local' is not measured: settings=WatchSettings(stages=('local', ...))",
+    ),
+    "an attack without a metric": (
+        gated("leakage/subspace_words", at_most=0.5),
+        "Did you mean 'leakage/subspace_words/f1'?",
+    ),
+    "a gate of other loops": (
+        lambda: [LeakageMonitor(), Threshold(WORDS, 0.5)],
+        f"in Lightning write RiskGate('{WORDS}', at_most=0.5)",
+    ),
+    "a callback of transformers": (
+        lambda: [LeakageCallback(a_trainer())],
+        "in Lightning's write callbacks=[LeakageMonitor()]",
+    ),
     "memorization": (
         gated("leakage/worst/memorization", at_most=0.6),
         "settings=WatchSettings(memorization=Memorization(max_overhead=",
@@ -134,6 +159,27 @@ def test_a_wrong_call_says_what_to_write(call: Callable[[], Any], hint: str) -> 
         call()
     assert hint in str(refusal.value)
     assert len(str(refusal.value).splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("gate", [Threshold, RiskGate])
+def test_a_gate_among_the_callbacks_of_transformers_says_where_it_belongs(gate: Any) -> None:
+    trainer = a_trainer(train_dataset=[{"input_ids": torch.arange(4), "labels": torch.arange(4)}])
+    trainer.add_callback(gate(WORDS, 0.5))
+    with pytest.raises(TypeError, match=r"LeakageCallback\(trainer, gates=\[Threshold\('leakage/w"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_labels_that_never_count_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": ids, "labels": torch.full_like(ids, -100)} for ids in torch.ones(8, 4).long()
+    ]
+    with pytest.warns(
+        UserWarning, match="in 2 steps in a row: all labels of their batches were -100"
+    ):
+        fit(
+            [LeakageMonitor(Probe())], tmp_path, loader=DataLoader(rows, batch_size=4), max_epochs=1
+        )
 
 
 def test_a_run_without_a_step_says_nothing_of_a_run_that_was_resumed(tmp_path, recwarn) -> None:

@@ -22,7 +22,7 @@ from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.steps import StepChannel, never_read
 from lightning_fedleak.engine.lifecycle import Engine
-from lightning_fedleak.engine.outcomes import Unknown
+from lightning_fedleak.engine.outcomes import PREFIX, Unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import is_first_process
 from lightning_fedleak.report.records import Judgement, standard_family
@@ -144,11 +144,14 @@ def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
         watcher: The name of the class that runs the attacks.
     """
     hint, worst = "", [name for name in names if is_worst(name)]
+    stage = next((s for s, start in PREFIX.items() if metric.startswith(f"{start}/")), None)
     in_rounds, family = watcher == "RoundObserver", metric.rpartition("/")[-1]
     if close := [n for n in names if n == f"leakage/{metric}"] or difflib.get_close_matches(
         metric, names, n=1, cutoff=0.9
     ):
         hint = f" Did you mean '{close[0]}'?"
+    elif stage and not any(name.startswith(f"{PREFIX[stage]}/") for name in names):
+        hint = f" Stage '{stage}' is not measured: settings=WatchSettings(stages=('{stage}', ...))."
     elif is_worst(metric) and not in_rounds and (mend := standard_family(family).untested):
         hint = f" {mend.format(watcher=watcher)}"
     elif worst:
@@ -235,7 +238,7 @@ def why_unread(engine: Engine, name: str) -> str | None:
         return engine.weights.why_unread(None if attack is None else {attack})
     if attack is not None and attack not in lineup.playing:
         why = {row.attack: row.why_not for row in lineup.rows}[attack]
-        return f"'{attack}' is not played in this run: {why}"
+        return f"'{attack}' is not run here: {why}"
     return lineup.unread_family(channel.family)
 
 

@@ -525,8 +525,9 @@ class Engine:
         if self.report is not None:
             reference = 0.0 if self.weights is None else self.weights.reference_seconds
             run_seconds = time.perf_counter() - self._begin_time - reference
-            newest = {f: self.results.latest.get(f"{WORST}/{f}") for f in self.results.families}
-            worst = {family: value for family, value in newest.items() if value is not None}
+            latest, steps = self.results.latest, self.results.worst_steps
+            names = {family: f"{WORST}/{family}" for family in steps}
+            worst = {f: (latest[name], steps[f]) for f, name in names.items() if name in latest}
             self.report.ends(self.first_step, self._set_up_seconds, run_seconds, reference, worst)
         return self.record
 

@@ -7,21 +7,20 @@ on public text. The order: attacks that do not fit are excluded or refused, the 
 and calibrated, and at each look they are adapted to the present weights.
 
 With ``attacks="auto"`` every attack that fits the model and the run is *played*, that is, it runs.
-The :func:`table` that is logged has a line for each candidate: what it costs and which gradients it
-reads, or why it does not run. At its end is the number of shared parameters that no attack tests.
+The :func:`table` that is logged has a line for each one: which gradients it reads and what it
+costs, or which argument lets it run. One more line names those that do not fit. At its end is the
+number of shared parameters that no attack tests.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.attacks import Attack, MissingText, PublicText
@@ -32,7 +31,7 @@ from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, adm
 from lightning_fedleak.engine.channels.steps import StepChannel, never_read, plan_of
 from lightning_fedleak.engine.options import Options, Selection
 from lightning_fedleak.engine.outcomes import Unknown
-from lightning_fedleak.engine.run import Run, reason
+from lightning_fedleak.engine.run import Run, describe, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, without_peft
 from lightning_fedleak.model.model_state import WeightsWritten, saved_once
@@ -44,9 +43,13 @@ MAX_LINES = 3
 """Largest number of lines of an attack in the table; ``run.jsonl`` has the full reason."""
 WIDTH = 110
 """Width of the table in characters."""
+SHOWN_SECONDS = 0.01
+"""Smallest cost of an attack that the table names; less disappears beside a step."""
 
 # Follows the title if a causal model generates the text on which attacks are calibrated.
 _TEXT_NOTE = ". Calibrated on text that the model writes itself; public_text= takes yours:"
+# The reasons in a line of their own: arguments that let an attack run, and its own errors.
+_OWN_LINE = re.compile(r"\w=|^fails on ")
 _NO_ATTACK = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
 
 
@@ -99,35 +102,37 @@ def table(
         writes: Whether attacks are calibrated on text that the model writes itself.
         watcher: The name of the class that runs the attacks.
     """
-    played = any(row.why_not is None for row in rows)
-    title = f"these attacks{_TEXT_NOTE if writes else ':'}" if played else _NO_ATTACK
-    lines = [f"{watcher} plays {title}"]
-    width = max((len(row.attack) for row in rows), default=0)
-    first_with: dict[str, str] = {}  # the first attack with each reason, which is written once
-    for row in rows:
+    runs = any(row.why_not is None for row in rows)
+    title = f"these attacks{_TEXT_NOTE if writes else ':'}" if runs else _NO_ATTACK
+    lines = [f"{watcher} runs {title}"]
+    # What a user can change, or has to know, has a line of its own.
+    unfit = [row.attack for row in rows if row.why_not and not _OWN_LINE.search(row.why_not)]
+    unfit *= runs  # where none runs, each reason counts
+    shown = [row for row in rows if row.attack not in unfit]
+    width = max((len(row.attack) for row in shown), default=0)
+    for row in shown:
         if row.never is not None:
             text = f"unknown in every round: {row.never}"
         elif row.why_not is None:
-            cost = "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
-            reads = first_of(row.reads, 1) or "layers that the server adds"
-            text = f"played{cost}: reads {reads}"
-        elif first_with.setdefault(row.why_not, row.attack) != row.attack:
-            text = f"not played, as {first_with[row.why_not]}"
+            seconds = row.seconds or 0.0
+            cost = f"; about {seconds:.2g} s each time" * (seconds >= SHOWN_SECONDS)
+            text = f"reads {first_of(row.reads, 1) or 'layers that the server adds'}{cost}"
         else:
-            text = f"not played: {row.why_not}"
-        label = f"  {row.attack:<{width}}  "
-        lines += textwrap.wrap(
-            text,
-            WIDTH,
-            initial_indent=label,
-            subsequent_indent=" " * len(label),
-            max_lines=MAX_LINES,
-            placeholder=" ...",
-        )
+            text = f"not run: {row.why_not}"
+        lines += _wrapped(text, f"  {row.attack:<{width}}  ")
+    if unfit:
+        lines += _wrapped(f"{', '.join(unfit)}. Why: run.jsonl.", "  Not possible or needed here: ")
     if unread:
         n = len(unread)
         lines.append(f"  Shared, tested by no attack: {n} parameters. Their names: run.jsonl.")
     return "\n".join(lines)
+
+
+def _wrapped(text: str, label: str) -> list[str]:
+    """Return a few lines of text, the first one behind a label."""
+    indent = " " * len(label)
+    ends: dict[str, Any] = {"max_lines": MAX_LINES, "placeholder": " ..."}
+    return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=indent, **ends)
 
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
@@ -250,7 +255,7 @@ class Lineup:
     def untested(self) -> dict[str, str]:
         """Return why an applicable attack does not run for lack of public text, by family."""
         return {
-            c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
+            c.family: f"'{a.name}', which applies, is not run: {self._refused[a.name]}"
             for c in self._channels
             for a in c.listed_attacks
             if a.name in self._lacking_text
@@ -289,7 +294,7 @@ class Lineup:
         )
 
     def show(self) -> None:
-        """Log which attacks are played, with ``attacks="auto"``."""
+        """Log which attacks run, with ``attacks="auto"``."""
         if self.rows:
             watcher = self._run.watcher
             rank_zero_info(table(self.rows, self.unread, writes=self._self_text, watcher=watcher))
@@ -395,7 +400,8 @@ class Lineup:
             if seconds > self._max_seconds:
                 self._refused.setdefault(
                     name,
-                    f"a look takes about {seconds:.2g} s, and look_seconds={self._max_seconds:g}",
+                    f"it takes about {seconds:.2g} s each time, and "
+                    f"look_seconds={self._max_seconds:g}",
                 )
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
         for channel in self._channels:
@@ -497,8 +503,8 @@ class Lineup:
             if slow_runs > 1:
                 self._looks_out[name] = looks = LOOKS_OUT * 2 ** (slow_runs - 2)
                 why = f"a run took {seconds:.2g} s, and look_seconds={self._max_seconds:g}"
-                self._too_slow[name] = f"not run at {looks} looks: {why}"
-                self._run.say(f"'{name}' is not run at {looks} looks: {why}")
+                self._too_slow[name] = f"not run at {looks} measurements: {why}"
+                self._run.say(f"'{name}' is {self._too_slow[name]}")
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a context in which a sharded model is gathered, if an attack reads its weights."""
@@ -514,15 +520,10 @@ class Lineup:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the message of an error's root cause.
-
-    It is for errors at set-up, whose messages cannot quote private text.
-    """
+    """Return the root cause of an error at set-up, whose message cannot quote private text."""
     while error.__cause__ is not None:
         error = error.__cause__
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    message = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {message}"
+    return describe(error, quotes=True)
 
 
 def check_texts(

@@ -329,7 +329,7 @@ class Report:
         self._warned: set[str] = set()
         self._announced_pending: set[Series] = set()  # series whose wait was announced
         self._logged: dict[str, tuple[int, float]] = {}  # step and value of the last log by name
-        self._looked_steps: set[int] = set()
+        self._measured: set[int] = set()  # steps with a result
         # Seconds of all looks, of their controls, and of each attack.
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
@@ -339,36 +339,35 @@ class Report:
         set_up_seconds: float,
         run_seconds: float,
         reference_seconds: float,
-        worst: Mapping[str, float],
+        worst: Mapping[str, tuple[float, int]],
     ) -> None:
-        """Log the number of looks, their cost, and the last values of the worst attacks.
+        """Log the number of steps with a result, their cost, and the last values of the worst.
 
         Args:
             first_step: The number of optimizer steps before the run began.
             set_up_seconds: The duration of the set-up.
             run_seconds: The duration of the run, without set-up and references.
             reference_seconds: The duration of the training of references.
-            worst: The last value of the worst attack of each family.
+            worst: The last value of the worst attack of each family, and its step.
         """
         steps = self._run.step - first_step
         if self._rounds or not steps:
             return
         total, slowest = self._seconds or 1, self._seconds_of.most_common()
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
-        looks = f"looked at {len(self._looked_steps):,} of {steps:,} steps in {self._seconds:.1f} s"
+        looks = f"measured {len(self._measured):,} of {steps:,} steps in {self._seconds:.1f} s"
         share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)
         self._run.say(
             f"{looks}{f' ({shares})' * bool(shares)}, of it "
-            f"{self._control_seconds:.1f} s for controls; with {set_up_seconds:.1f} s of set-up "
-            f"{share:.0%} of the run"
+            f"{self._control_seconds:.1f} s for checks on known words; with {set_up_seconds:.1f} s "
+            f"of set-up {share:.0%} of the run"
             + f"; training references took {reference_seconds:.1f} s besides"
             * bool(reference_seconds)
         )
         if worst:
-            rates = [
-                f"{family} {value:.2f}".replace("nan", "unknown") for family, value in worst.items()
-            ]
-            self._run.say(f"highest leakage at the last look: {', '.join(rates)}")
+            rates = [f"{family} {v:.2f} (step {step})" for family, (v, step) in worst.items()]
+            newest = ", ".join(rates).replace("nan", "unknown")
+            self._run.say(f"highest leakage when it was last measured: {newest}")
 
     def write(
         self,
@@ -425,8 +424,9 @@ class Report:
         self._seconds += look.seconds
         self._control_seconds += look.control_seconds
         self._seconds_of.update(seconds_of)
-        if look.next_look is not None:  # at a step, and not at the weights or the end of the run
-            self._looked_steps.add(look.step)
+        found = any(o.unknown is None and o.pending is None for o in outcomes.values())
+        if found and look.next_look is not None:  # at a step, and not at the weights or the end
+            self._measured.add(look.step)
         if self.record is not None:
             self.record.write_new_defenses(defenses)
             self.record.append(

@@ -80,6 +80,7 @@ class Results:
         failures: The number of unknown results, not counting attacks that do not apply to what was
             shared, or to its size.
         last_step: The optimizer step of the newest values.
+        worst_steps: The step of the newest worst value of each family.
         deferrals: The number of consecutive steps that were due for a look and shared nothing.
     """
 
@@ -96,6 +97,7 @@ class Results:
         self.looks = 0
         self.failures = 0
         self.last_step = -1
+        self.worst_steps: dict[str, int] = {}
         self._looks_before = 0  # looks of earlier fits
 
     def headlines(self, family: str) -> tuple[str, ...]:
@@ -240,7 +242,7 @@ class Results:
             self.deferrals += 1
             if self.deferrals <= MAX_WAITS:
                 return None
-            why = f"nothing was shared in {self.deferrals} steps in a row"
+            why = self._why_deferred
             outcomes = self.all_unknown(why)
         self.deferrals = 0
         return outcomes
@@ -261,9 +263,17 @@ class Results:
                 if s in without_result
             }
         if due or self.deferrals > 0:
-            why = "training ended before anything that was shared could be looked at"
+            why = self._why_deferred if self.deferrals else "training ended within a measurement"
             return self.all_unknown(why)
         return {}
+
+    @property
+    def _why_deferred(self) -> str:
+        """Return why the steps that were due for a look since the last one had none."""
+        return (
+            f"nothing was shared in {self.deferrals} steps in a row: all labels of their batches "
+            "were -100, or the optimizer skipped its step"
+        )
 
     def all_unknown(self, why: str) -> dict[Series, Outcome]:
         """Return an unknown outcome for every series that runs in this fit."""
@@ -314,6 +324,7 @@ class Results:
             ]
             if family not in families_read:
                 continue
+            self.worst_steps[family] = look.step
             tested = family not in self.untested
             values |= _worst(family, headline, members, shared, tested, of_look=False)
             values_of_look |= _worst(family, headline, members, shared, tested, of_look=True)
@@ -432,6 +443,7 @@ class Results:
             "failures": self.failures,
             "deferrals": self.deferrals,
             "last_step": self.last_step,
+            "worst_steps": dict(self.worst_steps),
             "latest": dict(self.latest),
             "series": {series.log_name: self._state_of(series) for series in self._channels},
         }
@@ -451,6 +463,7 @@ class Results:
         self.failures = state["failures"]
         self.deferrals = state["deferrals"]
         self.last_step = state["last_step"]
+        self.worst_steps = dict(state.get("worst_steps", {}))  # not in a state of version 0.3.0
         self.latest = dict(state["latest"])
         saved = {s: state["series"].get(s.log_name, {}) for s in self._channels}
 

@@ -132,6 +132,24 @@ class Threshold:
         # The upper end of the interval and the step of each validation, see `choice`.
         self._choices: list[tuple[float, int]] = []
 
+    @property
+    def state_key(self) -> str:
+        """Raise an error: Lightning asks for it if a Threshold is in ``callbacks=``."""
+        raise TypeError(
+            f"Threshold is no callback: in Lightning write RiskGate('{self.metric}', "
+            f"at_most={self.at_most:g}), and for another Trainer pass it as gates=[...]"
+        )
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        """Raise an error: transformers' Trainer calls this if a gate is among its callbacks."""
+        raise TypeError(
+            f"{self._kind} is no callback of transformers' Trainer: trainer.add_callback("
+            f"LeakageCallback(trainer, gates=[Threshold('{self.metric}', "
+            f"at_most={self.at_most:g})]))"
+        )
+
+    on_init_end = on_train_begin
+
     def __repr__(self) -> str:
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"
         start = f"{self._kind}('{self.metric}', at_most={self.at_most:g}"

@@ -314,7 +314,7 @@ def model_card(findings: Findings) -> str:
         "",
         f"Made by `fedleak report` ({findings.package}) on {findings.date[:10]}. It lists what was "
         "tried. It does not say that the model is anonymous, nor that anybody complies. A leak "
-        "smaller than the smallest one that could have been seen would not have been noticed.",
+        "below the smallest one that could be seen would not have been noticed.",
     ]
     for fit in findings.runs:
         lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]

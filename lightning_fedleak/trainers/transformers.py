@@ -170,6 +170,16 @@ class LeakageCallback(TrainerCallback, Reported):
         """
         raise ValueError(f"LeakageCallback is for the Trainer it was created with: {_USAGE}")
 
+    @property
+    def state_key(self) -> str:
+        """Raise an error: Lightning's Trainer asks for this key before it calls ``setup``."""
+        raise TypeError(
+            "LeakageCallback is for transformers' Trainer: in Lightning's write "
+            "callbacks=[LeakageMonitor()]"
+        )
+
+    setup, on_exception = on_init_end, None  # what Lightning looks for before and after that
+
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Begin the run: find the model's parts, calibrate the attacks, wrap ``training_step``."""
         self.watch.__enter__()

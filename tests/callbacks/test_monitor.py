@@ -359,7 +359,26 @@ def test_only_words_of_the_packages_own_errors_are_logged() -> None:
         assert reason(user_error.value).startswith(
             f"{type(error).__name__} at {Path(__file__).name}:"
         )
-    assert reason(UnusableObservation("ours")).endswith("ours")
+    assert reason(UnusableObservation("ours")) == "ours"
+
+
+def test_an_error_of_torch_is_told_by_its_words_and_the_module_and_no_line_of_torch() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2).half())
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.tensor([[1]]))
+    why = reason(raised.value)
+    assert why.startswith("torch failed (")
+    assert "dtype" in why
+    assert why.endswith(", in the model's '1'")
+    with pytest.raises(IndexError) as raised_index:
+        model(torch.tensor([[4321]]))
+    assert reason(raised_index.value).endswith(", in the model's '0'")
+    assert "4321" not in reason(raised_index.value)
+    assert "functional.py" not in reason(raised_index.value)
+    with pytest.raises(RuntimeError) as raised_id:
+        torch.nn.functional.layer_norm(torch.ones(2, 3), (4321,))  # a number that may be an id
+    assert "normalized_shape=[#]" in reason(raised_id.value)
+    assert "4321" not in reason(raised_id.value)
 
 
 # ---- more than one fit --------------------------------------------------------------------------

@@ -162,7 +162,7 @@ LLAMA = ("LlamaForCausalLM", "llama")
     ("shape", "arguments", "match"),
     [
         # Of a model's weights, and of a configuration alone.
-        (None, "--targets nothing", "--targets nothing: Target modules"),
+        (None, "--targets nothing", "A block has c_attn, c_fc, c_proj"),
         (None, "--targets c_attn --lora-r 0", "also give its rank, such as --lora-r 8"),
         (None, "--batch 2x65", "--batch 2 x 65 is longer than the model's context of 64"),
         (LLAMA, "--targets foo", "fedleak: --targets foo: Target modules"),

@@ -99,7 +99,7 @@ def test_each_block_does_what_the_readme_shows(reader, monkeypatch, printed) -> 
     monkeypatch.chdir(reader)
     short = transformers.text.replace(f"max_steps={STEPS}", "max_steps=4")
     exec(compile(short, transformers.place, "exec"), {})
-    assert_printed("LeakageCallback: highest leakage ...: words 1.00", printed())
+    assert_printed("LeakageCallback: highest leakage ...: words 1.00 (step 3)", printed())
 
     exec(compile(gate.text, gate.place, "exec"), names)
     fit(callbacks=[names["LeakageMonitor"](), names["gate"]])

@@ -92,7 +92,7 @@ def test_a_whole_model_is_attacked_by_all_that_fit_it(
     }  # nobody is left out
     assert absent == {"bias_sign", "bag_of_words", "subspace_membership"} | of_weights
     assert (
-        "bias_sign            not played: reads the head's bias, and this head has none"
+        "  Not possible or needed here: bias_sign, bag_of_words, subspace_membership. Why: run.json"
         in caplog.text
     )
     assert "Shared, tested by no attack: " in caplog.text
@@ -121,7 +121,7 @@ def test_where_nothing_is_read_yet_a_strict_gate_decides_and_a_lax_one_waits(
     for metric, strict, words in (
         (WORST, False, r"no attack on words .* parameters are"),
         (WORST, True, r"no attack on words .* parameters are"),
-        ("leakage/subspace_words/f1", True, "'subspace_words' is not played in this run"),
+        ("leakage/subspace_words/f1", True, "'subspace_words' is not run here"),
     ):
         gate = Threshold(metric, at_most=0.5, strict=strict)
         training = auto(tmp_path / "gate", biases(), gates=[gate], assume=HONEST_BUT_CURIOUS)

@@ -181,7 +181,7 @@ def test_what_never_came_is_no_look_at_a_step(
         watch = watched(tmp_path, Late(), n=4)
     assert watch.looks == 2  # the second one is unknown, behind the only step
     assert "; attacks that wait are tried in between" in caplog.text
-    assert "looked at 1 of 1 steps" in caplog.text
+    assert "measured 0 of 1 steps" in caplog.text
     [fit] = findings(read([watch.folder])).runs
     assert (fit.looked_at, fit.length) == (1, 1)
 
@@ -231,7 +231,7 @@ def test_a_batch_that_contradicts_itself_is_unknown(tmp_path: Path, case: str) -
         return TokenBatch(*CONTRADICTIONS[case](*columns), "causal")
 
     batches = random_token_loader(8, padded=True)
-    with pytest.warns(UserWarning, match=r"the batch could not be read: BatchError: .*adapter"):
+    with pytest.warns(UserWarning, match=r"the batch could not be read: .*adapter"):
         watch = watched(
             tmp_path, Probe(), batches=batches, loss=loss_by_blocks, batch_adapter=adapter
         )
@@ -250,7 +250,7 @@ def test_a_later_batch_that_cannot_be_read_is_unknown_and_the_first_is_refused(
 
     even = [int(batch["input_ids"][0, 0]) % 2 == 0 for batch in random_token_loader(32)]
     assert not even[0]
-    with pytest.warns(UserWarning, match="could not be read: BatchError: odd"):
+    with pytest.warns(UserWarning, match="could not be read: odd"):
         training = train(tmp_path, Probe(), loss=loss_by_blocks, batch_adapter=adapter)
     assert training.steps == 8
     assert training.watch.failures == sum(even) > 0
@@ -513,8 +513,8 @@ def test_listed_attacks_are_looked_at_as_a_curve_unless_the_user_rules() -> None
 
 
 LAST_LINE = (
-    r"looked at 2 of 8 steps in [\d.]+ s \(probe \d+%, quick \d+%\), of it 0.0 s for controls; "
-    r"with [\d.]+ s of set-up \d+% of the run"
+    r"measured 2 of 8 steps in [\d.]+ s \(probe \d+%, quick \d+%\), of it 0.0 s for checks on "
+    r"known words; with [\d.]+ s of set-up \d+% of the run"
 )
 
 

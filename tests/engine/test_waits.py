@@ -233,7 +233,7 @@ def test_what_would_take_too_long_is_not_calibrated(
     watch = run(tmp_path, "auto", optimizer="sgd", every_n_steps=None, steps=4).watch
     assert not any("gradient_membership" in name for name in watch.latest)
     [line] = watch.lines("gradient_membership")
-    assert line["unknown"] == "not played: a look takes about 31 s, and look_seconds=30"
+    assert line["unknown"] == "not played: it takes about 31 s each time, and look_seconds=30"
 
 
 def test_an_attack_that_is_slow_twice_is_left_out_and_tried_again_later(

@@ -24,7 +24,7 @@ METRICS = ("precision", "recall", "f1")
 A, B = (Series.at(Stage.SHARED, name) for name in "ab")
 LOCAL = Series.at(Stage.LOCAL, "a")
 FAILED, NOT_MADE_FOR_IT = unknown(METRICS, "why"), unknown(METRICS, "why", applies=False)
-UNTESTED = {"words": "'c' is not played: pass public_text="}
+UNTESTED = {"words": "'c' is not run: pass public_text="}
 
 
 def read(f1: float, **extra: float) -> Outcome:

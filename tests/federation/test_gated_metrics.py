@@ -104,7 +104,7 @@ def test_a_low_value_whose_control_is_low_too_does_not_let_an_update_leave(tmp_p
     [event] = result.events
     assert math.isnan(event.value)
     assert event.read == 0.0
-    assert "its control could not be read" in event.why
+    assert "could not be checked on known" in event.why
 
 
 # ---- what can never be known --------------------------------------------------------------------

@@ -241,7 +241,7 @@ def test_what_no_round_can_be_read_by_is_said_before_the_first(tmp_path, caplog,
         rounds.begin(0, federation.trained_state(rounds.model))
     said = "subspace_words       unknown in every round: rounds of AdamW are no"
     assert (said in caplog.text) is (steps == 2)
-    assert "gradient_membership  played" in caplog.text
+    assert "gradient_membership  reads" in caplog.text
 
 
 def test_an_adapters_own_names_will_do(tmp_path):

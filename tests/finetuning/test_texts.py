@@ -138,7 +138,9 @@ def test_file_errors_give_the_line_but_no_content(tmp_path, name, content, messa
 def test_non_utf8_files_are_refused_without_quoting_them(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "letters.txt"
     path.write_bytes(data)
-    with pytest.raises(SourceError, match=r"letters\.txt' is (not UTF-8|in UTF-16)") as error:
+    with pytest.raises(
+        SourceError, match=r"letters\.txt' is (not UTF-8|in UTF-16|a document)"
+    ) as error:
         read_texts(path)
     assert "ller" not in str(error.value)
     assert error.value.__cause__ is None  # a decoder's error holds the text
@@ -222,6 +224,16 @@ def test_errors_of_names(source, message, tmp_path, monkeypatch) -> None:
     with pytest.raises(SourceError, match=message) as error:
         read_texts(source)
     assert "Anna" not in str(error.value)
+
+
+@pytest.mark.parametrize("start", [b"PK\3\4", b"%PDF"])
+def test_a_document_that_is_no_text_is_named_with_what_to_do(start, tmp_path) -> None:
+    path = tmp_path / "letters.docx"
+    path.write_bytes(start + bytes(30))
+    with pytest.raises(
+        SourceError, match=r"letters\.docx' is a document .*, not text: export it as"
+    ):
+        read_texts(path)
 
 
 def test_unreadable_files_raise_source_error(tmp_path, monkeypatch) -> None:

@@ -130,6 +130,11 @@ def _decoded(data: bytes, path: Path) -> str:
         text = "\0"
     if data[:2] == b"\x1f\x8b":
         raise assets.SourceError(f"'{path}' is packed by gzip: let its name end with .gz.")
+    if data[:4] in (b"PK\3\4", b"%PDF"):
+        raise assets.SourceError(
+            f"'{path}' is a document or an archive (.docx, .odt, .pdf, .zip), not text: export it "
+            "as .txt, a paragraph on each line, or as .csv or .jsonl."
+        )
     if "\0" in text:
         is_wide = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         code = "UTF-16" if is_wide else "WINDOWS-1252"

@@ -17,7 +17,7 @@ import transformers
 from lightning_fedleak.cli.finetuning import load_tokenizer, refuse_errors
 from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, loading, model_source
 from lightning_fedleak.extras import require_package
-from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, matrix_shape, walk
 from lightning_fedleak.model.loading import are_equal, load_adapters, load_whole, weight_sums
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -136,7 +136,9 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
     torch.manual_seed(seed)
     no_default = "PEFT knows no default for this model: pass --targets"
     unfit = no_default if targets is None else f"--targets {targets}"
-    with refuse_errors(unfit, ValueError):
+    layers = [*walk(anatomy.blocks[0] if anatomy.blocks else anatomy.model)]
+    ends = {name.rpartition(".")[2] for name, layer in layers if len(matrix_shape(layer) or ()) > 1}
+    with refuse_errors(unfit, ValueError, hint=f"A block has {', '.join(sorted(ends))}"):
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank,

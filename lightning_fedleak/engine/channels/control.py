@@ -80,7 +80,7 @@ recover its few words, decides. A rate over 32 words has a standard error of up 
 SHUFFLES = 3
 MAX_PERIOD = 64
 """Looks with a low number of which one has a control, of an attack that fails on all controls."""
-_ELSEWHERE = "the control could not be made on another process"
+_ELSEWHERE = "the check on known words could not be made on another process"
 _NOT_AGAIN = "the step could not be made again: {}"
 _DOUBT = (
     "the step made again leaves {:.0%} of the gradient unexplained, so that the words may not be "
@@ -91,7 +91,7 @@ _UNEVEN = (
     "labels weigh unevenly in the loss: it misses light ones, and they are so few that linear "
     "programs (RLG, Dang et al. 2021) may separate them all"
 )
-_LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
+_LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, on which it is checked, are not likely"
 
 
 def _explain(
@@ -261,8 +261,7 @@ class Controls:
             share, remainder = self._remainder(look, roles)
         except Exception as error:
             share, remainder = 0.0, {}
-            why = str(error) if isinstance(error, UnusableObservation) else reason(error)
-            self._fail(look, [p for p in scored if p.roles], _NOT_AGAIN.format(why))
+            self._fail(look, [p for p in scored if p.roles], _NOT_AGAIN.format(reason(error)))
             plans = [plan for plan in plans if not plan.roles]
         if self._anywhere(share > MAX_UNEXPLAINED):
             step.unexplained = share

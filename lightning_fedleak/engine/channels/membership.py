@@ -247,7 +247,7 @@ class MembershipChannel(StepChannel):
                 raise ValueError(f"gradient() should be (2, 2, {attack.rungs}), not {shape}")
         except Exception as error:
             raise ValueError(
-                f"{self.run.watcher}: '{attack.name}' cannot be played on this model: {error}"
+                f"{self.run.watcher}: '{attack.name}' cannot run on this model: {error}"
             ) from error
 
     # ---- a look -----------------------------------------------------------------------------

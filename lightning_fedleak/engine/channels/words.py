@@ -133,8 +133,8 @@ class WordsChannel(StepChannel):
         counts = [len(t) - n for t, n in zip(self._twins.values(), distinct, strict=True)]
         if counts:
             run.say(
-                f"{max(counts)} tokens have the embedding of another one, which is "
-                "not trained: a word counts as found where one of its twins is named"
+                f"{max(counts)} tokens have the same embedding as another one, which is not "
+                "trained: they count as one word"
             )
 
     # ---- the truth --------------------------------------------------------------------------

@@ -114,10 +114,10 @@ def missing_part_error(
 ) -> AnatomyError:
     """Return the error for a missing part; it lists up to 12 candidates and what to set."""
     names = ", ".join(f"'{name}' ({count_rows(layer)} rows)" for name, layer in candidates[:12])
-    settings = ", ".join(f"{a}='path.to.module'" for a in arguments)
+    settings = ", ".join(f"'{a}': 'path.to.module'" for a in arguments)
     return AnatomyError(
         f"found no {part} in {type(root).__name__}; it has {names or 'nothing'}. Name it: "
-        f"find_anatomy(module, {settings})"
+        f"settings=WatchSettings(anatomy={{{settings}}})"
     )
 
 

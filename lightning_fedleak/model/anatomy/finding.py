@@ -129,6 +129,8 @@ def find_head(
     linears = [m for _, m in find_layers(model, (nn.Linear,), in_blocks)]
     if kind == "classifier":
         n_classes = getattr(getattr(model, "config", None), "num_labels", None)
+        if type(model).__name__.endswith("ForMultipleChoice"):
+            n_classes = 1  # a score of each choice, whatever the config says
         heads = [m for m in linears if n_classes in (None, count_rows(m))][-1:]
     else:
         heads = [m for m in linears if count_rows(m) == count_rows(embedding)]
@@ -304,8 +306,10 @@ def _plain_parts(
     pairs = [(e, h) for e in embeddings for h in linears if count_rows(e[1]) == count_rows(h[1])]
     if len(pairs) == 1:
         return pairs[0][0][1], pairs[0][1][1]
-    if embedding is not None and not pairs:
-        return embedding, None
+    # An adaptive softmax has no row for each token, so it is no head to read.
+    adaptive = any(isinstance(m, nn.AdaptiveLogSoftmaxWithLoss) for m in scope.modules())
+    if not pairs and (embedding is not None or (adaptive and len(embeddings) == 1)):
+        return embeddings[0][1], None
     part = "single language model" if pairs else "language model"
     candidates = [layer for pair in pairs for layer in pair]
     candidates = candidates or find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)

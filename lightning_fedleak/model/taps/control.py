@@ -317,7 +317,7 @@ def control_crossing(
 def _model_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
     """Yield the model for repeated calls that record hidden states; its state is restored after."""
     if is_compiled(anatomy.root):
-        raise UnusableObservation("a control of hidden states would compile the model again")
+        raise UnusableObservation("a check of hidden states would compile the model again")
     with _repeatable_model(anatomy) as (model, _):
         yield model
 

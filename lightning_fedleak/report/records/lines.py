@@ -112,7 +112,7 @@ def judge_value(
         return Judgement(value)
     measured = f"it reads {value:.2f}, and {control:.2f} of known {known} in the same step"
     if math.isnan(control):
-        measured = f"it reads {value:.2f}, and its control could not be read"
+        measured = f"it reads {value:.2f}, and could not be checked on known {known}"
         measured += f" ({cause})" if cause else ""
     if control > at_most:
         share = (value - chance) / (control - chance)

@@ -107,7 +107,7 @@ def test_whole_texts_of_a_step() -> None:
     ("error", "expected"),
     [
         (NotYet("the rate is 0"), Waiting("the rate is 0")),
-        (UnusableObservation("all zero"), Unknown("UnusableObservation: all zero")),
+        (UnusableObservation("all zero"), Unknown("all zero")),
     ],
 )
 def test_a_gradient_that_cannot_be_taken_has_no_result(error, expected) -> None:
@@ -127,9 +127,9 @@ def test_a_gradient_that_cannot_be_taken_has_no_result(error, expected) -> None:
 
 def test_what_a_batch_could_not_be_read_for_is_its_result() -> None:
     model = untied()
-    step = replace(make_step(model, IDS), error="BatchError: no ids")
+    step = replace(make_step(model, IDS), error="no ids")
     _, result = look_at(open_channel(BagOfWords(), model), step)
-    assert result == Unknown("the batch could not be read: BatchError: no ids")
+    assert result == Unknown("the batch could not be read: no ids")
 
 
 def test_nothing_is_shared_where_no_optimizer_steps_or_no_label_counts() -> None:

@@ -51,12 +51,14 @@ def test_both_numbers_are_in_the_reason() -> None:
     assert "0.60, and 0.75 of known texts" in share
     assert share.endswith("counts as 0.70")
     assert judge_value(0.2, NO, at_most=0.5, chance=0.0, cause="it broke").why.endswith(
-        "could not be read (it broke)"
+        "could not be checked on known words (it broke)"
     )
-    assert judge_value(0.2, NO, at_most=0.5, chance=0.0).why.endswith("could not be read")
+    assert judge_value(0.2, NO, at_most=0.5, chance=0.0).why.endswith(
+        "not be checked on known words"
+    )
     assert judge_value(0.2, NO, part=0.9, at_most=0.5, chance=0.0).why == (
-        "low by aggregation: it reads 0.20, and its control could not be read, but 0.90 of known "
-        "words of a part of the batch, which holds more than this attack can distinguish"
+        "low by aggregation: it reads 0.20, and could not be checked on known words, but 0.90 of "
+        "known words of a part of the batch, which holds more than this attack can distinguish"
     )
 
 

@@ -418,7 +418,7 @@ class WeightLooks:
         absent = sorted(self.refused if names is None else names)
         reasons = {self.refused.get(name, "it was left out") for name in absent}
         verb = "is" if len(absent) == 1 else "are"
-        return f"{' and '.join(absent)} {verb} not played in this run: {'; '.join(sorted(reasons))}"
+        return f"{' and '.join(absent)} {verb} not run here: {'; '.join(sorted(reasons))}"
 
     @property
     def reference_seconds(self) -> float:

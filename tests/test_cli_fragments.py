@@ -111,7 +111,7 @@ def test_attacks_and_a_metric_of_the_users_own(fitted) -> None:
 
 
 def test_memorization_needs_enough_texts(fitted) -> None:
-    with pytest.raises(ValueError, match=r"pay for \d+ of 200 texts: settings"):
+    with pytest.raises(ValueError, match=r"allow \d+ of \d+ texts: 20 rows are"):
         fitted(("memorization",))
 
 

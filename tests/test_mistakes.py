@@ -76,7 +76,7 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "at_least": (gated(WORDS, at_least=0.5), "Did you mean at_most=?"),
     "an action": (gated(WORDS, at_most=0.5, action="halt"), "'stop' or 'harden'"),
     "below chance": (gated("leakage/worst/membership", at_most=0.4), "which is 0.5 by chance"),
-    "texts": (gated("leakage/worst/texts", at_most=0.5), "LeakageMonitor(attacks=[SubspaceTexts"),
+    "texts": (gated("leakage/worst/texts", at_most=0.5), "attacks=[SubspaceTexts()]"),
     "a stage that is not measured": (
         gated("leakage_local/subspace_words/f1", at_most=0.5),
         "Stage 'local' is not measured: settings=WatchSettings(stages=('local', ...))",
@@ -194,6 +194,7 @@ def test_weights_that_are_not_tested_are_one_short_line_at_the_start(tmp_path, c
         fit([LeakageMonitor()], tmp_path, loader=shuffled())
     lines = [one.getMessage() for one in caplog.records if "trained weights" in one.getMessage()]
     [line] = lines
-    assert "are not tested: 32 rows pay for 0 of 200 texts" in line
+    assert "are not tested: 32 rows allow 0 of 32 texts" in line
     assert "WatchSettings(memorization=Memorization(max_overhead=" in line
-    assert len(line) < 200
+    assert "`train` of train, others = leave_out(rows, 16, seed=1)" in line
+    assert len(line) < 280

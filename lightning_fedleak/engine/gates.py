@@ -153,7 +153,7 @@ def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
     elif stage and not any(name.startswith(f"{PREFIX[stage]}/") for name in names):
         hint = f" Stage '{stage}' is not measured: settings=WatchSettings(stages=('{stage}', ...))."
     elif is_worst(metric) and not in_rounds and (mend := standard_family(family).untested):
-        hint = f" {mend.format(watcher=watcher)}"
+        hint = f" {mend}"
     elif worst:
         hint = f" Of the attacks that can read the run, the highest: {', '.join(worst)}."
     return f"{hint} All names: {watcher}(...).engine.metric_names()"

@@ -525,10 +525,8 @@ class Engine:
         if self.report is not None:
             reference = 0.0 if self.weights is None else self.weights.reference_seconds
             run_seconds = time.perf_counter() - self._begin_time - reference
-            latest, steps = self.results.latest, self.results.worst_steps
-            names = {family: f"{WORST}/{family}" for family in steps}
-            worst = {f: (latest[name], steps[f]) for f, name in names.items() if name in latest}
-            self.report.ends(self.first_step, self._set_up_seconds, run_seconds, reference, worst)
+            parts = self.first_step, self._set_up_seconds, run_seconds, reference
+            self.report.ends(*parts, self.results.newest_worst)
         return self.record
 
     def close(self) -> None:

@@ -342,6 +342,12 @@ class Results:
         self.look_values = values | values_of_look
         return counted
 
+    @property
+    def newest_worst(self) -> dict[str, tuple[float, int]]:
+        """Return the newest worst value of each family, and its step."""
+        newest = {family: self.latest.get(f"{WORST}/{family}") for family in self.worst_steps}
+        return {f: (v, self.worst_steps[f]) for f, v in newest.items() if v is not None}
+
     def new_values(self) -> dict[str, float]:
         """Return the values that the newest look updated, by log name."""
         return {name: value for name, value in self.latest.items() if name in self.look_values}

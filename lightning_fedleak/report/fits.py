@@ -428,7 +428,7 @@ def _not_played(log: FitLog) -> dict[str, str]:
 
 def _untested(family: records.Family, was_tried: bool) -> str:
     """Return a sentence that a family of attacks has no result, and which attack would test it."""
-    hint = f"not tried. {family.untested.format(watcher='LeakageMonitor')}".rstrip()
+    hint = f"not tried. {family.untested}".rstrip()
     return f"{family.tested}: {'no attack gave a result' if was_tried else hint}"
 
 

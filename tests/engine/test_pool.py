@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -157,7 +158,7 @@ PACKED = [row | {"position_ids": torch.arange(16) % 8} for row in rows()]
 @pytest.mark.parametrize(
     ("data", "settings", "words"),
     [
-        (loader(rows()), {"resumed": True}, "resumed fit"),
+        (loader(rows()), {"why_drawn": "a resumed fit"}, "a resumed fit: train on"),
         (DataLoader(Stream(), batch_size=8), {}, "not a stream"),
         ([DataLoader(rows())], {}, "one torch DataLoader"),  # type: ignore[arg-type]
         (None, {}, "loader="),
@@ -243,13 +244,27 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
     pool = collect(loader(data), Memorization(max_overhead=0.2), read)
     assert len(pool.texts) == int(0.2 * 2000 / (0.4 * 3))
     with pytest.raises(
-        UnplayableGame, match=r"2000 rows pay for 33 of 200 .*=Memorization\(max_overhead=0.12, m"
+        UnplayableGame, match=r"allow 33 of 200 .*leave_out\(rows, 100.*n\(max_overhead=0.17\)\)"
     ):
         collect(loader(data), Memorization(), read)
     with pytest.raises(
-        UnplayableGame, match=r"40 rows pay for 0 of 200 .*=Memorization\(max_overhead=6, m"
+        UnplayableGame, match=r"allow 0 of 40 .*leave_out\(rows, 20.*n\(max_overhead=3.2\)\)"
     ):
         collect(loader(rows(40)), Memorization(), read)
+    with pytest.raises(UnplayableGame, match=r"16 rows .* 20 rows are the fewest"):
+        collect(loader(rows(16)), Memorization(), read)
+
+
+@pytest.mark.parametrize("n", [20, 40, 160, 877])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_a_refusal_advises_is_all_that_is_needed(n: int, shuffle: bool) -> None:
+    with pytest.raises(UnplayableGame) as refusal:
+        collect(loader(rows(n), shuffle=shuffle), Memorization(), read)
+    advice = r"leave_out\(rows, (\d+), seed=1\).*memorization=(.*)\)"
+    [(others, setting)] = re.findall(advice, str(refusal.value))
+    train, _ = leave_out(rows(n), int(others), seed=1)
+    pool = collect(loader(train, shuffle=shuffle), eval(setting), read)
+    assert min(int(pool.trains.sum()), int((~pool.trains).sum())) == min(100, n // 2)
 
 
 def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:

@@ -43,8 +43,7 @@ class Family(Record):
         sentences: what an adversary could do with an attack. The first one whose metrics all have
             values is used; for an attack with an excess as its main metric, the last.
         asks: the question in direct speech.
-        untested: what to do if no attack of the family was run; ``{watcher}`` is the class that
-            would run it.
+        untested: what to do if no attack of the family was run.
         mend: what to do if an attack of the family reads, in a sentence.
         terms: the meaning of its words and metrics, for the report's glossary.
         excesses: metrics of which a baseline is subtracted, so that guessing has 0. They are the
@@ -138,7 +137,7 @@ MEMBERSHIP = Family(
     sentences=("tell whether a given text was in a batch {surely}",),
     mend=MEND_UPDATES,
     untested="Test whether a given text is in a batch, which no attack asked: "
-    "{watcher}(settings=WatchSettings(assume=DISHONEST_SERVER)).",
+    "settings=WatchSettings(assume=DISHONEST_SERVER).",
     terms={
         "AUC": "How often the attack ranks a text of the batch above one that is not in it. "
         "0.5 is guessing, 1 is always.",
@@ -156,7 +155,7 @@ TEXTS = Family(
     title="whole texts",
     sentences=("write down {token_accuracy%} of a text",),
     mend=MEND_UPDATES.replace("only sums", "noised hidden states or only sums"),
-    untested="Test whole texts, which no attack read: {watcher}(attacks=[SubspaceTexts()]).",
+    untested="Test whole texts, which no attack read: attacks=[SubspaceTexts()].",
     terms={
         "Token accuracy": "The share of tokens that was written down in the right place. 1 is "
         "every text word for word."
@@ -182,8 +181,8 @@ MEMORIZATION = Family(
     mend="do not release it as it is: remove repeated texts, train for fewer epochs or under "
     "DP-SGD, and measure again.",
     untested="Test what the trained model itself has memorized: train on `train` of "
-    "`train, others = leave_out(rows, n)`, n some hundreds, under {watcher}(settings="
-    "WatchSettings(memorization=Memorization(max_overhead=0.4))).",
+    "`train, others = leave_out(rows, n)`, n some hundreds, with settings=WatchSettings("
+    "memorization=Memorization(max_overhead=0.4)).",
     terms={
         "TPR at 1% and 0.1% FPR": "The share of the training texts that is found while 1 in 100, "
         "or in 1,000, held-out texts is taken for one. Unknown with fewer than 437, or 4,380, "

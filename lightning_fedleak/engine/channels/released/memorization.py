@@ -158,18 +158,19 @@ class MemorizationChannel(WeightChannel):
         start = time.perf_counter()
         predicts = self.run.anatomy.kind == "causal"
         self._entities = FoundEntities(self.finder, predicts) if self.finder is not None else None
+        why_drawn = "no row is held out" if self.settings.shares == "model" else ""
+        if self.run.step > 0 and not self._saved_state:
+            why_drawn = "a resumed fit may have trained on any row before"
         pool = collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
-            resumed=self.run.step > 0 and not self._saved_state,
+            why_drawn=why_drawn,
             short=any(attack.part != "long" for attack in self.listed_attacks),
             entities=self._entities,
             forwards=self.cost * (1 if self._mask is None else MASKS),
             show=self.run.shows_progress,
         )
-        if self.settings.shares == "model" and pool.way == "not yet seen":
-            raise UnplayableGame("leave rows out: train, others = leave_out(data, 1000, seed=1)")
         account = AccountGame(self.run, pool.no_game)
         self._account = account if account.why_not is None else None
         self._account_words = account.describe()

@@ -31,10 +31,10 @@ from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.channels.released.training_rows import (
     UnplayableGame,
     check_loader,
-    check_shuffle,
     find_left_out,
     read_row,
     read_twice,
+    why_not_shuffled,
 )
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import ReferenceRows, TrainingRows, draw_references
@@ -376,7 +376,7 @@ def collect(
     settings: Memorization,
     read: Callable[[Any], TokenBatch],
     *,
-    resumed: bool = False,
+    why_drawn: str = "",
     short: bool = False,
     entities: FoundEntities | None = None,
     forwards: float = 1,
@@ -394,14 +394,14 @@ def collect(
         loader: The loader of the training data.
         settings: The user's settings.
         read: Returns the tokens of a batch.
-        resumed: Whether the run resumes another, so that rows may have been trained on before.
+        why_drawn: Why rows that the first epoch has not come to are no non-members; else empty.
         short: Whether texts with 1 to 7 label tokens are queried too.
         entities: Finds values in the texts of all rows; None if no values are named.
         forwards: The number of forward passes to query the model with a text.
         show: Whether to show a progress bar of the search for values.
 
     Raises:
-        UnplayableGame: No texts can be compared; the message names the argument to change.
+        UnplayableGame: No texts can be compared; the message says all that has to be changed.
     """
     check_loader(loader)
     dataset = loader.dataset
@@ -409,20 +409,18 @@ def collect(
     way: _Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
-        check_shuffle(loader)
-        if resumed:
-            raise UnplayableGame(
-                "a resumed fit may have trained on any row before: add leave_out(...) to the data"
-            )
     no_game = _no_game(dataset, way)
     length = len(dataset)
-    # If an account is compared, the size must not depend on which rows were held out.
-    size = affordable(
-        length if no_game else dataset.public_length,
-        settings,
-        MIN_POOL,
-        forwards * forwards_of(settings, last_step=way != "not yet seen"),
-    )
+    queries = forwards * forwards_of(settings, last_step=True)
+    fewest = min(MIN_POOL, length + (0 if others is None else len(others)))
+    if way != "not yet seen":
+        # If an account is compared, the size must not depend on which rows were held out.
+        size = affordable(length if no_game else dataset.public_length, settings, fewest, queries)
+    elif why := why_drawn or why_not_shuffled(loader):
+        raise UnplayableGame(f"{why}: {_mend(length, settings, fewest, queries, draws=True)}")
+    else:
+        first_epoch = forwards * forwards_of(settings, last_step=False)
+        size = affordable(length, settings, fewest, first_epoch, drawn=queries)
     n_reference = (settings.reference_rows or length) * settings.trains_reference
     trains_reference = settings.trains_reference and way == "left out"
     # A reference is trained on rows that are not queried.
@@ -485,6 +483,30 @@ def collect(
     return pool
 
 
+def _mend(
+    length: int, settings: Memorization, min_texts: int, forwards: float, *, draws: bool
+) -> str:
+    """Return what to write so that enough rows are drawn and queried.
+
+    Args:
+        length: The number of rows of the training data.
+        settings: The user's settings.
+        min_texts: The number of texts that are needed.
+        forwards: The number of forward passes for each text in an epoch.
+        draws: Whether rows have to be held out first.
+    """
+    n = min_texts // 2 if draws else 0
+    if draws and n < MIN_TEXTS:
+        return f"{2 * MIN_TEXTS} rows are the fewest that can be tested"
+    needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / (length - n)) / 100
+    asked = {"max_overhead": needed} if needed > settings.max_overhead else {}
+    asked |= {"most_texts": min_texts} if settings.most_texts < min_texts else {}
+    values = ", ".join(f"{name}={value:g}" for name, value in asked.items())
+    steps = [f"`train` of train, others = leave_out(rows, {n}, seed=1)"] * draws
+    steps += [f"settings=WatchSettings(memorization=Memorization({values}))"] * bool(asked)
+    return f"{'train on' if draws else 'give'} {' with '.join(steps)}"
+
+
 def _no_game(dataset: Any, way: _Way) -> str | None:
     """Return why the texts cannot be compared with a DP account; None if they can.
 
@@ -541,7 +563,9 @@ def _drawn(
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
 
-def affordable(length: int, settings: Memorization, min_texts: int, forwards: float) -> int:
+def affordable(
+    length: int, settings: Memorization, min_texts: int, forwards: float, *, drawn: float = 0
+) -> int:
     """Return the number of texts that can be queried within ``max_overhead``.
 
     ``max_overhead`` is a share of the time of an epoch, in which each row is trained on once. A
@@ -552,6 +576,7 @@ def affordable(length: int, settings: Memorization, min_texts: int, forwards: fl
         settings: The user's settings.
         min_texts: The number of texts that are needed.
         forwards: The number of forward passes for each text in an epoch.
+        drawn: The same if rows are held out, which the message then advises; 0: it does not.
 
     Raises:
         UnplayableGame: ``max_overhead`` or ``most_texts`` is too small; the message says which
@@ -561,9 +586,5 @@ def affordable(length: int, settings: Memorization, min_texts: int, forwards: fl
     size = min(settings.most_texts, count)
     if size >= min_texts:
         return size
-    needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / length) / 100
-    needed = max(needed, settings.max_overhead)
-    raise UnplayableGame(
-        f"{length} rows pay for {size} of {min_texts} texts: settings=WatchSettings(memorization="
-        f"Memorization(max_overhead={needed:g}, most_texts={min_texts})), or larger numbers"
-    )
+    mend = _mend(length, settings, min_texts, drawn or forwards, draws=drawn > 0)
+    raise UnplayableGame(f"{length} rows allow {size} of {min_texts} texts: {mend}")

@@ -45,17 +45,14 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def check_shuffle(loader: DataLoader[Any]) -> None:
-    """Check that the rows that the first epoch has not reached are a random choice of all rows.
+def why_not_shuffled(loader: DataLoader[Any]) -> str:
+    """Return why rows that the first epoch has not reached are no random choice; empty if they are.
 
-    That holds if it takes every row once in random order, or draws batches by Poisson sampling.
-
-    Raises:
-        UnplayableGame: The sampler does not do so.
+    They are if it takes every row once in random order, or draws batches by Poisson sampling.
     """
     batches = loader.batch_sampler
     if isinstance(batches, PoissonBatchSampler):
-        return
+        return ""
     if _is_accelerate(batches, "BatchSamplerShard"):  # it gives a process every n-th batch
         batches = batches.batch_sampler  # type: ignore[union-attr]
     # Accelerate makes loaders from a batch sampler: loader.sampler is then a default.
@@ -68,12 +65,10 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
         and not sampler.replacement
         and sampler.num_samples == length
     ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-    if not (is_plain and shuffled):
-        name = type(sampler if is_plain else batches).__name__
-        raise UnplayableGame(
-            f"a {name} does not take the rows in an order known to be random, so that rows not "
-            "yet seen may differ from the rest: use DataLoader(shuffle=True), or add leave_out"
-        )
+    if is_plain and shuffled:
+        return ""
+    name = type(sampler if is_plain else batches).__name__
+    return f"a {name} does not take the rows in an order known to be random, and none is held out"
 
 
 def _is_accelerate(thing: object, name: str) -> bool:

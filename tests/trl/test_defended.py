@@ -127,8 +127,8 @@ def test_joined_texts_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_script_of_the_docs_runs_as_it_is(tmp_path, monkeypatch, capsys) -> None:
-    page = blocks_of(ROOT / "docs/private_training.md")
+    page = blocks_of(ROOT / "docs/dpsgd.md")
     [script] = [block.text for block in page if "defended(SFTTrainer)" in block.text]
     monkeypatch.chdir(tmp_path)
-    exec(compile(script, "private_training.md", "exec"), {})
+    exec(compile(script, "dpsgd.md", "exec"), {})
     assert "10 releases, epsilon 8.0" in capsys.readouterr().out

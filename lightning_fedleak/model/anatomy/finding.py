@@ -8,7 +8,7 @@ labels mean: next tokens (``"causal"``), masked tokens (``"masked"``), a decoder
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import get_args
 
@@ -306,14 +306,18 @@ def _plain_parts(
     pairs = [(e, h) for e in embeddings for h in linears if count_rows(e[1]) == count_rows(h[1])]
     if len(pairs) == 1:
         return pairs[0][0][1], pairs[0][1][1]
-    # An adaptive softmax has no row for each token, so it is no head to read.
-    adaptive = any(isinstance(m, nn.AdaptiveLogSoftmaxWithLoss) for m in scope.modules())
-    if not pairs and (embedding is not None or (adaptive and len(embeddings) == 1)):
+    if not pairs and (embedding is not None or _has_adaptive_head(scope, embeddings)):
         return embeddings[0][1], None
     part = "single language model" if pairs else "language model"
     candidates = [layer for pair in pairs for layer in pair]
     candidates = candidates or find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)
     raise missing_part_error(root, part, candidates, "embedding", "head")
+
+
+def _has_adaptive_head(scope: nn.Module, embeddings: Sequence[Named]) -> bool:
+    """Return whether the head of the only embedding has no row for each token to be read."""
+    adaptive = (m for m in scope.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss))
+    return len(embeddings) == 1 and next(adaptive, None) is not None
 
 
 def _plain_kind(model: nn.Module) -> Kind:

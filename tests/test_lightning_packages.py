@@ -232,7 +232,7 @@ def test_other_trainers_are_refused_in_one_sentence(made: Any, tmp_path: Path) -
     from lightning.fabric import Fabric
 
     callback = made()
-    said = r"trainer.add_callback\(LeakageCallback\(trainer"
+    said = r"add_callback\(LeakageCallback\(trainer"
     arguments = transformers.TrainingArguments(
         str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
     )

@@ -87,7 +87,7 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     ),
     "a gate of other loops": (
         lambda: [LeakageMonitor(), Threshold(WORDS, 0.5)],
-        f"in Lightning write RiskGate('{WORDS}', at_most=0.5)",
+        f"Lightning's takes RiskGate('{WORDS}', at_most=0.5)",
     ),
     "a callback of transformers": (
         lambda: [LeakageCallback(a_trainer())],

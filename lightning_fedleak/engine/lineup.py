@@ -31,13 +31,14 @@ from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, adm
 from lightning_fedleak.engine.channels.steps import StepChannel, never_read, plan_of
 from lightning_fedleak.engine.options import Options, Selection
 from lightning_fedleak.engine.outcomes import Unknown
-from lightning_fedleak.engine.run import Run, describe, reason
+from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, without_peft
 from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import Stopwatch, bars, measure_seconds, track
 from lightning_fedleak.report.records.files import first_of
+from lightning_fedleak.validate import describe
 
 MAX_LINES = 3
 """Largest number of lines of an attack in the table; ``run.jsonl`` has the full reason."""

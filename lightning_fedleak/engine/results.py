@@ -36,6 +36,10 @@ A learning-rate warm-up from 0 takes two steps, or a whole epoch if the rate cha
 as is Lightning's default. A larger value lets runs go on longer without a result; an attempt
 without a result is cheap.
 """
+_NOTHING_SHARED = (
+    "nothing was shared in {} steps in a row: all labels of their batches were -100, or the "
+    "optimizer skipped its step"
+)
 UNEXPLAINED = f"{PREFIX[Stage.SHARED]}/step/unexplained"
 """Log name of the share (0 to 1) of a gradient that recomputing the step does not explain."""
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
@@ -190,8 +194,8 @@ class Results:
         roots = {headline.rpartition("/")[0] for headline in self.headlines(family) or (name,)}
         failed = [(s, o) for s, o in self._newest.items() if s.log_name in roots and o.unknown]
         failed = [(series, outcome) for series, outcome in failed if outcome.applies] or failed
-        reasons = (f"{series.log_name}: {outcome.unknown}" for series, outcome in failed)
-        return self.untested.get(family) or "; ".join(reasons)
+        reasons = records.by_reason({series.log_name: str(o.unknown) for series, o in failed})
+        return self.untested.get(family) or "; ".join(f"{n}: {why}" for why, n in reasons.items())
 
     # ---- looks ------------------------------------------------------------------------------
 
@@ -242,7 +246,7 @@ class Results:
             self.deferrals += 1
             if self.deferrals <= MAX_WAITS:
                 return None
-            why = self._why_deferred
+            why = _NOTHING_SHARED.format(self.deferrals)
             outcomes = self.all_unknown(why)
         self.deferrals = 0
         return outcomes
@@ -263,17 +267,9 @@ class Results:
                 if s in without_result
             }
         if due or self.deferrals > 0:
-            why = self._why_deferred if self.deferrals else "training ended within a measurement"
-            return self.all_unknown(why)
+            n = self.deferrals
+            return self.all_unknown(_NOTHING_SHARED.format(n) if n else "training ended too early")
         return {}
-
-    @property
-    def _why_deferred(self) -> str:
-        """Return why the steps that were due for a look since the last one had none."""
-        return (
-            f"nothing was shared in {self.deferrals} steps in a row: all labels of their batches "
-            "were -100, or the optimizer skipped its step"
-        )
 
     def all_unknown(self, why: str) -> dict[Series, Outcome]:
         """Return an unknown outcome for every series that runs in this fit."""

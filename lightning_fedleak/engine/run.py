@@ -9,7 +9,6 @@ stage.
 from __future__ import annotations
 
 import math
-import re
 import signal
 import time
 import traceback
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
-from traceback import FrameSummary
 from types import MappingProxyType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
@@ -36,9 +34,10 @@ from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.model.model_state import WeightsWritten
-from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage, check_finite, is_shard
+from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage, is_shard
 from lightning_fedleak.model.taps import ChangedInPlace, Step, UpdateError, before_real_step
 from lightning_fedleak.progress import Stopwatch
+from lightning_fedleak.validate import calls_of, describe, is_within
 
 # The dtype of autocast, by the precision of a run.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -479,9 +478,7 @@ _OWN_ERRORS = (
     WeightsWritten,
     torch.OutOfMemoryError,
 )
-_PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
-_MESSAGE = 200
-"""Characters of an unforeseen error's message that are repeated: shapes, dtypes, devices fit."""
+_PACKAGE = Path(__file__).parents[1]
 
 
 def is_of_signal(error: Exception) -> bool:
@@ -514,46 +511,5 @@ def reason(error: Exception, *, leaves: bool = True) -> str:
         raise error
     if isinstance(error, _OWN_ERRORS):
         return str(error)
-    internal = _is_within(_frames(error)[-1], _PACKAGE) and error.__cause__ is None
-    if isinstance(error, DefenseError) and internal:
-        return str(error)
-    return describe(error)
-
-
-def _frames(error: BaseException) -> list[FrameSummary]:
-    """Return the calls that an error passed, without checks: their caller's line says more."""
-    frames = traceback.extract_tb(error.__traceback__)
-    callers = [frame for frame in frames if Path(frame.filename).name != "validate.py"]
-    return [frame for frame in callers if frame.name != check_finite.__name__]
-
-
-def _is_within(frame: FrameSummary, folder: Path) -> bool:
-    return Path(frame.filename).is_relative_to(folder)
-
-
-def describe(error: BaseException, *, quotes: bool = False) -> str:
-    """Return what an unforeseen error is, and where: a line of the user, a module of the model.
-
-    Args:
-        error: The error.
-        quotes: Whether its message may be repeated, because nothing private has been read.
-    """
-    frames = _frames(error)
-    frame = ([frame for frame in frames if not _is_within(frame, _TORCH)] or frames)[-1]
-    what = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
-    message = next(iter(str(error).splitlines()), "")
-    # What torch's own code says of tensors: shapes, dtypes and devices. Other numbers may be ids.
-    if type(error) is RuntimeError and _is_within(frames[-1], _TORCH):
-        message = re.sub(r"(?<![\w.])-?\d+(?![\w.])", "#", message)
-        what = f"torch failed ({message[:_MESSAGE]})"
-    elif quotes and message:
-        what += f": {message[:_MESSAGE]}"
-    return what + _place_of(error)
-
-
-def _place_of(error: BaseException) -> str:
-    """Return where in the user's model an error was raised; empty if it was not in a module."""
-    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    names = [name for name, m in modules[0].named_modules() if m is modules[-1]] if modules else []
-    return f", in the model's '{names[0]}'" if names and names[0] else ""
+    internal = is_within(calls_of(error)[-1], _PACKAGE) and error.__cause__ is None
+    return str(error) if isinstance(error, DefenseError) and internal else describe(error)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.gates import (
@@ -132,23 +132,15 @@ class Threshold:
         # The upper end of the interval and the step of each validation, see `choice`.
         self._choices: list[tuple[float, int]] = []
 
-    @property
-    def state_key(self) -> str:
-        """Raise an error: Lightning asks for it if a Threshold is in ``callbacks=``."""
+    def on_train_begin(self, *_: object, **__: object) -> NoReturn:
+        """Raise an error: a Trainer calls it, or asks for the key, if it is among its callbacks."""
+        limit = f"('{self.metric}', at_most={self.at_most:g})"
         raise TypeError(
-            f"Threshold is no callback: in Lightning write RiskGate('{self.metric}', "
-            f"at_most={self.at_most:g}), and for another Trainer pass it as gates=[...]"
+            f"{self._kind} is no callback of this Trainer: Lightning's takes RiskGate{limit}, and "
+            f"transformers' add_callback(LeakageCallback(trainer, gates=[Threshold{limit}]))"
         )
 
-    def on_train_begin(self, *_: object, **__: object) -> None:
-        """Raise an error: transformers' Trainer calls this if a gate is among its callbacks."""
-        raise TypeError(
-            f"{self._kind} is no callback of transformers' Trainer: trainer.add_callback("
-            f"LeakageCallback(trainer, gates=[Threshold('{self.metric}', "
-            f"at_most={self.at_most:g})]))"
-        )
-
-    on_init_end = on_train_begin
+    on_init_end, state_key = on_train_begin, property(on_train_begin)
 
     def __repr__(self) -> str:
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"

@@ -45,13 +45,11 @@ import gc
 import inspect
 import math
 import random
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +64,7 @@ from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing import training_checks as checks
 from lightning_fedleak.model.model_state import Hook, preserve_process
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.validate import check_integer, describe
 
 SILENT = 1e-8  # factor on silent gradients: far below the noise, and its square fits into float32
 LOUD = 0.1  # length of silent gradients, in deviations of the noise, that is no longer negligible
@@ -191,7 +189,7 @@ class PrivateTrainingCheck:
                     self._run_probes(batch)
             except Exception as error:  # the training goes on without looks
                 self._scales = None
-                self._observations.obstacle = f"a look raised {_class_and_line(error)}"
+                self._observations.obstacle = f"a look raised {describe(error)}"
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return the results of all tests. With ``client="rank"`` every process must call it."""
@@ -431,7 +429,7 @@ class PrivateTrainingCheck:
         try:
             self._step(copies)
         except Exception as error:  # the training goes on without looks, and the verdict says why
-            return f"in a look step() raised {_class_and_line(error)}"
+            return f"in a look step() raised {describe(error)}"
         return ""
 
     def _side_effects(
@@ -524,12 +522,6 @@ class _RecordingSampler:
 
     def __len__(self) -> int:
         return len(self._sampler)
-
-
-def _class_and_line(error: Exception) -> str:
-    """Return an error's class and line of code; its message may contain training data."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
 
 
 def _enlarge_gradient(value: object) -> object:

@@ -306,7 +306,7 @@ def _plain_parts(
     pairs = [(e, h) for e in embeddings for h in linears if count_rows(e[1]) == count_rows(h[1])]
     if len(pairs) == 1:
         return pairs[0][0][1], pairs[0][1][1]
-    if not pairs and (embedding is not None or _has_adaptive_head(scope, embeddings)):
+    if not pairs and _has_no_head(scope, embedding, embeddings):
         return embeddings[0][1], None
     part = "single language model" if pairs else "language model"
     candidates = [layer for pair in pairs for layer in pair]
@@ -314,10 +314,15 @@ def _plain_parts(
     raise missing_part_error(root, part, candidates, "embedding", "head")
 
 
-def _has_adaptive_head(scope: nn.Module, embeddings: Sequence[Named]) -> bool:
-    """Return whether the head of the only embedding has no row for each token to be read."""
-    adaptive = (m for m in scope.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss))
-    return len(embeddings) == 1 and next(adaptive, None) is not None
+def _has_no_head(
+    scope: nn.Module, embedding: nn.Module | None, embeddings: Sequence[Named]
+) -> bool:
+    """Return whether an embedding stands alone: a named one, or beside an adaptive softmax.
+
+    The latter has no row for each token that could be read.
+    """
+    adaptive = any(isinstance(m, nn.AdaptiveLogSoftmaxWithLoss) for m in scope.modules())
+    return embedding is not None or (adaptive and len(embeddings) == 1)
 
 
 def _plain_kind(model: nn.Module) -> Kind:

@@ -481,7 +481,6 @@ class StepTap:
             if texts.crossing is None and texts.is_packed:
                 texts = self._packing.with_crossing(texts, [call.arguments])
                 calls_with_texts[i] = replace(call, batch=texts)
-        self._say("the labels and inputs of a step are read from its own graph")
         for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
             media = f"the images or sounds that the model reads: {name}"
             self._say(f"attacks recover the text of a step, but no attack recovers {media}")

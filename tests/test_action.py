@@ -3,8 +3,6 @@
 The action itself was not run on GitHub.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

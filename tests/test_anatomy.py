@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -80,10 +78,7 @@ WORDS: dict[str, tuple[Any, str]] = {
     ),
     "bert": (tiny_bert_mlm, "masked"),
     "bert pretraining": (lambda: BertForPreTraining(BertConfig(**BERT_SIZES)), "masked"),
-    "bert causal": (
-        lambda: BertLMHeadModel(BertConfig(**BERT_SIZES, is_decoder=True)),
-        "causal",
-    ),
+    "bert causal": (lambda: BertLMHeadModel(BertConfig(**BERT_SIZES, is_decoder=True)), "causal"),
     "distilbert": (tiny_distilbert_mlm, "masked"),
     "roberta": (tiny_roberta_mlm, "masked"),
     "t5": (tiny_t5, "seq2seq"),
@@ -427,7 +422,7 @@ def test_undisturbed_sets_modes_without_a_users_train() -> None:
     class Stubborn(nn.Module):
         """Like loralib's layers: changing the mode by train() changes weights."""
 
-        def train(self, mode: bool = True) -> Stubborn:
+        def train(self, mode: bool = True) -> "Stubborn":
             raise AssertionError("the mode of a user's module was switched by train()")
 
     root = CausalLMModule(tiny_gpt2().train())

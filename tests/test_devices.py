@@ -4,8 +4,6 @@ A fake device (:mod:`tests.helpers.fake_device`) computes on the host, refuses w
 and counts what makes the host wait. Where there is a CUDA device, the same is tested on it.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import tempfile

@@ -1,7 +1,5 @@
 """The import directions of the package, read from the source without importing it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,7 +1,5 @@
 """What newcomers get wrong is refused before a step, in three lines at most, with what to write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,10 +112,7 @@ def test_a_mistake_in_callbacks_is_refused_before_a_step(tmp_path: Path, mistake
         (lambda: DPSGD(max_grad_norm=1.0), "give one"),
         (lambda: DPSGD(1.0, epsilon=8), "Did you mean target_epsilon=?"),
         (lambda: DPSGD(1.0, 1.0, target_delta=1e-5, check=True), "PlantedGradients(every_n_steps="),
-        (
-            lambda: DPSGD(1.0, noise_multiplier=1.0, target_epsilon=8, target_delta=1e-5),
-            "give one",
-        ),
+        (lambda: DPSGD(1.0, noise_multiplier=1.0, target_epsilon=8, target_delta=1e-5), "give one"),
         (lambda: DefendedStrategy([DP]), ": DefendedStrategy('auto', defenses=[...])."),
         (lambda: FCMembership(), "FCMembership(layer=1)"),
         (lambda: WatchSettings(stage=("local",)), "WatchSettings: got an unexpected"),

@@ -1,7 +1,5 @@
 """The referee refutes seeded faults, spares sound runs, and leaves training as it is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

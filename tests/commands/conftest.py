@@ -1,7 +1,5 @@
 """The model of the commands; calibrations repeat small batches seldom, which changes no output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

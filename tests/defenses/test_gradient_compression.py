@@ -1,7 +1,5 @@
 """GradientCompression against NumPy in float64, and what error feedback owes to the server."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

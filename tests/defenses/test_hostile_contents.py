@@ -1,7 +1,5 @@
 """Whatever one example holds, what goes outside moves by no more than a guarantee accounts for."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """The examples of Flower, run by its own commands on the simulation engine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

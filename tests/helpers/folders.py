@@ -1,7 +1,5 @@
 """A whole causal language model in a folder, as ``from_pretrained`` reads it, in milliseconds."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

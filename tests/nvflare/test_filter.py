@@ -1,7 +1,5 @@
 """The filter on NVFlare's own messages and workflows, without the processes of its simulator."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -26,7 +26,7 @@ from lightning_fedleak.model.taps.hooks import taps_paused
 from tests.helpers import models
 from tests.helpers.inputs import padded_batch as batch
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
-from tests.test_batches_documents import block_diagonal, flattened
+from tests.test_batches import block_diagonal, flattened
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: models.tiny_gpt2(layers=3),

@@ -33,8 +33,6 @@ constants   numbers that a module binds to a name (a tuple of them once) without
 any         occurrences of ``[str, Any]``
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

@@ -1,4 +1,4 @@
-"""Atoms of a dictionary in a row space: the search, its certificates, and rows that are known, lost or inexact."""
+"""Atoms of a dictionary in a row space: the search, its certificates, and inexact rows."""
 
 import math
 from collections.abc import Callable, Sequence

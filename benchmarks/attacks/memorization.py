@@ -22,8 +22,6 @@ without, over the training alone and over the watched run without:
         --length 32 --texts 480 --epochs 2 --auto 1,0.25,0.0625
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -20,8 +20,6 @@ on as many rows as ours had drawn. With ``--pieces`` a batch is run so many rows
 rounds of ours over the peer's in the same round.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import datetime

@@ -9,8 +9,6 @@ should be silent: nothing is read through the noise, and the control of the look
 would have been read without it. A gate that fires on *unknown* is not silent.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import sys

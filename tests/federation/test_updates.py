@@ -38,7 +38,7 @@ from lightning_fedleak.federation.updates import read_state
 from lightning_fedleak.model.snapshots import AVERAGED, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
-from tests.defenses.test_gradient_compression import largest
+from tests.defenses.test_defenses import largest
 from tests.federation.rounds import ADAMW, SGD, batches, model, round_settings, train
 from tests.federation.test_observer import lines, observer, texts
 from tests.helpers.models import tiny_gpt2

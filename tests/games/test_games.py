@@ -45,12 +45,13 @@ POOLS = importlib.import_module("lightning_fedleak.evaluation.games.pool")
 MODELS = {"gpt2": tiny_gpt2, "llama": tiny_llama, "bert": tiny_bert_mlm}
 
 
-def anatomy_of(name: str):
-    model = MODELS[name]().double()
+def anatomy_of(name: str, spread: float = 4, **more: Any):
+    """At initialisation states of tiny models lie close together; spread them as training does."""
+    model = MODELS[name](**more).double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(4)
+                parameter.mul_(spread)
     return find_anatomy(model)
 
 
@@ -498,26 +499,12 @@ def test_too_little_text_is_said(rows: list[list[int]], tokens: int) -> None:
 
 
 # model, tells positions apart at layer 0, reads ahead above it
-STATES_MODELS = {
-    "gpt2": (tiny_gpt2, True, False),
-    "llama": (tiny_llama, False, False),
-    "bert": (tiny_bert_mlm, True, True),
-}
+POSITIONAL_AND_AHEAD = {"gpt2": (True, False), "llama": (False, False), "bert": (True, True)}
 
 
-def states_anatomy_of(name: str, layers: int = 2):
-    model = STATES_MODELS[name][0](layers=layers).double()
-    # At initialisation states of tiny models lie close together; spread them as training does.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(8)
-    return find_anatomy(model)
-
-
-@pytest.mark.parametrize("name", STATES_MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
-    anatomy = states_anatomy_of(name)
+    anatomy = anatomy_of(name, 8)
     ids, mask = pad(SentencePool([[5, 6, 7, 8], [9, 8, 7], [4, 3]]).rows, 0)
     before = torch.random.get_rng_state()
     seen = client_states(anatomy, [0, 1, 2], ids, mask)
@@ -551,11 +538,11 @@ def dealt(targets, positions, places, data) -> Challenge:
     return Challenge(tuple(data), tuple(targets), places >= 0, positions, places)
 
 
-@pytest.mark.parametrize("name", STATES_MODELS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, layer: int) -> None:
     """Against the hidden states themselves, on a language of three words."""
-    anatomy, (_, positional, ahead) = states_anatomy_of(name), STATES_MODELS[name]
+    anatomy, (positional, ahead) = anatomy_of(name, 8), POSITIONAL_AND_AHEAD[name]
     rows = [list(w) for n in (2, 3) for w in itertools.product((11, 12, 13), repeat=n)]
     pool = SentencePool(rows)
     states = [hidden_states(anatomy, layer, row[None])[0] for row in pool.rows]
@@ -627,10 +614,10 @@ def test_who_attends_to_a_sentence_or_its_prefix_collides_where_that_occurs() ->
     assert flags(1, prefix, ahead=True) == [False] * 3
 
 
-@pytest.mark.parametrize("name", STATES_MODELS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [None, 7])
 def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(name, length) -> None:
-    anatomy = states_anatomy_of(name)
+    anatomy = anatomy_of(name, 8)
     pool = SentencePool([[i, *range(20, 22 + i % 4)] for i in range(1, 12)])
     pooled = _PooledStates(
         anatomy, [0, 1, 2], pool.rows, 4, 0, torch.Generator().manual_seed(0), length

@@ -463,35 +463,6 @@ def few(n, tokens=12):
     return PublicText(torch.randint(5, models.VOCAB, (n, tokens), generator=generator(6)))
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: attention(1), "needs public_text"),
-        (lambda: attention(-1, [[1, 2]]), "layer"),
-        (lambda: attention(1, [[1, 2]], beta=0.0), "beta"),
-        (lambda: attention(1, [[1, 2]], beta=math.nan), "beta"),
-        (lambda: attention(1, [[1, 2]], gamma="high"), "gamma"),
-        (lambda: attention(1, [[1, 2]], score="norm"), "score"),
-        (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
-        (lambda: attention(1, [[1, 2]], widths=()), "widths"),
-        (lambda: attention(1, [[1, 2]], batch=0), "batch"),
-        (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "one threshold"),
-        (
-            lambda: attention(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
-            "cannot whiten 16 dimensions",
-        ),
-        (
-            lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
-            "public texts to calibrate on .* at least 41, got 30",
-        ),
-        (lambda: craft(built(), normal(10) * math.nan), "not finite"),
-    ],
-)
-def test_refusals_say_what_to_do(build, words):
-    with pytest.raises(ValueError, match=words):
-        build()
-
-
 # FCMembership by autograd, brute force, closed forms; a real model; layers really inserted.
 
 
@@ -759,9 +730,28 @@ def test_run_reads_the_newest_crafted_gradient_and_its_noise():
         (lambda: craft(FCMembership(1), torch.zeros(4)), "all zeros"),
         (lambda: craft(FCMembership(1), torch.full((4,), torch.nan)), "not finite"),
         (lambda: FCMembership(9).prepare(find_anatomy(models.tiny_gpt2())), "layer must be"),
+        (lambda: attention(1), "needs public_text"),
+        (lambda: attention(-1, [[1, 2]]), "layer"),
+        (lambda: attention(1, [[1, 2]], beta=0.0), "beta"),
+        (lambda: attention(1, [[1, 2]], beta=math.nan), "beta"),
+        (lambda: attention(1, [[1, 2]], gamma="high"), "gamma"),
+        (lambda: attention(1, [[1, 2]], score="norm"), "score"),
+        (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
+        (lambda: attention(1, [[1, 2]], widths=()), "widths"),
+        (lambda: attention(1, [[1, 2]], batch=0), "batch"),
+        (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "one threshold"),
+        (
+            lambda: attention(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
+            "cannot whiten 16 dimensions",
+        ),
+        (
+            lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
+            "public texts to calibrate on .* at least 41, got 30",
+        ),
+        (lambda: craft(built(), normal(10) * math.nan), "not finite"),
     ],
 )
-def test_fc_refusals_say_what_to_do(build, words):
+def test_refusals_say_what_to_do(build, words):
     with pytest.raises(ValueError, match=words):
         build()
 

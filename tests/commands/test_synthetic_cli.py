@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel
 
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
@@ -36,7 +36,7 @@ from lightning_fedleak.report import ReportError
 from lightning_fedleak.validate import WrongModel
 from tests.engine.channels.test_heads import WORDS, words
 from tests.helpers.commands import printed_by, run_command
-from tests.helpers.folders import TEXTS, save_tiny_bert
+from tests.helpers.folders import TEXTS, model_of_words, save_tiny_bert, train
 
 # ``fedleak synthetic``: what generated texts show of the rows that a model was trained on.
 
@@ -69,22 +69,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("synthetic")
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 48, "n_layer": 1, "n_head": 2}
-    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, bos_token_id=2, eos_token_id=3))
+    model = model_of_words(WORDS, 2, 3)
     model.save_pretrained(folder / "base")
     words().save_pretrained(folder / "base")
     rows = torch.randint(5, WORDS, (2 * SIZE, LENGTH))
     for side, part in zip(SIDES, rows.split(SIZE), strict=True):
         write(folder / f"{side}.jsonl", part.tolist())
     write(folder / "null.jsonl", generate(model, 200))
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    ids = torch.cat([torch.full((SIZE, 1), 2), rows[:SIZE]], 1)
-    for _ in range(30):
-        for part in torch.randperm(SIZE).split(10):
-            model(input_ids=ids[part], labels=ids[part]).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(model, torch.cat([torch.full((SIZE, 1), 2), rows[:SIZE]], 1), 30, 10)
     write(folder / "generated.jsonl", generate(model.eval(), 200))
     return folder
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import BertTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import BertTokenizer, GPT2LMHeadModel
 
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextGuess
 from lightning_fedleak.cli.commands import invert
@@ -33,20 +33,11 @@ from lightning_fedleak.model.taps import Text
 from lightning_fedleak.report import records
 from tests.engine.channels.test_heads import WORDS, words
 from tests.helpers.commands import options_of, run_command
-from tests.helpers.folders import TEXTS, tiny_tokenizer
+from tests.helpers.folders import TEXTS, model_of_words, tiny_tokenizer, train
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 SIZE, LENGTH = 60, 12  # rows of either side, and their tokens
 STATED = {"epochs": 6, "batch_size": 6, "lr": 5e-3, "no_account": True, "drawn": True}
-
-
-def train(model: torch.nn.Module, rows: torch.Tensor, epochs: int = 6) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    for _ in range(epochs):
-        for part in torch.randperm(len(rows)).split(6):
-            model(input_ids=rows[part], labels=rows[part]).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a base, a model that was trained on the members, and one on neither."""
     folder = tmp_path_factory.mktemp("references")
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 48, "n_layer": 1, "n_head": 2}
-    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    base = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, bos_token_id=0, eos_token_id=0))
+    base = model_of_words(WORDS, 0, 0)
     rows = torch.randint(5, WORDS, (3 * SIZE, LENGTH))
     base.save_pretrained(folder / "base")
     words().save_pretrained(folder / "base")

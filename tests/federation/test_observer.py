@@ -22,28 +22,10 @@ from lightning_utilities.core import rank_zero
 from safetensors import SafetensorError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import lightning_fedleak as fedleak
 from lightning_fedleak import federation
-from lightning_fedleak.attacks import (
-    BagOfWords,
-    FCMembership,
-    GradientMembership,
-    SubspaceTexts,
-    SubspaceWords,
-)
-from lightning_fedleak.attacks.memorization import Combined
-from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.callbacks import Games
-from lightning_fedleak.defenses import GradientNoise, Privacy
-from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.federation import (
-    SUM,
-    HandOver,
-    TrainedOn,
-    recording,
-    report_batches,
-    trained_on,
-    trained_state,
-)
+from lightning_fedleak.defenses import Privacy
+from lightning_fedleak.federation import SUM, HandOver, recording, report_batches, trained_on
 from lightning_fedleak.federation import hand_over as reports
 from tests.callbacks.runs import Probe, fit
 from tests.engine.test_failures import QUARTERS, functions, nothing, profiled, raises
@@ -56,12 +38,14 @@ F1 = "leakage/bag_of_words/f1"
 
 def texts(seed=9, n=24, length=8):
     generator = torch.Generator().manual_seed(seed)
-    return PublicText([torch.randint(3, 97, (length,), generator=generator) for _ in range(n)])
+    return fedleak.PublicText(
+        [torch.randint(3, 97, (length,), generator=generator) for _ in range(n)]
+    )
 
 
 def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings):
     net = model() if net is None else net
-    attacks = [BagOfWords()] if attacks is None else attacks
+    attacks = [fedleak.BagOfWords()] if attacks is None else attacks
     arguments, rare = round_settings(settings)
     return federation.RoundObserver(
         copy.deepcopy(net),
@@ -74,7 +58,7 @@ def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings)
     )
 
 
-class Accounted(GradientNoise):
+class Accounted(fedleak.GradientNoise):
     """Says what it costs."""
 
     epsilon = 0.0
@@ -100,15 +84,15 @@ SLOW = partial(torch.optim.SGD, lr=1e-3)
 
 def test_an_attack_on_trained_weights_is_refused(tmp_path):
     with pytest.raises(ValueError, match="attacks on trained weights read no update of a round"):
-        observer(tmp_path, attacks=[Combined()])
+        observer(tmp_path, attacks=[fedleak.Combined()])
 
 
 def test_a_round_is_read_as_its_own_attacks_read_it(tmp_path):
-    games = Games(targets=3, held_out=texts(5))
+    games = fedleak.Games(targets=3, held_out=texts(5))
     attacks = lambda: [  # noqa: E731
-        BagOfWords(),
-        SubspaceWords(capacity_seconds=0),
-        GradientMembership(texts(), public_rows=8, controls=4),
+        fedleak.BagOfWords(),
+        fedleak.SubspaceWords(capacity_seconds=0),
+        fedleak.GradientMembership(texts(), public_rows=8, controls=4),
     ]
     net, data = model(), batches(4, 2, rows=1, length=5)
     rounds = observer(tmp_path / "b", net, attacks(), optimizer=SLOW, games=games)
@@ -120,7 +104,7 @@ def test_a_round_is_read_as_its_own_attacks_read_it(tmp_path):
     assert look.values["leakage/subspace_words/f1"] > 0.1
 
 
-class Blind(BagOfWords):
+class Blind(fedleak.BagOfWords):
     """Names no word, as an attack does that is broken."""
 
     needs_control = True
@@ -130,7 +114,7 @@ class Blind(BagOfWords):
         return replace(guess, types=guess.types[:0])
 
 
-@pytest.mark.parametrize(("kind", "control"), [(BagOfWords, 1.0), (Blind, 0.0)])
+@pytest.mark.parametrize(("kind", "control"), [(fedleak.BagOfWords, 1.0), (Blind, 0.0)])
 def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
     """A low number counts as far as the round made again on known words is read."""
     net, data = model(), batches(4, 2)
@@ -150,7 +134,7 @@ def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
 def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
     make = partial(torch.optim.SGD, lr=0.05, momentum=momentum)
     net, each = tiny_llama(d=32).train(), [batches(seed, 1, length=6) for seed in (4, 5)]
-    attack = SubspaceTexts(budget_seconds=60)
+    attack = fedleak.SubspaceTexts(budget_seconds=60)
     rounds = observer(tmp_path, net, [attack], steps=1, optimizer=make)
     sent = federation.trained_state(net)
     rounds.begin(0, sent)
@@ -185,7 +169,7 @@ def test_what_a_look_finds_only_the_owner_of_the_files_may_read(tmp_path):
 def test_each_client_and_round_has_its_lines(tmp_path):
     net = model()
     probe = Probe()
-    rounds = observer(tmp_path, net, [BagOfWords(), probe])
+    rounds = observer(tmp_path, net, [fedleak.BagOfWords(), probe])
     for round_ in range(2):
         sent = federation.trained_state(net)
         rounds.begin(round_, sent)
@@ -220,7 +204,7 @@ def test_the_board_of_a_client_ends_at_what_its_rounds_have_spent(tmp_path):
     """The last rounds are not looked at."""
     net, data = model(), batches(1, 2)
     account = Accounted(1.0, sigma=1.0)
-    rounds = observer(tmp_path, net, [BagOfWords()], tensorboard=True)
+    rounds = observer(tmp_path, net, [fedleak.BagOfWords()], tensorboard=True)
     for round_ in range(3):
         rounds.begin(round_, federation.trained_state(net))
         account.epsilon = 1.0 + round_
@@ -278,7 +262,9 @@ def test_training_is_not_disturbed(tmp_path):
     plain = train(net, data)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    rounds = observer(tmp_path, net, [BagOfWords(), GradientMembership(texts(), public_rows=4)])
+    rounds = observer(
+        tmp_path, net, [fedleak.BagOfWords(), fedleak.GradientMembership(texts(), public_rows=4)]
+    )
     given = {n: t.clone() for n, t in sent.items()}
     rounds.begin(0, sent)
     rounds.look(plain, batches=data)
@@ -296,7 +282,10 @@ def test_a_server_is_told_what_it_can_know(tmp_path):
         for name, p in net.named_parameters():
             if "lora_B" in name:
                 p.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
-    attacks = lambda: [SubspaceWords(capacity_seconds=0), GradientMembership(texts())]  # noqa: E731
+
+    def attacks():
+        return [fedleak.SubspaceWords(capacity_seconds=0), fedleak.GradientMembership(texts())]
+
     sent, returned = federation.trained_state(net), train(net, data)
     blind = observer(tmp_path / "a", net, attacks(), 1, side="server")
     blind.begin(0, sent)
@@ -347,7 +336,7 @@ def test_what_is_sent_must_be_the_models(tmp_path):
 def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     for settings, said in (
         ({"steps": 0}, "local_steps"),
-        ({"attacks": [FCMembership(layer=1)]}, "a round sends a weight change"),
+        ({"attacks": [fedleak.FCMembership(layer=1)]}, "a round sends a weight change"),
         ({"public_text": texts()}, "attacks='auto'"),
         ({"side": "both"}, "side must be"),
     ):
@@ -357,7 +346,7 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     with pytest.raises(ValueError, match="empty parameter list"):
         observer(tmp_path, frozen)
     with pytest.raises(TypeError, match="write settings=RoundSettings"):
-        federation.RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
+        federation.RoundObserver(model(), ADAMW, 1, settings=fedleak.WatchSettings())
 
 
 NAMES = ["../../../../escape", "/etc/x", "a/b/c", "x\0y", "é中文", "n" * 300, "", ".", "..", "a\nb",
@@ -451,7 +440,7 @@ def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog, part)
     sent = model()
 
     def observed(folder, callbacks):
-        watch = observer(tmp_path / folder, attacks=[BagOfWords()])
+        watch = observer(tmp_path / folder, attacks=[fedleak.BagOfWords()])
         looks = []
         for round_, callback in enumerate(callbacks):
             rows = batches(round_)
@@ -497,7 +486,7 @@ class Annealing(CausalLMModule):
 
 def reported(tmp_path, module, **trainer):
     with recording() as result:
-        fit([TrainedOn()], tmp_path, module=module, loader=loader(batches(4, 4)), **trainer)
+        fit([fedleak.TrainedOn()], tmp_path, module=module, loader=loader(batches(4, 4)), **trainer)
     return result
 
 
@@ -533,7 +522,7 @@ def test_the_rate_that_a_client_reports_scales_its_update(tmp_path):
     for optimizer, rate in ((slow, None), (SGD, 0.01)):
         probe = Probe()
         rounds = observer(tmp_path / str(rate), net, [probe], optimizer=optimizer)
-        rounds.begin(0, trained_state(net))
+        rounds.begin(0, fedleak.trained_state(net))
         with recording() as result:
             for batch in data:
                 trained_on(batch, learning_rate=rate)
@@ -546,7 +535,7 @@ def test_the_rate_that_a_client_reports_scales_its_update(tmp_path):
 def test_a_round_of_another_length_is_unknown_with_both_numbers(tmp_path, taken):
     net, data = model(), batches(4, taken)
     rounds = observer(tmp_path, net, steps=2)
-    sent = trained_state(net)
+    sent = fedleak.trained_state(net)
     rounds.begin(0, sent)
     returned = train(net, data)
     look = rounds.look(returned, batches=data)
@@ -562,7 +551,7 @@ def test_a_round_of_another_length_is_unknown_with_both_numbers(tmp_path, taken)
 def test_accumulated_batches_are_one_step(tmp_path):
     net, data = model(), batches(4, 4)
     rounds = observer(tmp_path, net, steps=2)
-    rounds.begin(0, trained_state(net))
+    rounds.begin(0, fedleak.trained_state(net))
     local = copy.deepcopy(net)
     stepping = SGD(local.parameters())
     with recording() as result:
@@ -572,7 +561,7 @@ def test_accumulated_batches_are_one_step(tmp_path):
             if number % 2:
                 stepping.step()
                 stepping.zero_grad()
-    assert rounds.look(trained_state(local), batches=result).values[F1] > 0.8
+    assert rounds.look(fedleak.trained_state(local), batches=result).values[F1] > 0.8
 
 
 # ---- training in other threads and processes ----------------------------------------------------

@@ -65,7 +65,7 @@ def _begin_anew() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+def pytest_fixture_setup(fixturedef) -> None:
     """Seed also what a fixture of several tests draws: it does not depend on the test before it."""
     if fixturedef.scope != "function":
         _begin_anew()

@@ -217,7 +217,7 @@ def test_the_releases_are_the_sampled_gaussian_mechanism() -> None:
 # Whole fits under DPSGD, audited by canary texts; the long form: ``one_run_audit.py --texts``.
 
 
-CANARIES, CANARY_DELTA = 100, 1e-3
+CANARIES = 100
 
 
 def canary_audited(audits: int, folder: Path, sigma: float = 1.0) -> tuple[Refutations, float]:
@@ -228,7 +228,7 @@ def canary_audited(audits: int, folder: Path, sigma: float = 1.0) -> tuple[Refut
         texts = new_token_canaries(model, CANARIES)
         train = with_canaries([torch.arange(5, 8) + i for i in range(10)], texts, seed=seed)
         scorer = CanaryScorer(train.canaries)
-        defense = DPSGD(0.1, noise_multiplier=sigma, target_delta=CANARY_DELTA)
+        defense = DPSGD(0.1, noise_multiplier=sigma, target_delta=DELTA)
         L.Trainer(
             max_steps=1,
             strategy=DefendedStrategy("auto", [defense]),
@@ -236,11 +236,9 @@ def canary_audited(audits: int, folder: Path, sigma: float = 1.0) -> tuple[Refut
             default_root_dir=folder,
             **QUIET,
         ).fit(CausalLM(model), DataLoader(train, len(train), collate_fn=PadRight(0)))
-        audit = audit_canaries(
-            train.canaries, scorer.scores(), delta=CANARY_DELTA, claim="gaussian"
-        )
+        audit = audit_canaries(train.canaries, scorer.scores(), delta=DELTA, claim="gaussian")
         bounds.append(audit.epsilon)
-        epsilon = defense.accountant.epsilon(CANARY_DELTA)
+        epsilon = defense.accountant.epsilon(DELTA)
     return refutations(bounds, epsilon), sum(bounds) / len(bounds) / epsilon
 
 

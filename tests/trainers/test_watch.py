@@ -529,6 +529,6 @@ def test_an_attack_without_memory_is_unknown(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert answer.get("same"), answer
     for torch_, python, known in zip(*[iter(answer["unknown"])] * 3, strict=True):
-        assert "RuntimeError at test_memory.py" in torch_
-        assert "MemoryError at test_memory.py" in python
+        assert "RuntimeError at test_watch.py" in torch_
+        assert "MemoryError at test_watch.py" in python
         assert known is None

@@ -1,4 +1,4 @@
-"""One of two gloo processes that train on pairs as one client; see test_private_pairs.py."""
+"""One of two gloo processes that train on pairs as one client; see test_defended.py."""
 
 import json
 import sys

@@ -277,7 +277,7 @@ def test_imports_for_types_close_a_circle_and_count(tmp_path):
 # The picture of a control is drawn by the rule of gates, and loads nothing.
 
 
-PICTURE = Path(__file__).parents[2] / "docs" / "control.svg"
+PICTURE = Path(__file__).parents[1] / "docs" / "control.svg"
 
 
 def test_the_picture_in_the_docs_is_the_one_that_is_drawn() -> None:

@@ -31,10 +31,11 @@ from lightning_fedleak import (
     TokenLDP,
 )
 from lightning_fedleak.attacks import WordGuess
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses import Defense, mean_of_sample_means
 from lightning_fedleak.engine.channels import hidden
 from lightning_fedleak.engine.channels.hidden import best_f1
-from lightning_fedleak.model.snapshots import NotYet
+from lightning_fedleak.model.snapshots import NotYet, Stage
 from tests.engine.test_step_again import VOCAB, adapted, trained
 from tests.helpers.settings import QUIET
 
@@ -269,6 +270,24 @@ def test_a_retry_between_looks_has_a_control(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert gate.fired.step == 1
     assert "this attack cannot show more than" in gate.fired.why
+
+
+def test_a_failure_at_another_stage_lets_no_spared_attack_wait(tmp_path, monkeypatch) -> None:
+    run = GradientMembership.run
+
+    def fail(attack: Any, view: Any, query: Any = None) -> Any:
+        if view.gradients[-1].stage is Stage.LOCAL:
+            raise RuntimeError("a layer of another kind")
+        return run(attack, view, query)
+
+    monkeypatch.setattr(GradientMembership, "run", fail)
+    games = Games(held_out=PublicText([x["input_ids"] - 1 for x in batches(20, 2)]), targets=8)
+    settings = WatchSettings(stages=["local", "shared"])
+    monitor = LeakageMonitor(every_n_steps=1, games=games, settings=settings)
+    fit(Tuned(), [GradientNoise(1.0, 0.0)], 3, [monitor], tmp_path)
+    table = monitor.to_dataframe()
+    [reason] = table[table.attack == "subspace_membership"].unknown
+    assert reason.startswith("not played")
 
 
 class Dithered(Defense):

@@ -36,7 +36,7 @@ from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.channels.hidden import HiddenWords
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.channels.remainder import explain
+from lightning_fedleak.engine.channels.remainder import remainder_of
 from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
@@ -260,8 +260,8 @@ class Controls:
     def _rings(self, plan: Plan, rates: Mapping[str, float] | Unknown | Waiting) -> bool:
         """Return whether the headline of an attack's rates exceeds its limit."""
         headline = self._channels[plan.attack.name].headline
-        is_known = isinstance(rates, Mapping)
-        return is_known and rates.get(headline, math.nan) > self._limit_of(plan)
+        rate = rates.get(headline, math.nan) if isinstance(rates, Mapping) else math.nan
+        return rate > self._limit_of(plan)
 
     def _has_few_uneven_labels(self, look: Look, control: Step) -> bool:
         """Return whether labels weigh unevenly, and are so few that a vector separates each."""
@@ -332,7 +332,7 @@ class Controls:
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         if not any(bool(gradient.any()) for gradient in gradients.values()):
             return of_logits, {}
-        share, remainder = explain(gradients, again)
+        share, remainder = remainder_of(gradients, again)
         so_far = look.training_step.unexplained
         look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)
         return max(share, of_logits), remainder

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fedleak.engine.channels.hidden import in_float64
 
 
-def explain(
+def remainder_of(
     gradients: Mapping[str, Tensor], again: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the share of the gradients that recomputing does not explain, and each remainder.

@@ -500,7 +500,8 @@ class Fit:
             results = dict.fromkeys(scope, Unknown(self.failure))
         outcomes, look.next_look = self.pool(results, cadence.next_step)
         cadence.next_step = look.next_look
-        failed = {s.attack for s, o in (outcomes or {}).items() if o.unknown is not None}
+        shared = ((s, o) for s, o in (outcomes or {}).items() if s.stage is Stage.SHARED)
+        failed = {s.attack for s, o in shared if o.unknown is not None}
         spared = {a.name for a in self.lineup.spared if a.second_to in failed}
         waits = {s: pending("it runs next", soon=True) for s in self.series if s.attack in spared}
         return outcomes and {**outcomes, **waits}

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lightning_fedleak import engine
 from lightning_fedleak.defenses import DefenseError, GradientCompression
-from lightning_fedleak.engine.gates import check_value, judge_worst
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
@@ -110,68 +109,53 @@ class RoundGate(engine.Threshold):
         super().__init__(metric, at_most, action=round_action, patience=patience, name=name)
 
     def watch_rounds(self, observer: RoundObserver) -> None:
-        """Check that the observer logs the metric, and that the metric can judge an update.
+        """Check that the metric can judge an update.
 
         Raises:
-            ValueError: One of these is false. The message names the metrics that can be watched.
+            ValueError: It cannot. The message names the metrics that can be watched.
         """
-        names = observer.engine.metric_names()
-        if self.metric not in names:
-            raise ValueError(
-                f"RoundGate watches '{self.metric}', which this RoundObserver does not log."
-                f"{engine.names_there_are(self.metric, names, 'RoundObserver')}"
-            )
         if (reason := observer.never_judged(self.metric)) is not None:
             usable = [n for n in observer.headlines() if observer.never_judged(n) is None]
             raise ValueError(
                 f"RoundGate watches '{self.metric}': {reason}. It would withhold every update: "
                 f"watch one of {usable}, or remove the gate if there is none"
             )
-        check_value("RoundGate", self.metric)
-        self._watched = observer.engine.results.headlines_of(self.metric) or (self.metric,)
+        self._check_value()
 
     def read(self, look: RoundLook) -> engine.GateEvent:
         """Return the event of a look: the value that the gate judges, or why it is unknown."""
         self._warn_of_uninformed(look.engine)
-        value, source, reason = self._value(look)
-        source = source if engine.is_worst(self.metric) else ""
-        event = engine.GateEvent(self.metric, look.round_, value, math.nan, math.nan, self.at_most)
-        logged = look.now.get(source or self.metric, math.nan)
-        return replace(
-            event, source=source, why=reason, read=logged, gate=self.name, client=look.client
-        )
+        event = self.judge(look.engine, look.now, self._unknown(look))
+        # Intervals use the games of all rounds, and the value is that of this round.
+        own = {"low": math.nan, "high": math.nan, "step": look.round_, "client": look.client}
+        return replace(event, **own)
 
     def why_not_yet(self, look: RoundLook) -> str | None:
         """Return why nothing can be recovered from the update yet; None if something can."""
         return look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
 
-    def _value(self, look: RoundLook) -> tuple[float, str, str]:
-        """Return the value to judge, the log name of the breach, and why the value is unknown.
+    def _unknown(self, look: RoundLook) -> dict[str, str]:
+        """Return why values of the round are unknown unless they are a breach, by log name.
 
-        If values are above the threshold, the highest of them decides, even if others are unknown.
-        If none is, the watched metric must be known, no attack may have too few candidates, and no
-        control (the same attack on known words) may show that the attack does not work.
+        They have too few candidates, or there is no result; or the update does not contain what a
+        single watched attack reads.
         """
-        roots = [name.rpartition("/")[0] for name in self._watched]
-        if not engine.is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
-            return math.nan, "", "the update does not contain the parameters that the attack reads"
-        readings = {name: look.now.get(name, math.nan) for name in self._watched}
-        readings = {name: value for name, value in readings.items() if not math.isnan(value)}
-        judged = judge_worst(look.engine, readings, self.at_most)
-        if breaches := [
-            name for name, judgement in judged.items() if judgement.value > self.at_most
-        ]:
-            source = max(breaches, key=lambda name: judged[name].value)
-            return judged[source].value, source, judged[source].why
-        value = look.now.get(self.metric, math.nan)
-        doubts = [look.too_few[root] for root in roots if root in look.too_few]
-        doubts += [j.why for j in judged.values() if math.isnan(j.value)]  # a failed control
-        if not math.isnan(value) and not doubts:
-            return value, "", ""
-        failures = [look.unknown[root] for root in roots if root in look.unknown]
-        pending = [look.not_yet[root] for root in roots if root in look.not_yet]
-        default = "no result yet, or an attack that does not run here"
-        return math.nan, "", [*doubts, *failures, *pending, *look.unknown.values(), default][0]
+        names = look.engine.results.headlines_of(self.metric) or (self.metric,)
+        roots = {name: name.rpartition("/")[0] for name in names}
+        unknown = {n: look.too_few[root] for n, root in roots.items() if root in look.too_few}
+        if look.now.get(f"{self.metric.rpartition('/')[0]}/exposed") == 0:
+            why = "the update does not contain the parameters that the attack reads"
+            unknown[self.metric] = why
+        elif math.isnan(look.now.get(self.metric, math.nan)):
+            known = [
+                why[root]
+                for why in (look.unknown, look.not_yet)
+                for root in roots.values()
+                if root in why
+            ]
+            default = "no result yet, or an attack that does not run here"
+            unknown.setdefault(self.metric, [*known, *look.unknown.values(), default][0])
+        return unknown
 
 
 @dataclass(frozen=True)
@@ -265,13 +249,11 @@ class OutgoingUpdates:
         self.compression = _copy_compression(observer, dp)
         self.unknown: dict[str, int] = {}
         self.unread: dict[str, int] = {}
-        names = [gate.name for gate in self.gates]
+        engine.check_gates(self.gates, observer.engine.metric_names(), "RoundObserver")
         for gate in self.gates:
             gate.watch_rounds(observer)
             problem = None
-            if names.count(gate.name) > 1:
-                problem = f"two RoundGates have the name '{gate.name}': pass another name= to one"
-            elif gate.action == "raise" and self.dp is not None:
+            if gate.action == "raise" and self.dp is not None:
                 problem = (
                     "RoundGate(action='raise') ends a client's round depending on its data, and "
                     "no noise of the ClientDP hides that: use action='withhold'"
@@ -444,9 +426,7 @@ class OutgoingUpdates:
             if change is None:  # the noise is at its limit, or more noise would not help
                 return look, events, "withhold"
             for event in events:
-                self.observer.engine.record_decision(
-                    engine.decision_of(event, "hardened", (change,))
-                )
+                self.observer.engine.record_decision(event.decision("hardened", (change,)))
             look.forget()
 
     def _event(self, gate: RoundGate, look: RoundLook) -> engine.GateEvent | None:
@@ -478,12 +458,12 @@ class OutgoingUpdates:
             event = gate.read(look)
             if math.isnan(event.value) and self._leaves_unread(gate, look):
                 self.unread[gate.name] = look.round_
-                record(engine.decision_of(event, "not yet"))
+                record(event.decision("not yet"))
         event_of = {event.gate: event for event in events}
         values = {f"gate/{gate.name}": float(gate.name in event_of) for gate in self.gates}
         look.log(values, () if self.dp is None else (self.dp,))
         for event in events:
-            record(engine.decision_of(event, "withheld" if action == "withhold" else action))
+            record(event.decision("withheld" if action == "withhold" else action))
         strongest = (g for g in self.gates if g.name in event_of and g.action in (action, "harden"))
         for gate in [*strongest][:1]:
             event = event_of[gate.name]

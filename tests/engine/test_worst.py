@@ -21,6 +21,7 @@ from lightning_fedleak.trainers import Threshold
 
 WORDS = "leakage/worst/words"
 METRICS = ("precision", "recall", "f1")
+HEADLINES = ("leakage/a/f1", "leakage/b/f1")
 A, B = (Series.at(Stage.SHARED, name) for name in "ab")
 LOCAL = Series.at(Stage.LOCAL, "a")
 FAILED, NOT_MADE_FOR_IT = unknown(METRICS, "why"), unknown(METRICS, "why", applies=False)
@@ -93,7 +94,7 @@ def test_it_stays_where_only_another_family_has_news() -> None:
 
 
 def values(a: float, b: float, worst: float | None = None, **more: float) -> dict[str, float]:
-    logged = {"leakage/a/f1": a, "leakage/b/f1": b, WORDS: max(a, b) if worst is None else worst}
+    logged = {HEADLINES[0]: a, HEADLINES[1]: b, WORDS: max(a, b) if worst is None else worst}
     return logged | {f"{WORDS}_{name}": value for name, value in more.items()}
 
 
@@ -107,14 +108,16 @@ def look(gate, logged, why="", latest=None, channel=None) -> None:
             why_unknown=lambda name: why,
             channel_of=lambda name: channel,
             judge=lambda name, value, at_most: Judgement(value),
+            headlines_of=lambda name: HEADLINES if name == WORDS else (),
         ),
         current=SimpleNamespace(lineup=SimpleNamespace(plans=[])),
         series={},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )
-    gate._engine, gate._watched = engine, ("leakage/a/f1", "leakage/b/f1")
-    gate._decide(engine, GateActions(lambda values, step: None, lambda name: None, lambda: None))
+    gate._engine = engine
+    gate._host = GateActions(lambda values, step: None, lambda name: None, lambda: None)
+    gate._decide()
 
 
 def gate_on(*looks: dict[str, float], **settings: Any) -> tuple[RiskGate, list[Any]]:
@@ -193,8 +196,10 @@ def test_a_gate_judges_what_is_pooled_while_another_attack_waits() -> None:
     pooled = replace(pooled, now=dict.fromkeys(METRICS, 0.4))
     results.add(Look(0), {A: pooled, B: pending("zero gradient")}, {})
     gate = Threshold("leakage/worst/membership", 0.6, strict=False)
-    engine = SimpleNamespace(results=results)
-    gate._engine = engine  # type: ignore[assignment]
-    event = gate._read_look(engine)  # type: ignore[arg-type]
+    lineup = SimpleNamespace(plans=[])
+    gate._engine = SimpleNamespace(  # type: ignore[assignment]
+        results=results, series=results._channels, current=SimpleNamespace(lineup=lineup)
+    )
+    event = gate._read_look()
     assert event is not None
     assert event.value == 0.7

@@ -192,6 +192,20 @@ class Threshold:
         self._check_looks()
         engine.subscribe(self._decide, self.facts, self._check_read, self._conclude)
 
+    def check_logged(self, names: Sequence[str], watcher: str) -> None:
+        """Refuse a metric that is not logged.
+
+        Args:
+            names: The names that are logged.
+            watcher: The name of the class that runs the attacks.
+
+        Raises:
+            ValueError: It is not among the names; the message suggests another one.
+        """
+        if self.metric not in names:
+            hint = names_there_are(self.metric, names, watcher)
+            raise ValueError(f"{self._subject}, which this {watcher} does not log.{hint}")
+
     def _check_value(self) -> None:
         """Refuse the lower end of an interval, because it is also low if few texts were queried."""
         if self.metric.endswith("_low"):
@@ -280,19 +294,15 @@ class Threshold:
                 the reasons; an empty reason if the engine's results have it.
         """
         judged = self._judgements(engine, values)
-        for name, why in unknown.items():
-            if name not in judged or not judged[name].value > self.at_most:
-                judged[name] = Judgement(math.nan, why)
-        known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
-        source = max(known, key=known.__getitem__, default="")
-        if len(known) < len(judged) and not known.get(source, -math.inf) > self.at_most:
-            source = next(name for name in judged if name not in known)
+        doubted = {n: w for n, w in unknown.items() if not self._is_breach(judged.get(n))}
+        judged |= {name: Judgement(math.nan, why) for name, why in doubted.items()}
+        source = self._deciding(judged)
         value, why = judged[source].value, judged[source].why
         is_of_family = is_worst(self.metric) and source != self.metric
         if math.isnan(value):
             why = f"{source}: {why}" if why and is_of_family else why
             why = why or engine.results.why_unknown(self.metric)
-        is_least = is_of_family and source in known and self.metric in unknown
+        is_least = is_of_family and not math.isnan(value) and self.metric in unknown
         ends = (f"{self.metric}_low", f"{self.metric}_high")
         return GateEvent(
             f"{self.metric}_at_least" if is_least else self.metric,
@@ -306,6 +316,16 @@ class Threshold:
             read=math.nan if self.on_weights else values.get(source, math.nan),
             gate=self.name,
         )
+
+    def _deciding(self, judged: Mapping[str, Judgement]) -> str:
+        """Return the log name of the value that decides; see :meth:`judge`."""
+        known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
+        highest = max(known, key=known.__getitem__, default="")
+        unknown = [name for name in judged if name not in known]
+        return unknown[0] if unknown and not self._is_breach(judged.get(highest)) else highest
+
+    def _is_breach(self, judgement: Judgement | None) -> bool:
+        return judgement is not None and judgement.value > self.at_most
 
     def _judgements(self, engine: Engine, values: Mapping[str, float]) -> dict[str, Judgement]:
         """Return how each watched value counts at this threshold, by log name."""
@@ -506,25 +526,3 @@ class Threshold:
                 f"{self._kind} '{self.name}': the run goes on as hardened, {self.notches} "
                 f"notch{'es' * (self.notches > 1)} so far"
             )
-
-
-def check_gates(gates: Sequence[Threshold], names: Sequence[str], watcher: str) -> None:
-    """Refuse a gate whose metric is not logged, and two gates with one name.
-
-    Args:
-        gates: The gates.
-        names: The names that are logged.
-        watcher: The name of the class that runs the attacks.
-
-    Raises:
-        ValueError: The message suggests another metric or argument.
-    """
-    for n, gate in enumerate(gates):
-        if gate.metric not in names:
-            hint = names_there_are(gate.metric, names, watcher)
-            raise ValueError(
-                f"{type(gate).__name__} watches '{gate.metric}', which this {watcher} does not log."
-                f"{hint}"
-            )
-        if gate.name in {other.name for other in gates[:n]}:
-            raise ValueError(f"two gates have the name '{gate.name}': pass name= to one")

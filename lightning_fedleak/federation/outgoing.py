@@ -17,7 +17,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -109,11 +109,12 @@ class RoundGate(engine.Threshold):
         super().__init__(metric, at_most, action=round_action, patience=patience, name=name)
 
     def watch_rounds(self, observer: RoundObserver) -> None:
-        """Check that the metric can judge an update.
+        """Check that the observer logs the metric, and that the metric can judge an update.
 
         Raises:
-            ValueError: It cannot. The message names the metrics that can be watched.
+            ValueError: One of these is false. The message names the metrics that can be watched.
         """
+        self.check_logged(observer.engine.metric_names(), "RoundObserver")
         if (reason := observer.never_judged(self.metric)) is not None:
             usable = [n for n in observer.headlines() if observer.never_judged(n) is None]
             raise ValueError(
@@ -249,11 +250,13 @@ class OutgoingUpdates:
         self.compression = _copy_compression(observer, dp)
         self.unknown: dict[str, int] = {}
         self.unread: dict[str, int] = {}
-        engine.check_gates(self.gates, observer.engine.metric_names(), "RoundObserver")
+        names = [gate.name for gate in self.gates]
         for gate in self.gates:
             gate.watch_rounds(observer)
             problem = None
-            if gate.action == "raise" and self.dp is not None:
+            if names.count(gate.name) > 1:
+                problem = f"two RoundGates have the name '{gate.name}': pass another name= to one"
+            elif gate.action == "raise" and self.dp is not None:
                 problem = (
                     "RoundGate(action='raise') ends a client's round depending on its data, and "
                     "no noise of the ClientDP hides that: use action='withhold'"
@@ -309,53 +312,38 @@ class OutgoingUpdates:
         if self.dp is None:
             update = {}  # only the check was needed, because a look computes the difference again
 
-        def leave(look: RoundLook | None, events: Sequence[engine.GateEvent] = ()) -> Leaving:
-            """Return the reply with the update."""
-            state = self._release(sent, returned, update, tensors)
-            return Leaving(state, False, tuple(events), look)
-
-        def look_once() -> RoundLook:
-            """Attack the update with new noise, and with a copy of the compression."""
-            state, noise_std, method = returned, 0.0, ""
-            if self.dp is not None:
-                state = moved(sent, self.dp.rehearsed(update, tensors))
-                noise_std = self.dp.own_noise_std
-            if self.compression is not None and not self.compression.defers:
-                change = difference(sent, state, trained=tensors)
-                compression = copy.copy(self.compression)
-                compression.memory = dict(compression.memory)
-                state, method = moved(sent, compression.send(change)), compression.method
-            return observer.measure(
-                state,
-                self.client,
-                batches=batches,
-                noise_std=noise_std,
-                compression=method,
-                utility=utility,
-                undefended=returned,
-            )
-
         if not self.gates and not observer.due(self.client):
-            return leave(None)
-        try:
-            look, events, action = self._judge(look_once)
-        except Exception as error:  # the client's data may have caused it
-            cause = f"the look failed: {engine.reason(error)}"
-            if self.gates:
-                return self._withhold(sent, tensors, cause)
-            engine.announce(f"RoundObserver: in round {round_} {cause}. The update leaves")
-            return leave(None)
-        if action in ("withhold", "raise"):
-            zero = self._zero(sent, tensors) if action == "withhold" else None
-            answer = f"withheld ({'; '.join(event.gate for event in events)})"
-            leaving = Leaving(zero, action == "withhold", tuple(events), look, answer)
-        else:
-            leaving = leave(look, events)
-        self._write(look, events, action)
-        if seconds is not None:
-            other_seconds = max(0.0, time.perf_counter() - start - look.seconds)
-            observer.paid(self.client, look.seconds, seconds, other_seconds)
-        return leaving
+            return Leaving(self._release(sent, returned, update, tensors), False, (), None)
+        while True:
+            try:
+                facts = {"batches": batches, "utility": utility}
+                look = self._measure(sent, returned, update, tensors, **facts)
+                readings = {gate: gate.read(look) for gate in self.gates}
+            except Exception as error:  # the client's data may have caused it
+                cause = f"the look failed: {engine.reason(error)}"
+                if self.gates:
+                    return self._withhold(sent, tensors, cause)
+                engine.announce(f"RoundObserver: in round {round_} {cause}. The update leaves")
+                return Leaving(self._release(sent, returned, update, tensors), False, (), None)
+            with look:
+                acting, unread = self._acting(readings, look)
+                action = max(["leave", *(str(gate.action) for gate in acting)], key=_STRENGTH.index)
+                if action == "harden":
+                    if self._hardens(acting.values()):
+                        continue  # the update has more noise now, and this look does not count
+                    action = "withhold"
+                leaves = action in ("leave", "warn")
+                if leaves:
+                    state = self._release(sent, returned, update, tensors)
+                else:
+                    state = self._zero(sent, tensors) if action == "withhold" else None
+                events = tuple(acting.values())
+                answer = f"withheld ({'; '.join(event.gate for event in events)})"
+                self._write(look, acting, unread if leaves else (), action)
+            if seconds is not None:
+                other_seconds = max(0.0, time.perf_counter() - start - look.seconds)
+                observer.paid(self.client, look.seconds, seconds, other_seconds)
+            return Leaving(state, not leaves, events, look, answer)
 
     def answer(
         self, round_: int, sent: State, train: Training, start: float | None = None
@@ -407,75 +395,102 @@ class OutgoingUpdates:
 
     # ---- looks and gates --------------------------------------------------------------------
 
-    def _judge(
-        self, look_once: Callable[[], RoundLook]
-    ) -> tuple[RoundLook, list[engine.GateEvent], str]:
-        """Return a look at the update, the events of the gates that act on it, and the decision.
+    def _measure(
+        self,
+        sent: State,
+        returned: State,
+        update: Mapping[str, Tensor],
+        tensors: State,
+        **facts: Any,
+    ) -> RoundLook:
+        """Attack the update with new noise, and with a copy of the compression.
 
-        As long as the decision is to harden, the noise is increased and the update attacked again.
+        Args:
+            sent: the state that this client got.
+            returned: the state that it has trained.
+            update: the difference of the two.
+            tensors: the trained tensors of ``sent``.
+            facts: further arguments of :meth:`RoundObserver.measure`.
         """
-        while True:
-            look = look_once()
-            breaches = {gate: event for gate in self.gates if (event := self._event(gate, look))}
-            events, actions = [*breaches.values()], [str(gate.action) for gate in breaches]
-            action = max(["leave", *actions], key=_STRENGTH.index)
-            if action != "harden":
-                return look, events, action
-            is_known = not any(math.isnan(event.value) for event in events)
-            change = self.dp.harden() if is_known and self.dp is not None else None
-            if change is None:  # the noise is at its limit, or more noise would not help
-                return look, events, "withhold"
-            for event in events:
-                self.observer.engine.record_decision(event.decision("hardened", (change,)))
-            look.forget()
+        facts |= {"undefended": returned, "compression": ""}
+        if self.dp is not None:
+            returned = moved(sent, self.dp.rehearsed(update, tensors))
+            facts["noise_std"] = self.dp.own_noise_std
+        if self.compression is not None and not self.compression.defers:
+            change = difference(sent, returned, trained=tensors)
+            compression = copy.copy(self.compression)
+            compression.memory = dict(compression.memory)
+            returned, facts["compression"] = (
+                moved(sent, compression.send(change)),
+                compression.method,
+            )
+        return self.observer.measure(returned, self.client, **facts)
 
-    def _event(self, gate: RoundGate, look: RoundLook) -> engine.GateEvent | None:
-        """Return the event of a gate that acts, and count its patience; None if it does not act."""
-        event = gate.read(look)
-        if math.isnan(event.value):
-            if self._leaves_unread(gate, look):
-                return None
-            self.unknown[gate.name] = self.unknown.get(gate.name, 0) + 1
-            return event if self.unknown[gate.name] > gate.patience else None
-        self.unknown[gate.name] = 0
-        return event if event.value > gate.at_most else None
+    def _acting(
+        self, readings: Mapping[RoundGate, engine.GateEvent], look: RoundLook
+    ) -> tuple[dict[RoundGate, engine.GateEvent], list[engine.GateEvent]]:
+        """Return the gates that act, with their events, and the events of those that cannot judge.
 
-    def _leaves_unread(self, gate: RoundGate, look: RoundLook) -> bool:
-        """Return whether an update may leave undecided, because nothing can be recovered from it.
-
-        Only one update of a client may leave for this reason: a server may repeat a round.
+        These let the update leave, because nothing can be recovered from it yet, but only one
+        update of a client: a server may repeat a round. The patience of the others is counted.
         """
-        return gate.name not in self.unread and gate.why_not_yet(look) is not None
+        acting, unread = dict[RoundGate, engine.GateEvent](), list[engine.GateEvent]()
+        for gate, event in readings.items():
+            is_unknown = math.isnan(event.value)
+            if is_unknown and gate.name not in self.unread and gate.why_not_yet(look) is not None:
+                unread.append(event)
+                continue
+            count = self.unknown[gate.name] = (
+                self.unknown.get(gate.name, 0) + 1 if is_unknown else 0
+            )
+            if count > gate.patience if is_unknown else event.value > gate.at_most:
+                acting[gate] = event
+        return acting, unread
 
-    def _write(self, look: RoundLook, events: Sequence[engine.GateEvent], action: str) -> None:
+    def _hardens(self, events: Collection[engine.GateEvent]) -> bool:
+        """Increase the noise if that can make the update pass, and return whether it could."""
+        is_known = not any(math.isnan(event.value) for event in events)
+        change = self.dp.harden() if is_known and self.dp is not None else None
+        for event in events if change is not None else ():
+            self.observer.engine.record_decision(event.decision("hardened", (change,)))
+        return change is not None
+
+    def _write(
+        self,
+        look: RoundLook,
+        acting: Mapping[RoundGate, engine.GateEvent],
+        unread: Sequence[engine.GateEvent],
+        action: str,
+    ) -> None:
         """Log a look and the decisions of the gates, and announce the strongest decision.
+
+        Args:
+            look: the look.
+            acting: the gates that act, with their events.
+            unread: the events of the gates that let this update leave undecided.
+            action: the decision.
 
         Raises:
             LeakageLimitExceeded: the decision is to raise.
         """
         record = self.observer.engine.record_decision
-        for gate in self.gates if action not in ("withhold", "raise") else ():
-            event = gate.read(look)
-            if math.isnan(event.value) and self._leaves_unread(gate, look):
-                self.unread[gate.name] = look.round_
-                record(event.decision("not yet"))
-        event_of = {event.gate: event for event in events}
-        values = {f"gate/{gate.name}": float(gate.name in event_of) for gate in self.gates}
+        for event in unread:
+            self.unread[event.gate] = look.round_
+            record(event.decision("not yet"))
+        values = {f"gate/{gate.name}": float(gate in acting) for gate in self.gates}
         look.log(values, () if self.dp is None else (self.dp,))
-        for event in events:
+        for event in acting.values():
             record(event.decision("withheld" if action == "withhold" else action))
-        strongest = (g for g in self.gates if g.name in event_of and g.action in (action, "harden"))
-        for gate in [*strongest][:1]:
-            event = event_of[gate.name]
-            if action == "raise":
-                raise engine.LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
-            if action == "withhold":
-                message = f"RoundGate '{event.gate}' withheld the update {event}"
-                if self.dp is None and not self.secure_aggregation:
-                    message += f"\n  Note: {_LEAK_NOTE}." + f"\n  Note: {_ZERO_NOTE}." * self.zero
-                engine.announce(message)
-            else:
-                engine.announce(f"RoundGate '{event.gate}' warns {event}")
+        strongest = next((e for g, e in acting.items() if g.action in (action, "harden")), None)
+        if strongest is None:
+            return
+        start = f"RoundGate '{strongest.gate}'"
+        if action == "raise":
+            raise engine.LeakageLimitExceeded(f"{start} raised {strongest}")
+        message = f"{start} {'warns' if action == 'warn' else 'withheld the update'} {strongest}"
+        if action != "warn" and self.dp is None and not self.secure_aggregation:
+            message += f"\n  Note: {_LEAK_NOTE}." + f"\n  Note: {_ZERO_NOTE}." * self.zero
+        engine.announce(message)
 
     # ---- the returned state -----------------------------------------------------------------
 
@@ -514,10 +529,7 @@ class OutgoingUpdates:
                 did="withheld",
                 step=self.observer.round_,
                 client=self.client,
-                metric="",
-                source="",
                 reason=cause,
-                hardened=(),
             )
         )
         engine.announce(f"the update of round {self.observer.round_} did not leave: {cause}")

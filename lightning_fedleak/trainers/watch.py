@@ -142,7 +142,11 @@ class Watch(Reported):
             *core.parts_of(attacks, settings, games, every_n_steps, max_overhead)
         )
         self.gates = tuple(gates)
-        core.check_gates(self.gates, self.engine.metric_names(), self.watcher)
+        names = [gate.name for gate in self.gates]
+        for gate in self.gates:
+            gate.check_logged(self.engine.metric_names(), self.watcher)
+            if names.count(gate.name) > 1:
+                raise ValueError(f"two gates have the name '{gate.name}': pass name= to one")
         self.folder = Path(folder)
         self.should_stop = False
         zero = ZeROStep.of_engine(model, self.watcher)

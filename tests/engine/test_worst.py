@@ -35,7 +35,13 @@ def read(f1: float, **extra: float) -> Outcome:
 def channel_of(family: str) -> Any:
     """Return what results need of a channel."""
     return SimpleNamespace(
-        family=family, headline="f1", metrics=METRICS, controlled=False, tests_looks=False
+        family=family,
+        headline="f1",
+        metrics=METRICS,
+        controlled=False,
+        tests_looks=False,
+        attacks=[],
+        metrics_of=lambda series: METRICS,
     )
 
 

@@ -403,7 +403,7 @@ HARDENS = {"action": "harden"}
     ("gates", "local", "message"),
     [
         ([{"metric": "leakage/prob/f1"}], None, f"Did you mean '{F1}'"),
-        ([{}, {}], None, "two gates have the name"),
+        ([{}, {}], None, "two RoundGates have"),
         ([{"action": "raise"}], dp(), "use action='withhold'"),
         ([HARDENS], None, "accountant='filter'"),
         ([HARDENS], dp(), "accountant='filter'"),

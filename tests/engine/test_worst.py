@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,8 +104,8 @@ def values(a: float, b: float, worst: float | None = None, **more: float) -> dic
     return logged | {f"{WORDS}_{name}": value for name, value in more.items()}
 
 
-def look(gate, logged, why="", latest=None, channel=None) -> None:
-    """Let a gate decide on the values of a look."""
+def look(gate, logged, why="", latest=None, channel=None, counts=MappingProxyType({})) -> None:
+    """Let a gate decide on the values of a look, of which some count differently."""
     engine: Any = SimpleNamespace(
         results=SimpleNamespace(
             latest=logged if latest is None else latest,
@@ -113,7 +113,7 @@ def look(gate, logged, why="", latest=None, channel=None) -> None:
             last_step=0,
             why_unknown=lambda name: why,
             channel_of=lambda name: channel,
-            judge=lambda name, value, at_most: Judgement(value),
+            judge=lambda name, value, at_most: Judgement(counts.get(name, value)),
             headlines_of=lambda name: HEADLINES if name == WORDS else (),
         ),
         current=SimpleNamespace(lineup=SimpleNamespace(plans=[])),
@@ -166,6 +166,17 @@ def test_what_is_recovered_at_least_is_a_breach_whatever_else_is_unknown(strict:
     _, events = gate_on(values(0.2, math.nan, math.nan, at_least=0.2), strict=strict)
     assert len(events) == strict
     assert all(math.isnan(event.value) for event in events)
+
+
+def test_a_breach_by_its_control_counts_though_another_attack_is_unknown() -> None:
+    gate, events = gate_on(strict=False)
+    logged = values(0.4, math.nan, math.nan, at_least=0.4)
+    look(gate, logged)
+    assert not events
+    look(gate, logged, counts={HEADLINES[0]: 0.7})
+    (event,) = events
+    assert (event.metric, event.value, event.read) == (f"{WORDS}_at_least", 0.7, 0.4)
+    assert event.source == HEADLINES[0]
 
 
 def test_what_does_not_apply_is_no_breach_and_what_failed_is_one() -> None:

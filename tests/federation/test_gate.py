@@ -95,6 +95,20 @@ def test_a_client_whose_training_fails_is_in_the_record(tmp_path):
     assert verify_run(tmp_path).status == HOLDS
 
 
+def test_a_measured_look_counts_once_and_only_if_it_was_logged(tmp_path):
+    watched, sent, data = observer(tmp_path), trained_state(model()), batches(1)
+    watched.begin(0, sent)
+    with watched.measure(train(model(), data), batches=data):
+        pass
+    results = watched._clients[0, "shared"].results
+    assert (results.looks, results.latest) == (0, {})
+    with watched.measure(train(model(), data), batches=data) as look:
+        look.log()
+    look.forget()
+    assert results.looks == len(lines(tmp_path)) == 1
+    assert results.latest[WORST] == look.values[WORST] == 1.0
+
+
 # ---- without differential privacy ---------------------------------------------------------------
 
 

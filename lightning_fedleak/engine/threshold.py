@@ -143,14 +143,13 @@ class Threshold:
 
         ``alpha`` is the probability that the judged interval is wrong at any look.
         """
-        is_end = self.bound == "lower"
         return GateFacts(
             name=self.name,
             metric=self.metric,
             at_most=self.at_most,
             action=self._action_name,
             bound=self.bound,
-            alpha=self._engine.options.memorization.alpha if is_end else None,
+            alpha=self._engine.options.memorization.alpha if self.bound == "lower" else None,
             strict=self.strict,
             patience=self.patience,
         )
@@ -382,8 +381,8 @@ class Threshold:
         has_value = name in new
         if not has_value and f"{name}_at_least" not in new:
             return None
-        unknown = {name: ""} if math.isnan(values.get(name, math.nan)) else {}
-        event = self.judge(engine, values, unknown)
+        is_unknown = math.isnan(values.get(name, math.nan)) and not self.on_weights
+        event = self.judge(engine, values, {name: ""} if is_unknown else {})
         # Without a value, an attack of the family has no result yet, which may be higher.
         return event if has_value or event.value > self.at_most else None
 
@@ -451,15 +450,12 @@ class Threshold:
 
     def _acts_on(self, event: GateEvent) -> bool:
         """Count the breaches in a row, and return whether the gate acts on this event."""
-        unknown = math.isnan(event.value)
-        self._has_result |= not unknown
-        # An unknown value is a breach of a strict gate; for other gates it changes nothing.
-        if self.strict if unknown else event.value > self.at_most:
-            self._breaches += 1
-            return self._breaches > self.patience
-        if not unknown:
-            self._breaches = 0
-        return False
+        is_unknown = math.isnan(event.value)
+        self._has_result |= not is_unknown
+        is_breach = self.strict if is_unknown else event.value > self.at_most
+        # An unknown value that is no breach changes nothing.
+        self._breaches = self._breaches + 1 if is_breach else self._breaches * is_unknown
+        return is_breach and self._breaches > self.patience
 
     def _conclude(self) -> None:
         """Fire if a strict gate had no result in the whole run, whatever its patience.

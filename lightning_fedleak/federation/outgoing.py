@@ -148,14 +148,11 @@ class RoundGate(engine.Threshold):
             why = "the update does not contain the parameters that the attack reads"
             unknown[self.metric] = why
         elif math.isnan(look.now.get(self.metric, math.nan)):
-            known = [
-                why[root]
-                for why in (look.unknown, look.not_yet)
-                for root in roots.values()
-                if root in why
-            ]
+            failed = [look.unknown[root] for root in roots.values() if root in look.unknown]
+            pending = [look.not_yet[root] for root in roots.values() if root in look.not_yet]
             default = "no result yet, or an attack that does not run here"
-            unknown.setdefault(self.metric, [*known, *look.unknown.values(), default][0])
+            reasons = [*failed, *pending, *look.unknown.values(), default]
+            unknown.setdefault(self.metric, reasons[0])
         return unknown
 
 
@@ -420,10 +417,8 @@ class OutgoingUpdates:
             change = difference(sent, returned, trained=tensors)
             compression = copy.copy(self.compression)
             compression.memory = dict(compression.memory)
-            returned, facts["compression"] = (
-                moved(sent, compression.send(change)),
-                compression.method,
-            )
+            returned = moved(sent, compression.send(change))
+            facts["compression"] = compression.method
         return self.observer.measure(returned, self.client, **facts)
 
     def _acting(

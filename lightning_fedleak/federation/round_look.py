@@ -116,7 +116,7 @@ class ClientEngine(Engine):
             outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
         finally:
             fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
-        failure, fit.failure = fit.failure, None
+        failure = fit.take_failure()
         if failure is not None or outcomes is None:
             return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in all_series}
         return outcomes

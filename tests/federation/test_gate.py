@@ -208,7 +208,7 @@ def test_the_strongest_of_several_gates_decides(tmp_path):
 
 
 class Broken(Probe):
-    def run(self, view, query=None):
+    def run(self, view, query=None, **more):
         raise RuntimeError("the private batch")
 
 
@@ -241,6 +241,17 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, local):
         assert result.state is None if gated else same(result.state, returned)
     else:
         assert float(result.state["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_look_that_cannot_be_made_withholds_only_before_a_gate(tmp_path, monkeypatch, gated):
+    out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated)
+    monkeypatch.setattr(out.observer, "measure", Broken().run)
+    with announced("the look failed: RuntimeError"):
+        [(_, returned, result)] = rounds(out)
+    assert (result.withheld, result.look) == (gated, None)
+    assert result.state is None if gated else same(result.state, returned)
+    assert [x["did"] for x in decisions(tmp_path)] == ["withheld"] * gated
 
 
 def test_patience_lets_unknown_pass_so_often(tmp_path):

@@ -302,12 +302,13 @@ class Threshold:
             why = f"{source}: {why}" if why and is_of_family else why
             why = why or engine.results.why_unknown(self.metric)
         is_least = is_of_family and not math.isnan(value) and self.metric in unknown
-        ends = (f"{self.metric}_low", f"{self.metric}_high")
+        low, high = (values.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high"))
         return GateEvent(
             f"{self.metric}_at_least" if is_least else self.metric,
             engine.results.last_step,
             value,
-            *(values.get(end, math.nan) for end in ends),
+            low,
+            high,
             self.at_most,
             source=source if is_of_family else "",
             why=why,

@@ -128,8 +128,8 @@ class RoundGate(engine.Threshold):
         self._warn_of_uninformed(look.engine)
         event = self.judge(look.engine, look.now, self._unknown(look))
         # Intervals use the games of all rounds, and the value is that of this round.
-        own = {"low": math.nan, "high": math.nan, "step": look.round_, "client": look.client}
-        return replace(event, **own)
+        event = replace(event, low=math.nan, high=math.nan)
+        return replace(event, step=look.round_, client=look.client)
 
     def why_not_yet(self, look: RoundLook) -> str | None:
         """Return why nothing can be recovered from the update yet; None if something can."""
@@ -330,10 +330,9 @@ class OutgoingUpdates:
                         continue  # the update has more noise now, and this look does not count
                     action = "withhold"
                 leaves = action in ("leave", "warn")
+                state = self._zero(sent, tensors) if action == "withhold" else None
                 if leaves:
                     state = self._release(sent, returned, update, tensors)
-                else:
-                    state = self._zero(sent, tensors) if action == "withhold" else None
                 events = tuple(acting.values())
                 answer = f"withheld ({'; '.join(event.gate for event in events)})"
                 self._write(look, acting, unread if leaves else (), action)
@@ -446,9 +445,11 @@ class OutgoingUpdates:
         """Increase the noise if that can make the update pass, and return whether it could."""
         is_known = not any(math.isnan(event.value) for event in events)
         change = self.dp.harden() if is_known and self.dp is not None else None
-        for event in events if change is not None else ():
+        if change is None:
+            return False
+        for event in events:
             self.observer.engine.record_decision(event.decision("hardened", (change,)))
-        return change is not None
+        return True
 
     def _write(
         self,

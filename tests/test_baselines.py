@@ -14,7 +14,7 @@ from benchmarks.papers import baselines
 from lightning_fedleak.attacks import DescentSettings
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
+from lightning_fedleak.attacks.texts.base import NOTHING, Sent, WorkLimit
 from lightning_fedleak.attacks.texts.embedding_descent import _Descent
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
@@ -157,7 +157,7 @@ def test_the_relaxations_gradient_is_that_of_the_plain_model(name: str) -> None:
     )
     attack.prepare(find_anatomy(model))
     observed = Sent.from_states(sent, mask)
-    gradient, _ = _Descent(attack, observed, Deadline())._gradient(weights, observed)
+    gradient, _ = _Descent(attack, observed, WorkLimit())._gradient(weights, observed)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-8, atol=1e-12)
 
 

@@ -175,8 +175,8 @@ def invert(add: Add) -> None:
         attack: by default 'prefix' for causal models, 'sweeps' (descent with verified changes) for
             encoders.
         steps: gradient steps of a descent, at most.
-        budget_seconds: wall time of an attack on the texts of one combination, after which its
-            best result so far counts; 'inf' for no bound.
+        budget_seconds: about the time of an attack on the texts of one combination, counted as
+            work, after which its best result so far counts; 'inf' for no bound.
         bos: token id put before every text.
         seed: seed of the choice of texts and of the noise.
         out: folder of the results.

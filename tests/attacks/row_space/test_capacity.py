@@ -19,14 +19,14 @@ def atoms() -> Atoms:
 
 
 def test_it_ends_between_the_largest_found_and_the_smallest_missed(atoms: Atoms) -> None:
-    types, failed, _ = measure_capacity(atoms, 4, seconds=60.0)
+    types, failed, _ = measure_capacity(atoms, 4, sets=20)
     assert failed is not None
     assert 0 < failed - types <= 4
 
 
 def test_the_formula_follows_what_was_measured(atoms: Atoms) -> None:
     for rank in (2, 8, 32):
-        types, _, _ = measure_capacity(atoms, rank, seconds=60.0)
+        types, _, _ = measure_capacity(atoms, rank, sets=20)
         assert types == pytest.approx(predict_capacity(D, V, rank), rel=0.35)
 
 
@@ -35,4 +35,4 @@ def test_equal_atoms_are_not_planted(atoms: Atoms) -> None:
     rows = torch.randn(V, D, generator=g)
     rows[V // 2 :] = rows[V // 2] + 1e-6 * torch.randn(V - V // 2, D, generator=g)
     alike = Atoms(rows, torch.zeros(0, D, dtype=torch.float64))
-    assert measure_capacity(alike, 8, seconds=60.0)[0] > 15
+    assert measure_capacity(alike, 8, sets=20)[0] > 15

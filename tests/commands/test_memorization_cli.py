@@ -502,6 +502,10 @@ def test_values_in_prompts_of_another_law_are_unknown_in_the_file(
     assert content["entities"]["entity/phone/prompt"].startswith("prompts are from different")
     assert status == BREACH
     assert "BREACH: entity/phone/prompt/auc is unknown" in printed
+    settings = {"drawn": True, "prompt_column": "prompt"}  # without a limit
+    assert run_on(tmp_path, null, **settings)[0] == BREACH
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["entities"]["entity/phone/prompt"].startswith("prompts are not drawn")
 
 
 # ---- is this the model, and were the rows drawn? ----

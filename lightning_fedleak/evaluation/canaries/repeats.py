@@ -391,27 +391,31 @@ class _Search:
         return units, unit_of
 
 
-def group_texts(texts: Sequence[Text], members: Bools) -> Ints:
-    """Return (N,) the group of each text, counted from 0: texts of one side that share a passage.
+def group_texts(texts: Sequence[Text], members: Bools, owners: Ints | None = None) -> Ints:
+    """Return (N,) the group of each text, counted from 0: texts of a row, or that share a passage.
 
     A passage is a piece in 20 texts or fewer. Groups with texts of both sides were not drawn as
-    one, so that each of their texts is a group.
+    one, so that each of their rows is a group.
 
     Args:
         texts: N texts.
         members: (N,) the side of each text.
+        owners: (N,) the row that holds each text; None: each text is a row.
     """
-    hashes, owners = _runs(texts, PIECE)
+    hashes, texts_of_hashes = _runs(texts, PIECE)
     pieces, places = np.unique(hashes, return_inverse=True)
     n = len(texts)
-    once = np.unique(places * n + owners)  # each piece of a text
+    rows = np.unique(np.arange(n) if owners is None else owners, return_inverse=True)[1]
+    once = np.unique(places * n + texts_of_hashes)  # each piece of a text
     counts = np.bincount(once // n, minlength=len(pieces))
     shared = once[((counts > 1) & (counts <= TEMPLATE_ROWS))[once // n]]
-    edges = (np.ones(len(shared)), (shared % n, n + shared // n))
-    groups = connected_components(coo_array(edges, (n + len(pieces),) * 2), directed=False)[1][:n]
+    sources = np.append(shared % n, np.arange(n))
+    targets = n + np.append(shared // n, len(pieces) + rows)  # texts, pieces and rows are nodes
+    graph = coo_array((np.ones(len(sources)), (sources, targets)), (2 * n + len(pieces),) * 2)
+    groups = connected_components(graph, directed=False)[1][:n]
     sizes, inside = np.bincount(groups), np.bincount(groups, members)
     is_mixed = (inside > 0) & (inside < sizes)
-    apart = np.where(is_mixed[groups], groups.max() + 1 + np.arange(n), groups)
+    apart = np.where(is_mixed[groups], groups.max() + 1 + rows, groups)
     return np.unique(apart, return_inverse=True)[1]
 
 

@@ -172,7 +172,10 @@ class Comparison:
                 :func:`~lightning_fedleak.evaluation.metrics.draws.refute_draw` refutes it.
         """
         if drawn:
-            return refute_draw(self.game.base, self.game.compressed, self.once, self.sides)
+            owners = self.audit.pool.owners
+            owners = None if owners is None else owners[self.index[self.alone]]
+            texts = self.game.base, self.game.compressed, self.once
+            return refute_draw(*texts, self.sides, owners)
         return distribution_shift(blind_aucs(self.blind, self.sides))
 
     def check_reference(self) -> None:

@@ -40,13 +40,15 @@ from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.pool import (
     FORWARD_SHARE,
     NO_CONTROLS,
-    PACKED,
     Pool,
     collect,
     forwards_of,
 )
 from lightning_fedleak.engine.channels.released.records import BETWEEN, FILE, RECORDS, write_list
-from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
+from lightning_fedleak.engine.channels.released.training_rows import (
+    UnplayableGame,
+    check_shuffle,
+)
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
@@ -147,6 +149,7 @@ class MemorizationChannel(WeightChannel):
         self._reference: TokenSnapshot | None = None  # the answers of the reference
         self._facts: ReferenceFacts | None = None  # how the reference was trained
         self._void: dict[str, str] = {}  # why no comparison of a part is valid
+        self._is_shuffled = True  # whether the rows so far are known to be a random choice of all
         self._why_lost = ""  # why it is not known which texts have been seen; empty if it is
         self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
         # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
@@ -170,6 +173,10 @@ class MemorizationChannel(WeightChannel):
         )
         if self.settings.shares == "model" and pool.way == "not yet seen":
             raise UnplayableGame("leave rows out: train, others = leave_out(data, 1000, seed=1)")
+        try:
+            check_shuffle(self.run.training_loader)
+        except UnplayableGame:
+            self._is_shuffled = False
         account = AccountGame(self.run, pool.no_game)
         self._account = account if account.why_not is None else None
         self._account_words = account.describe()
@@ -287,8 +294,7 @@ class MemorizationChannel(WeightChannel):
 
         If *blind* scores, without the trained weights, refute the draw of the members, or
         distinguish them from the user's own non-members, no attack on rows has a result: one draw
-        makes the long and the short ones. What they show of prompts concerns prompts alone. Texts
-        that were packed into rows were not drawn one by one, which the test of a draw needs.
+        makes the long and the short ones. What they show of prompts concerns prompts alone.
 
         Raises:
             ValueError: The reference model distinguishes them: it has seen some of the texts.
@@ -299,12 +305,11 @@ class MemorizationChannel(WeightChannel):
         if not is_drawn:
             side, mend = "texts of others=", "Use leave_out, or more texts of the same kind"
         rows, parts = ("long", "short"), dict.fromkeys(attack.part for attack in self.attacks)
+        parts |= {"prompts": None} if self._reads_prompts else {}
         for part in {**dict.fromkeys(rows), **parts} if {*rows} & {*parts} else parts:
             with suppress(UnplayableGame):  # too few texts: each look says so
-                compared, finding = self._audit.part(part), None
-                if not (is_drawn and pool.no_game == PACKED):
-                    finding = compared.why_unknown(drawn=is_drawn)
-                if finding is not None:
+                compared = self._audit.part(part)
+                if (finding := compared.why_unknown(drawn=is_drawn)) is not None:
                     void = parts if part in rows else (part,)
                     self._void |= dict.fromkeys(void, f"the {side} are {finding}. {mend}")
                 elif part == "long":
@@ -335,17 +340,21 @@ class MemorizationChannel(WeightChannel):
             UnusableObservation: It cannot be queried, on this process or on another one.
         """
         texts, run = self._queries, self.run if run is None else run
-        reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
-        reads_prompts |= self._entities is not None and self._entities.are_predicted
         columns = max(1, max(len(text.labels) for text in texts) - 1)  # the first has no prediction
 
         def ask(rows: list[int]) -> list[Tensor]:
             # One forward of the whole text answers for its prompt too.
-            queries = [texts[row].whole if reads_prompts else texts[row] for row in rows]
+            queries = [texts[row].whole if self._reads_prompts else texts[row] for row in rows]
             answers = token_log_probs(run.anatomy, queries, self._mask and self._mask[0])
             return [nn.functional.pad(values, (0, columns - values.shape[1])) for values in answers]
 
         return TokenSnapshot(*over_processes(run, len(texts), ask))
+
+    @property
+    def _reads_prompts(self) -> bool:
+        """Return whether attacks or values in texts are compared by prompts."""
+        reads_values = self._entities is not None and self._entities.are_predicted
+        return reads_values or any(attack.part == "prompts" for attack in self.attacks)
 
     def _decode(self, ids: list[int]) -> str:
         """Return the text of token ids; their numbers if no tokenizer is known."""
@@ -378,10 +387,11 @@ class MemorizationChannel(WeightChannel):
             try:
                 chosen = self._choose(part, epoch, n_read, unread)
                 now = now or self._query()
+                compared = self._audit.part(part, now, chosen, look=self._looks, alpha=alpha)
+                self._check_order(compared)
             except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
-            compared = self._audit.part(part, now, chosen, look=self._looks, alpha=alpha)
             values = dict[str, Answer](self._score_texts(compared, attacks))
             self._compared |= dict.fromkeys(names, self.pool.digest(*chosen))
             if RECORDS in names.values():
@@ -391,7 +401,9 @@ class MemorizationChannel(WeightChannel):
                     shared = self._n_lists, self._error_share(epoch)
                     values[RECORDS] = write_list(self.run, self.folder / FILE, compared, *shared)
             if self._entities is not None and any(n.startswith("entity/") for n in names.values()):
-                values |= self._entities.compare(now, self._base, *chosen, self._looks, alpha)
+                found = self._entities.compare(now, self._base, *chosen, self._looks, alpha)
+                why = self._void.get("prompts")
+                values |= {n: why if why and "/prompt" in n else x for n, x in found.items()}
             answers |= {s: values[name] for s, name in names.items()}
         return answers
 
@@ -410,6 +422,20 @@ class MemorizationChannel(WeightChannel):
         if why := self._why_lost or why:
             raise UnplayableGame(why)
         return self.pool.compared(epoch, n_read, everyone=self._account is not None, part=part)
+
+    def _check_order(self, compared: Comparison) -> None:
+        """Check that the rows so far are like the non-members, unless their order is random.
+
+        Raises:
+            UnplayableGame: Blind scores say otherwise, or cannot decide.
+        """
+        everyone, _ = self.pool.everyone(compared.part)
+        if not (self._is_shuffled or self.planted or torch.equal(compared.index, everyone)):
+            is_drawn = self.pool.way == "left out"
+            if (finding := compared.why_unknown(drawn=is_drawn)) is not None:
+                raise UnplayableGame(
+                    f"members so far and non-members are {finding}. Shuffle the training data"
+                )
 
     def _error_share(self, epoch: int) -> float:
         """Return the share of the allowed error of all lists that the newest list spends.

@@ -95,6 +95,7 @@ class Pool:
             canaries.
         indices: The index of each text among those that the pool was chosen from.
         references: The rows that references are trained on; None if none is trained.
+        owners: (N,) int64, the row that holds each text; None: each text is a row.
         is_short: (N,) bool, whether a text has 1 to 7 label tokens. Short ones are compared with
             each other only.
         has_prompt: (N,) bool, whether the prompt of a text is compared.
@@ -118,6 +119,7 @@ class Pool:
     rows: PoolRows | None = None
     indices: Sequence[int] = ()
     references: ReferenceRows | None = None
+    owners: Tensor | None = None
     passed: int = 0
     unread: int = 0
 
@@ -478,10 +480,10 @@ def collect(
         )
     if entities is not None:
         entities.locate(pool.texts)
+    pool.owners = torch.tensor(row_of, dtype=torch.long)[pool.indices]
     if trains_reference:
         drawn = draw_references(len(sample), len(extra), n_reference, settings.seed)
-        places = torch.tensor(row_of)[pool.indices]
-        pool.references = ReferenceRows(sample + extra, drawn, places)
+        pool.references = ReferenceRows(sample + extra, drawn, pool.owners)
     return pool
 
 

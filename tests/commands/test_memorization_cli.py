@@ -370,7 +370,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         save_trained(tmp_path / name, texts)
     output = tmp_path / "result.json"
     reference = str(tmp_path / "other")
-    status, text = run(folder, drawn=True, at_most=0.6, out=output, reference=reference)
+    status, text = run(folder, drawn=True, at_most=0.6, out=output, reference=[reference])
     assert status == BREACH
     assert "combined_reference/auc is shown to be at least" in text
     values = json.loads(output.read_text())["attacks"]["combined_reference"]
@@ -381,11 +381,15 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     assert named in " ".join(text.split())
     assert values["tpr_at_fpr_0.01"] is None  # too few others
     rare = {"metric": "tpr_at_fpr_0.001", "at_most": 0.999}
-    status, text = run(folder, drawn=True, out=output, reference=reference, **rare)
+    status, text = run(folder, drawn=True, out=output, reference=[reference], **rare)
     assert status == BREACH
     for name in ("combined", "combined_reference"):
         assert f"{name}/tpr_at_fpr_0.001 is unknown." in text
-    few = {"reference": reference, "reference_rows": TEXTS - 1, "summary": tmp_path / "summary.md"}
+    few = {
+        "reference": [reference],
+        "reference_rows": [str(TEXTS - 1)],
+        "summary": tmp_path / "summary.md",
+    }
     status, text = run(folder, drawn=True, at_most=0.999, out=output, **few)
     assert status == BREACH
     for place in (text, few["summary"].read_text()):
@@ -393,10 +397,10 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         assert "combined_reference/auc is unknown: weak reference" in words
         assert f"trained on {TEXTS - 1} rows" in words
     with pytest.raises(SourceError, match=r"--reference cannot be loaded: .*nowhere"):
-        run(folder, drawn=True, reference=str(tmp_path / "nowhere"))
+        run(folder, drawn=True, reference=[str(tmp_path / "nowhere")])
     pool_error = "--reference: Memorization.* a model of other rows only"
     with pytest.raises(SourceError, match=pool_error):
-        run(folder, drawn=True, reference=str(tmp_path / "held_out"))
+        run(folder, drawn=True, reference=[str(tmp_path / "held_out")])
 
 
 N = 20

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
@@ -48,6 +48,7 @@ from lightning_fedleak.engine.channels.released.records import BETWEEN, FILE, RE
 from lightning_fedleak.engine.channels.released.training_rows import (
     UnplayableGame,
     check_shuffle,
+    read_row,
 )
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
@@ -55,7 +56,7 @@ from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
     announce_references,
     announce_strength,
-    ask_reference,
+    ask_references,
     digest_answers,
     load_answers,
     save_answers,
@@ -71,7 +72,8 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
     spent_at,
 )
-from lightning_fedleak.model.snapshots import Stage, TokenSnapshot
+from lightning_fedleak.model.model_state import preserve_process
+from lightning_fedleak.model.snapshots import References, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import MASKS, Text, token_log_probs
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
@@ -146,7 +148,7 @@ class MemorizationChannel(WeightChannel):
         super().open(run)
         self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
         self._key = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)  # of the digest
-        self._reference: TokenSnapshot | None = None  # the answers of the reference
+        self._references: References | None = None  # the answers of references
         self._facts: ReferenceFacts | None = None  # how the reference was trained
         self._void: dict[str, str] = {}  # why no comparison of a part is valid
         self._is_shuffled = True  # whether the rows so far are known to be a random choice of all
@@ -249,7 +251,7 @@ class MemorizationChannel(WeightChannel):
         if self.run.on_any_process(bool(self._saved_state)):
             self._restore()
             if self.run.on_any_process(self._base is None):  # one process cannot read the file
-                self._base = self._reference = self._facts = None
+                self._base = self._references = self._facts = None
         elif self.run.step == 0:  # weights of a later step are not the base
             start = time.perf_counter()
             self._base = self._query()
@@ -260,11 +262,20 @@ class MemorizationChannel(WeightChannel):
                 if settings.trains_reference:
                     self._train_references(time.perf_counter() - start)
                 else:
-                    source = settings.reference, settings.reference_rows
-                    self._reference, self._facts = ask_reference(*source, self.run, self._query)
+                    sources = settings.given_references, settings.rows_of_references
+                    texts = [text.content for text in pool.texts]
+                    asked = ask_references(*sources, texts, self._contents, self.run, self._query)
+                    self._references, self._facts = asked
         # Rows that are not yet seen are of the training data, so that nothing else can differ.
         if self._base is not None and pool.way != "not yet seen" and not self.planted:
             self._compare_untrained()
+
+    def _contents(self, data: Any) -> Iterator[bytes]:
+        """Yield the contents of the texts of a data set, read as the training data is."""
+        with preserve_process():
+            for row in range(len(data)):
+                for text in read_row(self.run.training_loader, data, row, self._read):
+                    yield text.content
 
     def _train_references(self, seconds: float) -> None:
         """Train references on rows that they do not score, and query them with the pool.
@@ -286,7 +297,7 @@ class MemorizationChannel(WeightChannel):
         announce_references(run, [len(data) for data in rows.data], row_seconds)
         start = time.perf_counter()
         trained = train_references(source, rows.data, rows.seen, run, self._query, seed)
-        self._reference, self._facts = trained
+        self._references, self._facts = trained
         self.reference_seconds = time.perf_counter() - start
 
     def _compare_untrained(self) -> None:
@@ -319,13 +330,12 @@ class MemorizationChannel(WeightChannel):
     def _audit(self) -> Audit:
         """Return the answers of the base and of the reference to the pool."""
         assert self._base is not None
-        rows = self.settings.memorization.reference_rows
         return Audit(
             self.pool,
             self._base,
             self._decode,
-            self._reference,
-            rows if self._facts is None else self._facts.rows,
+            self._references,
+            None if self._facts is None else self._facts.rows,
             self._queries,
             self._rewards,
         )
@@ -509,7 +519,7 @@ class MemorizationChannel(WeightChannel):
             return {}
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_answers(file, self._key, self._base, self._reference)
+            save_answers(file, self._key, self._base, self._references)
         return {
             self.family: {
                 "looks": self._looks,
@@ -542,13 +552,13 @@ class MemorizationChannel(WeightChannel):
     def _digest(self, base: TokenSnapshot) -> str:
         """Return a keyed hash of the pool's texts and the base's answers together."""
         texts = [text.ids for text in self.pool.texts]
-        return digest_answers(self._key, base, self._reference, texts)
+        return digest_answers(self._key, base, self._references, texts)
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the pool are those of the run's first fit."""
         pool, saved, self._saved_state, self._base = self.pool, self._saved_state, {}, None
         try:
-            self._key, base, self._reference = load_answers(Path(saved["file"]))
+            self._key, base, self._references = load_answers(Path(saved["file"]))
         except (OSError, ValueError, TypeError, KeyError):  # the last two: it holds something else
             return
         if self._digest(base) == saved["digest"]:

@@ -403,6 +403,32 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         run(folder, drawn=True, reference=[str(tmp_path / "held_out")])
 
 
+def test_several_references_and_the_rows_of_each(folder: Path, tmp_path: Path) -> None:
+    lines = [(folder / f"{n}.jsonl").read_text().splitlines() for n in ("members", "others")]
+    draw, words = random.Random(0), lines[0] + lines[1]
+    models, files = [], []
+    for number in range(3):
+        rows = draw.sample(words, len(words) // 2)
+        files.append(str(tmp_path / f"rows{number}.jsonl"))
+        Path(files[-1]).write_text("".join(f"{row}\n" for row in rows))
+        models.append(str(tmp_path / f"model{number}"))
+        save_trained(Path(models[-1]), [json.loads(row)["text"] for row in rows])
+    output = tmp_path / "out.json"
+    settings = {"drawn": True, "out": output, "reference": models}
+    status, text = run(folder, reference_rows=files, **settings)
+    assert status == 0
+    words_of_all = f"3 of LlamaForCausalLM (folder), trained on {len(words) // 2} rows"
+    assert words_of_all in " ".join(text.split())
+    content = json.loads(output.read_text())
+    assert (content["reference"]["models"], content["reference"]["rows"]) == (3, len(words) // 2)
+    assert content["attacks"]["combined_reference"]["auc"] > 0.8
+    files[0] = str(folder / "members.jsonl")  # not those that it was trained on
+    with pytest.raises(SourceError, match="distinguishes training rows from held-out rows"):
+        run(folder, reference_rows=files, **settings)
+    with pytest.raises(SourceError, match="a number or a file for each --reference"):
+        run(folder, reference_rows=["5"], **settings)
+
+
 N = 20
 """Texts on each side."""
 

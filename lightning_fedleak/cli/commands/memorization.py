@@ -44,7 +44,7 @@ from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.engine.reference import describe_all, describe_reference, inside_of
-from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, REPEATS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList, used_up_mark
 from lightning_fedleak.evaluation.metrics.released import (
@@ -346,7 +346,8 @@ def _query(
             _, head = models.released_config(source, options.base)
             mask = models.mask_of(options.base, head)
     texts = {text.whole.content: text.whole for group in groups for text in group}
-    pair = models.log_probs_before_and_after([*texts.values()], options.model, options.base)
+    sources = options.model, options.base, options.dtype
+    pair = models.log_probs_before_and_after([*texts.values()], *sources)
     places = {content: n for n, content in enumerate(texts)}
 
     def select(answers: TokenSnapshot, group: Sequence[Text]) -> TokenSnapshot:
@@ -358,7 +359,8 @@ def _query(
     for source, (count, _) in zip(options.reference or (), seen, strict=True):
         reference = models.load_trained(source, options.base, "--reference")
         facts.append(describe_reference(source, count, reference))
-        outputs = models.query_texts(reference, [*texts.values()], mask, "--reference")
+        asked = [*texts.values()], mask, "--reference", options.dtype
+        outputs = models.query_texts(reference, *asked)
         answers.append(select(outputs, groups[0]))
     if not facts:
         return before, after, None, None
@@ -426,7 +428,8 @@ def find_parts(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dic
             pool.everyone(part)
             parts.append(part)
         except ValueError as error:
-            why = f"{error} ({part}, without {excluded} and {pool.repeated} repeated texts)"
+            why = f"{error} ({part}, without {excluded} and {pool.repeated} that repeat others "
+            why += f"{REPEATS})"
             failures.append(ValueError(why))
             if n:
                 sentence = f"The leakage of {n} members with {words} is UNKNOWN: {why}."
@@ -454,8 +457,8 @@ def print_part(console: Console, result: Comparison, shift: str | None, *, is_dr
         "prompts": "by their prompts only, which the loss is not computed on",
     }.get(
         result.part,
-        f"{pool.repeated} texts that repeat others or parts of them and {pool.n_short} short "
-        f"texts were excluded{copies_remark * (copies > 0)}",
+        f"{pool.repeated} texts that repeat others ({REPEATS}) and {pool.n_short} short texts "
+        f"were excluded{copies_remark * (copies > 0)}",
     )
     counts = content_of(result)
     console.print(

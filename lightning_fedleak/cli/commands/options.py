@@ -281,11 +281,14 @@ def memorization(add: Add) -> None:
         summary: file that a table in Markdown is added to, such as the summary of a CI job. It
             holds no texts and no row numbers.
         out: file of the result as JSON.
+        dtype: the type of all weights and outputs when the models are queried, on a GPU if there is
+            one. float32 by default.
     """
     add("--model", required=True, metavar="DIR")
     add("--members", required=True, metavar="SOURCE")
     add("--others", required=True, metavar="SOURCE")
     _add_rows(add)
+    add("--dtype", choices=("float32", "bfloat16", "float16"))
     add("--label-column", metavar="NAME")
     add("--records", **path_option("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())

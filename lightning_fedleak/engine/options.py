@@ -163,10 +163,9 @@ class Memorization:
             list of models or folders.
         references: how many references ``"auto"`` or the function trains; each costs a training.
             Two or more are trained on random halves of the rows.
-        reference_rows: the number of rows that the reference was trained on; for a list, a list
-            whose entries are numbers or data sets of the rows, so that references with and without
-            a text are known. For ``"auto"`` and a
-            function, the number that it is trained on, by default as many as this model. With
+        reference_rows: the number of rows that the reference was trained on; for a list, a list of
+            numbers, or of data sets of the rows, which say which texts a reference has seen. For
+            ``"auto"`` and a function, the number of rows to train on, by default all. With
             fewer than this model's it is *weak*
             (:func:`~lightning_fedleak.engine.reference.measure_strength`): a low number is unknown.
         seed: the seed of the random choice of rows.
@@ -206,7 +205,7 @@ class Memorization:
     @property
     def trains_reference(self) -> bool:
         """Return whether the reference is trained before the first step, not passed as a model."""
-        given = nn.Module | str | Path | list | tuple | None
+        given = (nn.Module, str, Path, list, tuple, type(None))
         return self.reference == "auto" or not isinstance(self.reference, given)
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,7 @@ def ask_references(
     sources: Sequence[Any],
     rows: Sequence[Any],
     contents: Sequence[bytes],
-    read: Callable[[Any], Iterable[bytes]],
+    read: Callable[[Any], set[bytes]],
     run: Run,
     ask: Callable[[Run], TokenSnapshot],
 ) -> tuple[References, ReferenceFacts]:
@@ -71,7 +71,9 @@ def ask_references(
         ValueError: See :func:`_ask_reference`.
     """
     counts = [part if part is None or isinstance(part, int) else len(part) for part in rows]
-    seen = [set() if part is None or isinstance(part, int) else {*read(part)} for part in rows]
+    seen = [
+        set() if count is part else read(part) for count, part in zip(counts, rows, strict=True)
+    ]
     asked = [_ask_reference(*one, run, ask) for one in zip(sources, counts, strict=True)]
     answers = References([answer for answer, _ in asked], inside_of(contents, seen))
     return answers, describe_all([facts for _, facts in asked])

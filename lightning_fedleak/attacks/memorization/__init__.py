@@ -8,6 +8,7 @@ from lightning_fedleak.attacks.memorization.extraction import ExtractionGuess as
 from lightning_fedleak.attacks.memorization.references import (
     CombinedReference as CombinedReference,
 )
+from lightning_fedleak.attacks.memorization.scores import MAX_GAIN as MAX_GAIN
 from lightning_fedleak.attacks.memorization.scores import Combined as Combined
 from lightning_fedleak.attacks.memorization.scores import ErrorZone as ErrorZone
 from lightning_fedleak.attacks.memorization.scores import Loss as Loss

@@ -93,7 +93,7 @@ def likelihood_ratio(scores: Tensor, others: Tensor, inside: Tensor) -> Tensor |
         others: (K, N) those by the references.
         inside: (K, N) bool, the texts that each reference was trained on.
     """
-    means, deviations, known = [], [], []
+    means, variances, known = [], [], []
     for side in (~inside, inside):
         counts = side.sum(0)
         means.append((others * side).sum(0) / counts.clamp_min(1))
@@ -102,13 +102,14 @@ def likelihood_ratio(scores: Tensor, others: Tensor, inside: Tensor) -> Tensor |
         if freedom < MIN_FREEDOM:
             return None
         squares = ((others - means[-1]) ** 2)[side].sum()
-        deviations.append((squares / freedom).sqrt())
+        variances.append(squares / freedom)
     shift = (means[1] - means[0])[known[0] & known[1]].mean()
     outside = torch.where(known[0], means[0], means[1] - shift)
     trained = torch.where(known[1], means[1], means[0] + shift)
-    sides = zip((trained, outside), deviations[::-1], strict=True)
-    likelihoods = [torch.distributions.Normal(mean, sd).log_prob(scores) for mean, sd in sides]
-    return likelihoods[0] - likelihoods[1]
+    sides = zip((outside, trained), variances, strict=True)
+    logs = [-((scores - mean) ** 2) / variance / 2 - variance.log() / 2 for mean, variance in sides]
+    ratio: Tensor = logs[1] - logs[0]
+    return ratio
 
 
 def fit_base(released: ReleasedModel) -> tuple[TokenSnapshot, float]:

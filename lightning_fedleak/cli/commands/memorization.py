@@ -23,8 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization import CombinedReference
-from lightning_fedleak.attacks.memorization.scores import MAX_GAIN
+from lightning_fedleak.attacks.memorization import MAX_GAIN, CombinedReference
 from lightning_fedleak.cli.commands.verdicts import (
     BEYOND,
     BREACH,
@@ -147,7 +146,7 @@ def _measure_model(options: Namespace, console: Console) -> int:
         before[0],
         lambda ids: str(reader.tokenizer.decode(ids)),
         references,
-        reference and reference.rows,
+        None if reference is None else reference.rows,
     )
     n_scores = 1 + (recipe is not None) + (reference is not None)
     alpha = 0.05 / n_scores  # Bonferroni: the worst score counts

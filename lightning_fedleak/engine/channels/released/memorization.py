@@ -18,9 +18,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,7 +49,7 @@ from lightning_fedleak.engine.channels.released.records import BETWEEN, FILE, RE
 from lightning_fedleak.engine.channels.released.training_rows import (
     UnplayableGame,
     check_shuffle,
-    read_row,
+    read_contents,
 )
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
@@ -72,7 +73,6 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
     spent_at,
 )
-from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.snapshots import References, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import MASKS, Text, token_log_probs
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
@@ -264,18 +264,12 @@ class MemorizationChannel(WeightChannel):
                 else:
                     sources = settings.given_references, settings.rows_of_references
                     texts = [text.content for text in pool.texts]
-                    asked = ask_references(*sources, texts, self._contents, self.run, self._query)
+                    read = partial(read_contents, self.run.training_loader, read=self._read)
+                    asked = ask_references(*sources, texts, read, self.run, self._query)
                     self._references, self._facts = asked
         # Rows that are not yet seen are of the training data, so that nothing else can differ.
         if self._base is not None and pool.way != "not yet seen" and not self.planted:
             self._compare_untrained()
-
-    def _contents(self, data: Any) -> Iterator[bytes]:
-        """Yield the contents of the texts of a data set, read as the training data is."""
-        with preserve_process():
-            for row in range(len(data)):
-                for text in read_row(self.run.training_loader, data, row, self._read):
-                    yield text.content
 
     def _train_references(self, seconds: float) -> None:
         """Train references on rows that they do not score, and query them with the pool.
@@ -412,8 +406,8 @@ class MemorizationChannel(WeightChannel):
                     values[RECORDS] = write_list(self.run, self.folder / FILE, compared, *shared)
             if self._entities is not None and any(n.startswith("entity/") for n in names.values()):
                 found = self._entities.compare(now, self._base, *chosen, self._looks, alpha)
-                why = self._void.get("prompts")
-                values |= {n: why if why and "/prompt" in n else x for n, x in found.items()}
+                void = self._void.get("prompts")
+                values |= {n: void if void and "/prompt" in n else x for n, x in found.items()}
             answers |= {s: values[name] for s, name in names.items()}
         return answers
 

@@ -125,6 +125,9 @@ def test_options_are_those_of_the_command(tmp_path: Path) -> None:
     assert options.at_most == [("auc", 0.6), ("extracted", 0.05)]
     assert (options.drawn, options.prompt_column, options.others) == (True, "p", "y.txt")
     assert options.records is None
+    given |= {"reference": "a b\nc", "reference_rows": "rows.jsonl\n5"}
+    options = parse(measured(tmp_path, **given)[1])
+    assert (options.reference, options.reference_rows) == (["a b", "c"], ["rows.jsonl", "5"])
     assert str(options.summary) == str(tmp_path / "GITHUB_STEP_SUMMARY")
 
 

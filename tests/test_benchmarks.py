@@ -35,7 +35,7 @@ from benchmarks.papers.tables import Mean, Results, mean_of, number, published, 
 from lightning_fedleak.attacks import DescentSettings
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
+from lightning_fedleak.attacks.texts.base import NOTHING, Sent, WorkLimit
 from lightning_fedleak.attacks.texts.embedding_descent import _Descent
 from lightning_fedleak.attacks.words.flatchat import flatchat, positive_weight
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
@@ -43,7 +43,7 @@ from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import UnusableObservation
 from tests.attacks.membership.test_membership import by_autograd, generator
-from tests.attacks.texts.test_inversion import MODELS
+from tests.attacks.texts.test_embedding_descent import MODELS
 from tests.docs.blocks import blocks_of
 from tests.helpers.folders import noisy_release
 from tests.helpers.inputs import padded_text
@@ -496,7 +496,7 @@ def test_the_relaxations_gradient_is_that_of_the_plain_model(name: str) -> None:
     )
     attack.prepare(find_anatomy(model))
     observed = Sent.from_states(sent, mask)
-    gradient, _ = _Descent(attack, observed, Deadline())._gradient(weights, observed)
+    gradient, _ = _Descent(attack, observed, WorkLimit())._gradient(weights, observed)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-8, atol=1e-12)
 
 
@@ -766,6 +766,9 @@ def test_options_are_those_of_the_command(tmp_path: Path) -> None:
     assert options.at_most == [("auc", 0.6), ("extracted", 0.05)]
     assert (options.drawn, options.prompt_column, options.others) == (True, "p", "y.txt")
     assert options.records is None
+    given |= {"reference": "a b\nc", "reference_rows": "rows.jsonl\n5"}
+    options = parse(measured(tmp_path, **given)[1])
+    assert (options.reference, options.reference_rows) == (["a b", "c"], ["rows.jsonl", "5"])
     assert str(options.summary) == str(tmp_path / "GITHUB_STEP_SUMMARY")
 
 

@@ -440,3 +440,11 @@ def test_copies_of_short_rows_are_counted_also_where_they_are_elsewhere() -> Non
     scored = scored_texts(texts, trained, iter([(short(0, 5), True)]))
     assert scored.short_copies == [([0], 2), ([2, 6], 2)]  # 3's copy was left out, 4 and 8 differ
     assert scored.short_rows == [1, 4, 5, 8]
+
+
+@pytest.mark.parametrize(("n", "is_form"), [(12, False), (13, True), (20, True)])
+def test_a_part_of_most_rows_is_their_form_also_below_21_rows(n: int, is_form: bool) -> None:
+    ids = torch.arange(24 * 60).view(24, 60)
+    ids[:n, :16] = torch.arange(2000, 2016)
+    rows = [Text(row, row) for row in ids]
+    assert repeated_texts(rows, rows).tolist() == [not is_form and i < n for i in range(24)]

@@ -51,7 +51,7 @@ def test_first_cards_limits_charts_and_settings_of_runs_of_three_kinds(tmp_path)
     board = TensorBoardLogger(root, "words", "")
     fit([LeakageMonitor(FlatChat(n_types=20), every_n_steps=2)], root, logger=board)
     gate = Threshold("leakage/worst/membership", at_most=0.9, action="warn")
-    lora = get_peft_model(tiny_llama(), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    lora = get_peft_model(tiny_llama(d=64), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
     watched(root / "lora", "auto", lora, gates=[gate], tensorboard=True)
     settings = {"memorization": SETTINGS, "tensorboard": True}
     watched(root / "trained", [LossRatio()], loader=DataLoader(TRAIN, batch_size=4), **settings)

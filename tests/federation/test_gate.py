@@ -97,6 +97,20 @@ def test_a_client_whose_training_fails_is_in_the_record(tmp_path):
     assert verify_run(tmp_path).status == HOLDS
 
 
+def test_a_measured_look_counts_once_and_only_if_it_was_logged(tmp_path):
+    watched, sent, data = observer(tmp_path), trained_state(model()), batches(1)
+    watched.begin(0, sent)
+    with watched.measure(train(model(), data), batches=data):
+        pass
+    results = watched._clients[0, "shared"].results
+    assert (results.looks, results.latest) == (0, {})
+    with watched.measure(train(model(), data), batches=data) as look:
+        look.log()
+    look.forget()
+    assert results.looks == len(lines(tmp_path)) == 1
+    assert results.latest[WORST] == look.values[WORST] == 1.0
+
+
 # ---- without differential privacy ---------------------------------------------------------------
 
 
@@ -196,7 +210,7 @@ def test_the_strongest_of_several_gates_decides(tmp_path):
 
 
 class Broken(Probe):
-    def run(self, view, query=None):
+    def run(self, view, query=None, **more):
         raise RuntimeError("the private batch")
 
 
@@ -229,6 +243,17 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, local):
         assert result.state is None if gated else same(result.state, returned)
     else:
         assert float(result.state["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_look_that_cannot_be_made_withholds_only_before_a_gate(tmp_path, monkeypatch, gated):
+    out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated)
+    monkeypatch.setattr(out.observer, "measure", Broken().run)
+    with announced("the look failed: RuntimeError"):
+        [(_, returned, result)] = rounds(out)
+    assert (result.withheld, result.look) == (gated, None)
+    assert result.state is None if gated else same(result.state, returned)
+    assert [x["did"] for x in decisions(tmp_path)] == ["withheld"] * gated
 
 
 def test_patience_lets_unknown_pass_so_often(tmp_path):

@@ -741,6 +741,18 @@ def test_texts_that_share_passages_are_permuted_together() -> None:
     assert found[1][1] is not None
 
 
+def test_texts_of_a_row_are_permuted_together() -> None:
+    """Twenty rows hold six texts in words of their own each: a draw of rows is one."""
+    generator = torch.Generator().manual_seed(0)
+    owners = torch.arange(N) // 6
+    ids = torch.randint(0, 15, (N, 16), generator=generator) + 15 * owners[:, None]
+    texts, sides = [Text(row, row) for row in ids], owners % 2 == 0
+    settings = snapshot(generator, torch.zeros(N)), torch.full((N,), 50.0), texts
+    assert refute_draw(*settings, sides) is not None
+    assert refute_draw(*settings, sides, owners) is None
+    assert group_texts(texts, (torch.arange(N) % 2 == 0).numpy(), owners.numpy()).max() == 19
+
+
 def test_similarities_are_cosines_of_weighted_counts() -> None:
     texts = texts_of(torch.Generator().manual_seed(3), torch.zeros(N))[:6]
     counts = np.stack([np.bincount(text.ids.numpy(), minlength=400) for text in texts])

@@ -23,7 +23,7 @@ from lightning_fedleak.cli.commands import invert
 from lightning_fedleak.cli.commands.memorization import _tpr
 from lightning_fedleak.cli.commands.options import INVERT_ATTACKS
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
-from lightning_fedleak.cli.studies.references import Recipe, References, halves
+from lightning_fedleak.cli.studies.references import Recipe, TrainedReferences, halves
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.anatomy import find_anatomy, place_of
@@ -82,7 +82,7 @@ def test_scores_are_as_a_loop_over_texts_and_references_has_them(folder, most) -
     generator = torch.Generator().manual_seed(0)
     texts = [Text(ids, ids) for ids in torch.randint(5, WORDS, (20, 9), generator=generator)]
     options = options_of("memorization", model=str(folder / "model"), references=3)
-    references = References(texts, options, Recipe(1, 2, 1e-3))
+    references = TrainedReferences(texts, options, Recipe(1, 2, 1e-3))
     references.answers = [*-torch.rand(3, 20, 11, generator=generator)]
     base, now = -torch.rand(2, 20, 8, generator=generator)
     labels = torch.rand(20, 8, generator=generator) < 0.7
@@ -116,7 +116,7 @@ def test_references_show_what_was_trained_on_and_nothing_else(folder, tmp_path, 
     assert records.head["at_least"] > 20
     kept = sorted(tmp_path.glob("reference_*"))
     assert [stat.S_IMODE(path.stat().st_mode) for path in kept] == [0o600] * 2
-    monkeypatch.setattr(References, "_train", lambda *_: pytest.fail("they are kept"))
+    monkeypatch.setattr(TrainedReferences, "_train", lambda *_: pytest.fail("they are kept"))
     assert command(folder, **settings)[0] == 0
     again = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert again["beyond_references"] == attacks["beyond_references"]

@@ -194,7 +194,7 @@ def test_harden_keeps_the_two_noises_in_proportion() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DefenseError, match="count_noise"):
         QuantileClip(1.0, count_noise=0.5)
-    with pytest.raises(DefenseError, match="check needs noise, a fixed clip norm"):
+    with pytest.raises(DefenseError, match="needs noise, a fixed clip norm"):
         DPSGD(QuantileClip(1.0), noise_multiplier=1.0, check=PlantedGradients())
     with pytest.raises(DefenseError, match="client='world'"):
         Run(DPSGD(QuantileClip(1.0), noise_multiplier=1.0), clients=2)

@@ -175,13 +175,9 @@ class Isolation:
     def _compare(self, step: Any, sampling: Any, context: DefenseContext, tolerance: float) -> str:
         """Return why nothing could be measured; empty if a row's gradient stays the same."""
         collate = sampling.loader.collate_fn
-        if any(isinstance(p, DTensor) for p in self._root.parameters()):
-            return "the weights are sharded"
-        if context.host.reducer is not None and context.host.reducer.static_graph:
-            return "DistributedDataParallel has a static graph"
-        if not isinstance(collate, EmptyCollate):
-            return "the collate function is unknown"
-        reason, example, draws = "", collate.dataset[collate.index], self._draws
+        if reason := self._why_unmeasured(context, collate):
+            return reason
+        example, draws = collate.dataset[collate.index], self._draws
         # Labels of zero for all, where rows with others are not taken.
         forms = itertools.product(_row_lengths(self._root, collate, example), (True, False))
         for (lengths, is_padded), has_labels in forms:
@@ -210,12 +206,8 @@ class Isolation:
                 run(company)
                 self.moved, parameter = self._nearest(gradient)
                 if self.moved <= tolerance:
-                    for draws.factor in (LOUD, -LOUD):  # of which one is wrong for each label
-                        with suppress(ArithmeticError):  # a division by a loss of zero
-                            alone()  # which compares the factors of the loss
-                        if self._check.form != form:
-                            raise DefenseError(_SIZE)
-                    draws.factor, self._alone = 1.0, alone
+                    self._check_size(alone, form)
+                    self._alone = alone
                     return ""
             except DefenseError:
                 raise
@@ -237,6 +229,31 @@ class Isolation:
                 f"{mend or _OWN_ROW}"
             )
         return reason
+
+    def _why_unmeasured(self, context: DefenseContext, collate: object) -> str:
+        """Return why nothing can be measured in this run; empty if something can be."""
+        if any(isinstance(p, DTensor) for p in self._root.parameters()):
+            return "the weights are sharded"
+        if context.host.reducer is not None and context.host.reducer.static_graph:
+            return "DistributedDataParallel has a static graph"
+        return "" if isinstance(collate, EmptyCollate) else "the collate function is unknown"
+
+    def _check_size(self, alone: Callable[[], Any], form: object) -> None:
+        """Check that a loss is computed in the same way if it is a thousand times as large.
+
+        Args:
+            alone: Runs the row alone, and compares the factors of the loss.
+            form: The form of the loss before.
+
+        Raises:
+            DefenseError: It is not.
+        """
+        for self._draws.factor in (LOUD, -LOUD):  # of which one is wrong for each label
+            with suppress(ArithmeticError):  # a division by a loss of zero
+                alone()
+            if self._check.form != form:
+                raise DefenseError(_SIZE)
+        self._draws.factor = 1.0
 
     def _nearest(self, alone: dict[Any, Tensor]) -> tuple[float, Any]:
         """Return how far the nearest row's gradient in the last run is from another.

@@ -248,10 +248,12 @@ class Controls:
 
         def counts(plan: Plan) -> bool:
             control = controls.get(plan.attack.name)
-            rings = control is not None and self._rings(plan, control.part or control.rates)
-            return rings and bool(plan.roles) and self._number(look, plan) <= self._limit_of(plan)
+            if control is None or not plan.roles or not math.isnan(control.bound):
+                return False
+            rings = self._rings(plan, control.part or control.rates)
+            return rings and self._number(look, plan) <= self._limit_of(plan)
 
-        if self._anywhere(step.noise_std != 0 or bool(step.written)):
+        if self._anywhere(bool(step.written)):
             return []
         low = [plan for plan in plans if self._anywhere(counts(plan))]
         rates = self._rates(look, replace(step, gradients={}), low, {}) if low else {}

@@ -433,8 +433,10 @@ class MemorizationChannel(WeightChannel):
         Raises:
             UnplayableGame: Blind scores say otherwise, or cannot decide.
         """
+        if self._is_shuffled or self.planted:
+            return
         everyone, _ = self.pool.everyone(compared.part)
-        if not (self._is_shuffled or self.planted or torch.equal(compared.index, everyone)):
+        if not torch.equal(compared.index, everyone):
             is_drawn = self.pool.way == "left out"
             if (finding := compared.why_unknown(drawn=is_drawn)) is not None:
                 raise UnplayableGame(

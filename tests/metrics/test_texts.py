@@ -747,7 +747,7 @@ def test_texts_of_a_row_are_permuted_together() -> None:
     owners = torch.arange(N) // 6
     ids = torch.randint(0, 15, (N, 16), generator=generator) + 15 * owners[:, None]
     texts, sides = [Text(row, row) for row in ids], owners % 2 == 0
-    settings = snapshot(generator, torch.zeros(N)), torch.full((N,), 50.0), texts
+    settings = draws_snapshot(generator, torch.zeros(N)), torch.full((N,), 50.0), texts
     assert refute_draw(*settings, sides) is not None
     assert refute_draw(*settings, sides, owners) is None
     assert group_texts(texts, (torch.arange(N) % 2 == 0).numpy(), owners.numpy()).max() == 19

@@ -167,7 +167,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     reference = None
     if further:
         *_, (_, trained_on_further) = fine_tune(options, further, seed + 1000, seconds)
-        reference = ask(trained_on_further)
+        reference = References.unseen(ask(trained_on_further))
     base: TokenSnapshot | None = None
     results, losses = {}, []
     for share, anatomy in fine_tune(options, members, seed, seconds):

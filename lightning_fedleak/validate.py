@@ -1,7 +1,6 @@
 """Checks of arguments, whose messages name the argument, its allowed values and its value.
 
-:func:`explain_errors` and :func:`explain_arguments` replace the messages of other errors, and
-:func:`describe` says what an unforeseen one is, and where, without what it may quote.
+:func:`explain_errors` and :func:`explain_arguments` replace the messages of other errors.
 """
 
 from __future__ import annotations
@@ -10,18 +9,11 @@ import difflib
 import functools
 import inspect
 import math
-import re
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from numbers import Integral, Real
-from pathlib import Path
-from traceback import FrameSummary
 from typing import Any, TypeVar
-
-import torch
-from torch import nn
 
 Value = TypeVar("Value")
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -140,50 +132,6 @@ def check_choice(
     ):
         return value
     raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
-
-
-LONGEST_MESSAGE = 200
-"""Characters of an unforeseen error's message that are repeated: shapes, dtypes, devices fit."""
-
-
-def calls_of(error: BaseException) -> list[FrameSummary]:
-    """Return the calls that an error passed, without checks: their caller's line says more."""
-    frames = traceback.extract_tb(error.__traceback__)
-    callers = [frame for frame in frames if Path(frame.filename).name != "validate.py"]
-    return [frame for frame in callers if frame.name != "check_finite"]
-
-
-def is_within(frame: FrameSummary, folder: Path) -> bool:
-    """Return whether the code of a call is in a folder."""
-    return Path(frame.filename).is_relative_to(folder)
-
-
-def describe(error: BaseException, *, quotes: bool = False) -> str:
-    """Return what an unforeseen error is, and where: a line of the user, a module of the model.
-
-    Args:
-        error: The error.
-        quotes: Whether its message may be repeated, because nothing private has been read.
-    """
-    frames, of_torch = calls_of(error), Path(torch.__file__).parent
-    frame = ([frame for frame in frames if not is_within(frame, of_torch)] or frames)[-1]
-    what = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
-    message = next(iter(str(error).splitlines()), "")
-    # What torch's own code says of tensors: shapes, dtypes and devices. Other numbers may be ids.
-    if type(error) is RuntimeError and is_within(frames[-1], of_torch):
-        message = re.sub(r"(?<![\w.])-?\d+(?![\w.])", "#", message)
-        what = f"torch failed ({message[:LONGEST_MESSAGE]})"
-    elif quotes and message:
-        what += f": {message[:LONGEST_MESSAGE]}"
-    return what + _place_of(error)
-
-
-def _place_of(error: BaseException) -> str:
-    """Return where in the user's model an error was raised; empty if it was not in a module."""
-    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    names = [name for name, m in modules[0].named_modules() if m is modules[-1]] if modules else []
-    return f", in the model's '{names[0]}'" if names and names[0] else ""
 
 
 @contextmanager

@@ -13,8 +13,6 @@ it plays against replaced batches. AUC with 95% intervals (bootstrap over batche
 the texts.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

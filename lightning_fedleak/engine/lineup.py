@@ -34,11 +34,10 @@ from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, without_peft
-from lightning_fedleak.model.model_state import WeightsWritten, saved_once
+from lightning_fedleak.model.model_state import WeightsWritten, describe, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import Stopwatch, bars, measure_seconds, track
 from lightning_fedleak.report.records.files import first_of
-from lightning_fedleak.validate import describe
 
 MAX_LINES = 3
 """Largest number of lines of an attack in the table; ``run.jsonl`` has the full reason."""
@@ -132,8 +131,8 @@ def table(
 def _wrapped(text: str, label: str) -> list[str]:
     """Return a few lines of text, the first one behind a label."""
     indent = " " * len(label)
-    ends: dict[str, Any] = {"max_lines": MAX_LINES, "placeholder": " ..."}
-    return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=indent, **ends)
+    wrapper = textwrap.TextWrapper(WIDTH, label, indent, max_lines=MAX_LINES, placeholder=" ...")
+    return wrapper.wrap(text)
 
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:

@@ -33,11 +33,10 @@ from lightning_fedleak.engine.outcomes import Control, Series
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError
-from lightning_fedleak.model.model_state import WeightsWritten
+from lightning_fedleak.model.model_state import WeightsWritten, calls_of, describe, is_within
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage, is_shard
 from lightning_fedleak.model.taps import ChangedInPlace, Step, UpdateError, before_real_step
 from lightning_fedleak.progress import Stopwatch
-from lightning_fedleak.validate import calls_of, describe, is_within
 
 # The dtype of autocast, by the precision of a run.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -7,17 +7,23 @@ small tensors are copied before the run. Parameters, their gradients and large t
 only if an operator of the run is about to write to them.
 
 Code compiled by torch.compile ignores hooks that are added later (:func:`is_compiled`).
+
+:func:`describe` says what an unforeseen error of a run is, and where, without what it may quote.
 """
 
 from __future__ import annotations
 
 import random
+import re
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from operator import is_
+from pathlib import Path
+from traceback import FrameSummary
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -474,3 +480,47 @@ def reset_compiled(root: nn.Module) -> None:
     """Discard compiled code, which would ignore hooks that were added or removed since."""
     if is_compiled(root):
         torch.compiler.reset()
+
+
+LONGEST_MESSAGE = 200
+"""Characters of an unforeseen error's message that are repeated: shapes, dtypes, devices fit."""
+
+
+def calls_of(error: BaseException) -> list[FrameSummary]:
+    """Return the calls that an error passed, without checks: their caller's line says more."""
+    frames = traceback.extract_tb(error.__traceback__)
+    callers = [frame for frame in frames if Path(frame.filename).name != "validate.py"]
+    return [frame for frame in callers if frame.name != "check_finite"]
+
+
+def is_within(frame: FrameSummary, folder: Path) -> bool:
+    """Return whether the code of a call is in a folder."""
+    return Path(frame.filename).is_relative_to(folder)
+
+
+def describe(error: BaseException, *, quotes: bool = False) -> str:
+    """Return what an unforeseen error is, and where: a line of the user, a module of the model.
+
+    Args:
+        error: The error.
+        quotes: Whether its message may be repeated, because nothing private has been read.
+    """
+    frames, of_torch = calls_of(error), Path(torch.__file__).parent
+    frame = ([frame for frame in frames if not is_within(frame, of_torch)] or frames)[-1]
+    what = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
+    message = next(iter(str(error).splitlines()), "")
+    # What torch's own code says of tensors: 4x64, dtypes and devices. Numbers may be private.
+    if type(error) is RuntimeError and is_within(frames[-1], of_torch):
+        message = re.sub(r"(?<![\w.])-?\.?\d[\d.]*(?:e[+-]?\d+)?j?(?!\w)", "#", message)
+        what = f"torch failed ({message[:LONGEST_MESSAGE]})"
+    elif quotes and message:
+        what += f": {message[:LONGEST_MESSAGE]}"
+    return what + _place_of(error)
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where in the user's model an error was raised; empty if it was not in a module."""
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    names = [name for name, m in modules[0].named_modules() if m is modules[-1]] if modules else []
+    return f", in the model's '{names[0]}'" if names and names[0] else ""

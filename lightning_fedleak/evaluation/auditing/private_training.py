@@ -62,9 +62,9 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.defenses.dpsgd.logical import copies_of, number_of_rows
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing import training_checks as checks
-from lightning_fedleak.model.model_state import Hook, preserve_process
+from lightning_fedleak.model.model_state import Hook, describe, preserve_process
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
-from lightning_fedleak.validate import check_integer, describe
+from lightning_fedleak.validate import check_integer
 
 SILENT = 1e-8  # factor on silent gradients: far below the noise, and its square fits into float32
 LOUD = 0.1  # length of silent gradients, in deviations of the noise, that is no longer negligible

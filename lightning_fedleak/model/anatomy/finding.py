@@ -8,8 +8,9 @@ labels mean: next tokens (``"causal"``), masked tokens (``"masked"``), a decoder
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from inspect import signature
+from itertools import chain
 from typing import get_args
 
 from torch import nn
@@ -306,23 +307,13 @@ def _plain_parts(
     pairs = [(e, h) for e in embeddings for h in linears if count_rows(e[1]) == count_rows(h[1])]
     if len(pairs) == 1:
         return pairs[0][0][1], pairs[0][1][1]
-    if not pairs and _has_no_head(scope, embedding, embeddings):
+    # An adaptive softmax has no row for each token that could be read.
+    without_head = embedding or find_layers(scope, (nn.AdaptiveLogSoftmaxWithLoss,))
+    if without_head and not pairs and len(embeddings) == 1:
         return embeddings[0][1], None
     part = "single language model" if pairs else "language model"
-    candidates = [layer for pair in pairs for layer in pair]
-    candidates = candidates or find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)
+    candidates = [*chain(*pairs)] or find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)
     raise missing_part_error(root, part, candidates, "embedding", "head")
-
-
-def _has_no_head(
-    scope: nn.Module, embedding: nn.Module | None, embeddings: Sequence[Named]
-) -> bool:
-    """Return whether an embedding stands alone: a named one, or beside an adaptive softmax.
-
-    The latter has no row for each token that could be read.
-    """
-    adaptive = any(isinstance(m, nn.AdaptiveLogSoftmaxWithLoss) for m in scope.modules())
-    return embedding is not None or (adaptive and len(embeddings) == 1)
 
 
 def _plain_kind(model: nn.Module) -> Kind:

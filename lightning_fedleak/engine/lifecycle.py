@@ -525,8 +525,7 @@ class Engine:
         if self.report is not None:
             reference = 0.0 if self.weights is None else self.weights.reference_seconds
             run_seconds = time.perf_counter() - self._begin_time - reference
-            parts = self.first_step, self._set_up_seconds, run_seconds, reference
-            self.report.ends(*parts, self.results.newest_worst)
+            self.report.ends(self.first_step, self._set_up_seconds, run_seconds, reference)
         return self.record
 
     def close(self) -> None:

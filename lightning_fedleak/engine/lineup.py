@@ -37,6 +37,7 @@ from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anato
 from lightning_fedleak.model.model_state import WeightsWritten, describe, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import Stopwatch, bars, measure_seconds, track
+from lightning_fedleak.report.records import STATED
 from lightning_fedleak.report.records.files import first_of
 
 MAX_LINES = 3
@@ -294,7 +295,9 @@ class Lineup:
         )
 
     def show(self) -> None:
-        """Log which attacks run, with ``attacks="auto"``."""
+        """Log what leaves, if the user states it, and with ``attacks="auto"`` which attacks run."""
+        if self._options.shares:
+            self._run.say(STATED.format(self._options.shares))
         if self.rows:
             watcher = self._run.watcher
             rank_zero_info(table(self.rows, self.unread, writes=self._self_text, watcher=watcher))

@@ -330,6 +330,7 @@ class Report:
         self._announced_pending: set[Series] = set()  # series whose wait was announced
         self._logged: dict[str, tuple[int, float]] = {}  # step and value of the last log by name
         self._measured: set[int] = set()  # steps with a result
+        self._newest: dict[str, tuple[float, int]] = {}  # newest value by log name, and its step
         # Seconds of all looks, of their controls, and of each attack.
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
@@ -339,7 +340,6 @@ class Report:
         set_up_seconds: float,
         run_seconds: float,
         reference_seconds: float,
-        worst: Mapping[str, tuple[float, int]],
     ) -> None:
         """Log the number of steps with a result, their cost, and the last values of the worst.
 
@@ -348,7 +348,6 @@ class Report:
             set_up_seconds: The duration of the set-up.
             run_seconds: The duration of the run, without set-up and references.
             reference_seconds: The duration of the training of references.
-            worst: The last value of the worst attack of each family, and its step.
         """
         steps = self._run.step - first_step
         if self._rounds or not steps:
@@ -364,10 +363,11 @@ class Report:
             + f"; training references took {reference_seconds:.1f} s besides"
             * bool(reference_seconds)
         )
-        if worst:
-            rates = [f"{family} {v:.2f} (step {step})" for family, (v, step) in worst.items()]
-            newest = ", ".join(rates).replace("nan", "unknown")
-            self._run.say(f"highest leakage when it was last measured: {newest}")
+        worst = {n: pair for n, pair in self._newest.items() if "/worst/" in n}
+        newest = [f"{n.rpartition('/')[2]} {v:.2f} (step {step})" for n, (v, step) in worst.items()]
+        if rates := ", ".join(rate for rate in newest if "_at_least " not in rate):
+            rates = rates.replace("nan", "unknown")
+            self._run.say(f"highest leakage when it was last measured: {rates}")
 
     def write(
         self,
@@ -415,6 +415,7 @@ class Report:
                 self._run.say(f"'{series.name}' has no result {when} yet: {outcome.pending}")
         self._write_lines(look, outcomes)
         self.log(values, look.step)
+        self._newest |= {name: (value, look.step) for name, value in values.items()}
         try:
             self.cards.add_summary(self.boards, outcomes, look.step)
         except Exception as error:

@@ -84,7 +84,6 @@ class Results:
         failures: The number of unknown results, not counting attacks that do not apply to what was
             shared, or to its size.
         last_step: The optimizer step of the newest values.
-        worst_steps: The step of the newest worst value of each family.
         deferrals: The number of consecutive steps that were due for a look and shared nothing.
     """
 
@@ -101,7 +100,6 @@ class Results:
         self.looks = 0
         self.failures = 0
         self.last_step = -1
-        self.worst_steps: dict[str, int] = {}
         self._looks_before = 0  # looks of earlier fits
 
     def headlines(self, family: str) -> tuple[str, ...]:
@@ -322,7 +320,6 @@ class Results:
             ]
             if family not in families_read:
                 continue
-            self.worst_steps[family] = look.step
             tested = family not in self.untested
             values |= _worst(family, headline, members, shared, tested, of_look=False)
             values_of_look |= _worst(family, headline, members, shared, tested, of_look=True)
@@ -339,12 +336,6 @@ class Results:
         self.latest = self._values_to_keep(outcomes, families_read) | values
         self.look_values = values | values_of_look
         return counted
-
-    @property
-    def newest_worst(self) -> dict[str, tuple[float, int]]:
-        """Return the newest worst value of each family, and its step."""
-        newest = {family: self.latest.get(f"{WORST}/{family}") for family in self.worst_steps}
-        return {f: (v, self.worst_steps[f]) for f, v in newest.items() if v is not None}
 
     def new_values(self) -> dict[str, float]:
         """Return the values that the newest look updated, by log name."""
@@ -448,7 +439,6 @@ class Results:
             "failures": self.failures,
             "deferrals": self.deferrals,
             "last_step": self.last_step,
-            "worst_steps": dict(self.worst_steps),
             "latest": dict(self.latest),
             "series": {series.log_name: self._state_of(series) for series in self._channels},
         }
@@ -468,7 +458,6 @@ class Results:
         self.failures = state["failures"]
         self.deferrals = state["deferrals"]
         self.last_step = state["last_step"]
-        self.worst_steps = dict(state.get("worst_steps", {}))  # not in a state of version 0.3.0
         self.latest = dict(state["latest"])
         saved = {s: state["series"].get(s.log_name, {}) for s in self._channels}
 

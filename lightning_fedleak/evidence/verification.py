@@ -82,10 +82,7 @@ def verify_run(
     if heads:
         checked.append("noted hashes")
     else:
-        not_checked.append(
-            "whether log and hashes were rewritten together: --head HASH, with the last hash noted "
-            "elsewhere"
-        )
+        not_checked.append("whether all hashes were computed again: --head HASH, noted elsewhere")
     if weights is None or not fits:
         reason = "--weights DIR" if weights is None else "the logs contradict themselves"
         not_checked.append(f"which weights these are: {reason}")

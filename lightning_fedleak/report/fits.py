@@ -438,20 +438,19 @@ def _not_tested(
     """Return the parts of the privacy risk that were not tested, in sentences."""
     begin = log.begin or records.BeginLine(run=log.run)
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
-    families = (*records.STANDARD_FAMILIES, *begin.families)
+    families = {f.name: f for f in (*begin.families, *records.STANDARD_FAMILIES)}
     tried = {a.family.name for a in attacks}
     if begin.stated == records.STATED.format("model"):  # the others are on what does not leave
-        families = (records.MEMORIZATION,)
+        families = {records.MEMORIZATION.name: records.MEMORIZATION}
     sentences = [begin.stated] * bool(begin.stated)
-    sentences += [_untested(f, f.name in tried) for f in families if f.name not in tested]
+    sentences += [_untested(f, n in tried) for n, f in families.items() if n not in tested]
     sentences += [f"{names}: {reason}" for reason, names in records.by_reason(not_played).items()]
     if unread := begin.unread:
         sentences.append(
             f"{len(unread)} shared parameter{'s' * (len(unread) > 1)}, tested by no attack: "
             f"{first_of(unread, 4)}"
         )
-    if log.begin is None:
-        sentences.append("which shared parameters no attack tests: not recorded")
+    sentences += ["which shared parameters no attack tests: not recorded"] * (log.begin is None)
     measured = {m for a in attacks if a.stage == RELEASED and a.looks for m in a.rates}
     tests = {"extracted": "extraction", "auc": "membership by its outputs"}
     if missing := [test for metric, test in tests.items() if metric not in measured]:

@@ -25,9 +25,13 @@ from lightning_fedleak.report.records.lines import title_of
 from lightning_fedleak.report.series import are_apart, before_and_after, is_leak, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 
-# Words for how often an attack is right, by the least share of the way from guessing to certainty
-# that the lower end of its interval has. Not tuned.
-SCALE = ((0.9, "almost every time"), (0.5, "often"), (0.0, "better than by guessing"))
+# Words for how often an attack is right and for how much it names, by the least share of the way
+# from guessing to certainty that the lower end of its interval has. Not tuned.
+SCALE = (
+    (0.9, {"surely": "almost every time", "amount": "almost all"}),
+    (0.5, {"surely": "often", "amount": "most"}),
+    (0.0, {"surely": "better than by guessing", "amount": "some"}),
+)
 ACTIONS = {  # what a gate did, by its name in run.jsonl, as a verb in the past tense
     "warn": "warned",
     "stopped": "stopped the run",
@@ -35,8 +39,7 @@ ACTIONS = {  # what a gate did, by its name in run.jsonl, as a verb in the past 
     "hardened": "turned the defence up",
     "raise": "raised an error",
 }
-# A metric or a phrase in braces in a family's sentence: its name, and ``%`` for a percentage.
-_METRIC = re.compile(r"\{([^}]+?)(%?)\}")
+_IN_BRACES = re.compile(r"\{([^}]+)\}")  # a metric or a phrase in a family's sentence
 _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
 
 
@@ -435,13 +438,18 @@ def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
     A training of one client may keep its gradients, unless its user states that they leave.
     """
     update = "One client's update" if fit.unit == "round" else "One update"
-    if fit.unit == "step" and not fit.begin.stated and (fit.shared.clients or 1) == 1:
+    if _may_be_kept(fit):
         update = "If gradients are shared, one update"
     if any(attack.stage == "aggregate" for attack in attacks):
         update = "The sum over clients"
     is_dishonest = all(attack.dishonest for attack in attacks)
     server = "a server that may add layers to the model" if is_dishonest else "the server"
     return f"{update} lets {server} "
+
+
+def _may_be_kept(fit: FitSummary) -> bool:
+    """Return whether gradients may not leave: one client takes steps, and its user says nothing."""
+    return fit.unit == "step" and not fit.begin.stated and (fit.shared.clients or 1) == 1
 
 
 def _titles(readings: Sequence[Reading], verdict: str, separator: str = ", ") -> str:
@@ -464,26 +472,18 @@ def _without_result(readings: Sequence[Reading]) -> Sentence:
 def _capability(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
     """Yield what an adversary could do with an attack, as the parts of a sentence of its family.
 
-    A family has sentences with metrics in braces. The first one whose metrics all have values is
-    used. If there is none, or the headline is an excess over a baseline, the last one is used.
+    The first sentence of the family is used; the last one if the headline is an excess over a
+    baseline.
     """
     assert attack.quoted is not None
     values = attack.quoted.rates
     low = ((attack.quoted.rate.low or 0.0) - attack.chance) / (1 - attack.chance)
-    words = {"surely": next(words for least, words in SCALE if low >= least)}
-    *specific, text = attack.family.all_sentences
-    for sentence in reversed(specific if attack.headline not in attack.family.excesses else ()):
-        names = [name for name, _ in _METRIC.findall(sentence)]
-        if all(" " in name or name in values or name in words for name in names):
-            text = sentence
-    pieces = _METRIC.split(text.replace("batch", fit.unit) if fit.unit == "round" else text)
-    for before, name, unit in zip(
-        pieces[::3], [*pieces[1::3], ""], [*pieces[2::3], ""], strict=True
-    ):
-        yield Part(before)
-        value = words.get(name, name) if " " in name or name in words else brief(values.get(name))
-        if name:
-            yield Part(percent(values.get(name)) if unit else value, "read")
+    words = next(words for least, words in SCALE if low >= least)
+    text = attack.family.all_sentences[-(attack.headline in attack.family.excesses)]
+    pieces = _IN_BRACES.split(text.replace("batch", fit.unit) if fit.unit == "round" else text)
+    for i, piece in enumerate(pieces):
+        name = brief(values[piece]) if piece in values else words.get(piece, piece)
+        yield Part(name, "read") if i % 2 else Part(piece)
 
 
 # ---- facts --------------------------------------------------------------------------------------
@@ -493,12 +493,14 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
     """Return six facts: what left, who could read it, defence, utility, gate, not tested."""
     tested = {reading.family for reading in readings if reading.verdict != "untested"}
     shared = fit.shared
-    clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
+    details = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
+    details += "; stated by the user, not checked" * bool(fit.begin.stated)
+    left = shared.update + ", if shared" * _may_be_kept(fit)
     gaps = {"attacks not run": fit.not_played, "parameters that none reads": shared.unread}
     is_dishonest = any(a.dishonest for a in fit.attacks)
     ability = "may add layers to the model" if is_dishonest else "only listens; knows the weights"
     exposure = [
-        _Fact("What left", shared.update, f"{shared.size}{clients}"),
+        _Fact("What left", left, shared.size + details),
         _Fact("Who could read it", shared.seen_by, ability),
     ]
     if tested == {"memorization"}:

@@ -55,7 +55,7 @@ class CountsChannel(StepChannel):
         metrics=("right", "wrong"),
         question="how many texts are in a batch",
         title="counts of texts",
-        sentences=("count the texts of a batch, right {right%} of the time",),
+        sentences=("count the texts of a batch {surely}",),
         terms={"Right": "The share of looks at which the count was right. 1 is always."},
     )
     metrics = ("right", "wrong")

@@ -48,14 +48,14 @@ def test_the_sentence_says_what_was_read_alike_on_the_page_and_in_the_json(tmp_p
     lines = [result(0, **READ), result(0, "fc", auc=(0.75, 0.6, 0.9))]
     found = found_in(tmp_path, lines, [begin(attacks=PAIR), end(4)])
     sentence = (
-        "If gradients are shared, one update lets the server name 78% of a batch's distinct tokens "
-        "and tell whether a given text was in a batch better than by guessing."
+        "If gradients are shared, one update lets the server name most of a batch's distinct "
+        "tokens and tell whether a given text was in a batch better than by guessing."
     )
     assert found.verdict.sentence == sentence
     assert as_json(found)["overviews"][0]["sentence"] == sentence
     heading = re.search(r"<h1[^>]*>(.*?)</h1>", page(found), re.S)[1]
     assert re.sub("<.*?>", "", heading).replace("&#39;", "'") == sentence
-    assert re.findall("<b class=.read.>(.*?)</b>", heading) == ["78%", "better than by guessing"]
+    assert re.findall("<b class=.read.>(.*?)</b>", heading) == ["most", "better than by guessing"]
 
 
 def test_there_are_four_readings_and_what_nobody_tested_is_one(tmp_path):
@@ -112,25 +112,28 @@ def test_words_are_quoted_by_their_highest_look_and_games_by_all_of_them(tmp_pat
 )
 def test_a_share_is_never_rounded_up(tmp_path, recall, share):
     found = found_in(tmp_path, [result(0, **READ | {"recall": recall})], [begin()])
-    assert f"name {share} of a batch's distinct tokens" in found.verdict.sentence
+    assert f"{share.capitalize()} found, 96% of what was named" in reading_of(found, "words").note
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "words"),
+    ("family", "value", "low", "words"),
     [
-        (1.0, 0.96, "almost every time"),
-        (1.0, 0.8, "often"),
-        (1.0, 0.55, "better than by guessing"),  # as few games
-        (0.61, 0.501, "better than by guessing"),
+        ("membership", 1.0, 0.96, "text was in a batch almost every time"),
+        ("membership", 1.0, 0.8, "text was in a batch often"),
+        ("membership", 1.0, 0.55, "text was in a batch better than by guessing"),  # as few games
+        ("membership", 0.61, 0.501, "text was in a batch better than by guessing"),
+        ("words", 1.0, 0.92, "name almost all of a batch's distinct tokens"),
+        ("words", 1.0, 0.89, "name most of a batch's distinct tokens"),
+        ("texts", 0.9, 0.2, "write down some of a text"),
     ],
 )
-def test_the_words_follow_the_lower_end_of_the_interval(tmp_path, value, low, words):
-    attacks = [about("games", "membership", "only listens")]
-    found = found_in(
-        tmp_path, [result(0, "games", auc=(value, low, 1.0))], [begin(attacks=attacks)]
-    )
-    assert found.verdict.sentence.endswith(f"text was in a batch {words}.")
-    assert "DP-SGD" in reading_of(found, "membership").mend
+def test_the_words_follow_the_lower_end_of_the_interval(tmp_path, family, value, low, words):
+    attacks = [about("attack", family, "only listens")]
+    metric = {"words": "f1", "texts": "token_accuracy"}.get(family, "auc")
+    lines = [result(0, "attack", recall=1.0, **{metric: (value, low, 1.0)})]
+    found = found_in(tmp_path, lines, [begin(attacks=attacks)])
+    assert found.verdict.sentence.endswith(f"{words}.")
+    assert "DP-SGD" in reading_of(found, family).mend
 
 
 def test_what_leaves_is_said_as_it_was_stated(tmp_path):
@@ -140,6 +143,11 @@ def test_what_leaves_is_said_as_it_was_stated(tmp_path):
         start = begin(attacks=PAIR, monitor={"adversary": [], **stated})
         said[shares] = found_in(tmp_path / shares, [result(0, **READ)], [start])
     assert said["gradients"].verdict.sentence.startswith("One update lets the server name")
+    left = facts_of(said["gradients"])["What left"]
+    assert left.value == "The gradient of every step"
+    assert left.detail.endswith("stated by the user, not checked")
+    unstated = found_in(tmp_path / "unstated", [result(0, **READ)], [begin(attacks=PAIR)])
+    assert facts_of(unstated)["What left"].value == "The gradient of every step, if shared"
     assert facts_of(said["model"])["What left"].value.startswith("Only the trained model")
     assert facts_of(said["model"])["Who could read it"].value == "Whoever gets the model"
 
@@ -212,7 +220,7 @@ def federation(folder, *decisions, sums=True):
 def test_a_federation_is_read_by_its_worst_client_beside_the_sum(tmp_path):
     found = federation(tmp_path)
     assert found.verdict.sentence == (
-        "One client's update lets the server name 90% of a round's distinct tokens."
+        "One client's update lets the server name most of a round's distinct tokens."
     )
     reading = reading_of(found, "words")
     assert reading.comparisons == ["in the sum of 3 clients 0.20"]
@@ -233,7 +241,7 @@ def test_updates_that_did_not_leave_were_not_read(tmp_path):
 def test_where_the_sum_alone_was_seen_the_sentence_is_of_the_sum(tmp_path):
     lines = [result(0, stage="aggregate", **READ) | {"client": "sum"}]
     found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
-    assert found.verdict.sentence.startswith("The sum over clients lets the server name 78%")
+    assert found.verdict.sentence.startswith("The sum over clients lets the server name most")
 
 
 def test_a_defence_is_shown_by_what_was_read_before_it(tmp_path):

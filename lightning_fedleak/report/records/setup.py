@@ -29,8 +29,8 @@ class Family(Record):
 
     A sentence completes "one update lets the server ...", or "the trained model ..." for a family
     on trained weights. What it has in braces is highlighted: ``{auc}`` is a metric with two digits,
-    ``{recall%}`` a percentage, ``{surely}`` a phrase by the size of the headline, and words with
-    spaces are printed as they are.
+    ``{surely}`` (how often) and ``{amount}`` (how much) are phrases by the lower end of the
+    headline's interval, and other words are printed as they are.
 
     Attributes:
         name: as in ``leakage/worst/<name>``.
@@ -40,8 +40,8 @@ class Family(Record):
         metrics: the metrics that a report shows.
         question: what its attacks try to find out, such as "which words are in a batch".
         title: what its attacks recover, in a word or two.
-        sentences: what an adversary could do with an attack. The first one whose metrics all have
-            values is used; for an attack with an excess as its main metric, the last.
+        sentences: what an adversary could do with an attack: the first one; for an attack with an
+            excess as its main metric, the last.
         asks: the question in direct speech.
         untested: what to do if no attack of the family was run.
         mend: what to do if an attack of the family reads, in a sentence.
@@ -112,10 +112,7 @@ WORDS = Family(
     question="which words are in a batch",
     asks="Which tokens are in a batch?",
     title="words",
-    sentences=(
-        "name {recall%} of a batch's distinct tokens",
-        "name a batch's distinct tokens with an F1 of {f1}",
-    ),
+    sentences=("name {amount} of a batch's distinct tokens",),
     mend=MEND_UPDATES,
     terms={
         "Words": "Tokens, the pieces of text that a model reads: whole words or parts of words. "
@@ -153,7 +150,7 @@ TEXTS = Family(
     question="whole texts",
     asks="Can a text be written down?",
     title="whole texts",
-    sentences=("write down {token_accuracy%} of a text",),
+    sentences=("write down {amount} of a text",),
     mend=MEND_UPDATES.replace("only sums", "noised hidden states or only sums"),
     untested="Test whole texts, which no attack read: attacks=[SubspaceTexts()].",
     terms={
@@ -216,7 +213,7 @@ ENTITIES = Family(
     metrics=("first", "greedy"),
     question="which planted values the trained model knows, by kind and place",
     title="planted values",
-    sentences=("ranks {first%} of the planted values of a kind and place first",),
+    sentences=("ranks {amount} of the planted values of a kind and place first",),
     terms={
         "First": "The share of planted values that rank first among drawn ones of their set, in "
         "the same words, minus that of values that were left out."

@@ -490,14 +490,9 @@ def collect(
 def _mend(
     length: int, settings: Memorization, min_texts: int, forwards: float, *, draws: bool
 ) -> str:
-    """Return what to write so that enough rows are drawn and queried.
+    """Return what to write so that enough rows are queried, and held out first if ``draws``.
 
-    Args:
-        length: The number of rows of the training data.
-        settings: The user's settings.
-        min_texts: The number of texts that are needed.
-        forwards: The number of forward passes for each text in an epoch.
-        draws: Whether rows have to be held out first.
+    The other arguments are those of :func:`affordable`.
     """
     n = min_texts // 2 if draws else 0
     if draws and n < MIN_TEXTS:

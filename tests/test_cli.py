@@ -42,6 +42,8 @@ from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.cli.commands.options import parsers
 from lightning_fedleak.defenses import Freeze, GradientNoise
 from lightning_fedleak.extras import install
+from lightning_fedleak.report.records import MEMBERSHIP
+from lightning_fedleak.report.records import TEXTS as TEXTS_FAMILY
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 from tests.callbacks import runs
 from tests.callbacks.runs import Probe
@@ -524,6 +526,56 @@ def test_a_mistake_in_callbacks_is_refused_before_a_step(tmp_path: Path, mistake
     assert module.steps == 0
 
 
+class Names(dict[str, Any]):
+    """Names in a line of advice: those of the package's root, and what the reader has."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(lightning_fedleak, name)
+
+
+def bracketed(text: str, start: str) -> str:
+    """Return the expression that follows a start, to the bracket that closes its first one."""
+    depth, rest = 0, text.partition(start)[2]
+    for i, one in enumerate(rest):
+        depth += (one in "([") - (one in ")]")
+        if depth == 0 and one in ")]":
+            return rest[: i + 1]
+    raise AssertionError(f"{start} is not in: {text}")
+
+
+def follow(advice: str, rows: Any) -> tuple[list[Any], Any]:
+    """Do what a message advises, and return the callbacks and the rows to train on."""
+    names = Names(rows=rows, n=len(rows) // 2)
+    if "train, others = " in advice:
+        names["train"], _ = eval(bracketed(advice, "train, others = "), {}, names)
+    given = {
+        name: eval(bracketed(advice, f"{name}=").replace("...", "'shared'"), {}, names)
+        for name in ("settings", "attacks")
+        if f"{name}=" in advice
+    }
+    assert given or "train" in names, advice
+    return [LeakageMonitor(**given)], names.get("train", rows)
+
+
+@pytest.mark.parametrize("mistake", ["texts", "a stage that is not measured", "memorization"])
+def test_what_a_refusal_advises_is_the_whole_mend(tmp_path: Path, mistake: str) -> None:
+    callbacks, _ = CALLBACKS[mistake]
+    with pytest.raises(ValueError, match="=") as refusal:
+        runs.fit(callbacks(), tmp_path, loader=shuffled())
+    monitors, rows = follow(str(refusal.value), shuffled().dataset)
+    gate = callbacks()[-1]
+    loader = DataLoader(rows, batch_size=4, shuffle=True)
+    runs.fit([*monitors, gate], tmp_path, loader=loader, max_epochs=1)
+    assert gate.metric in monitors[0].latest
+
+
+@pytest.mark.parametrize("family", [MEMBERSHIP, TEXTS_FAMILY])
+def test_what_a_report_advises_to_test_is_tested(tmp_path: Path, family: Any) -> None:
+    monitors, _ = follow(family.untested, shuffled().dataset)
+    runs.fit(monitors, tmp_path, loader=shuffled(), max_epochs=1)
+    assert f"leakage/worst/{family.name}" in monitors[0].latest
+
+
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
@@ -588,3 +640,6 @@ def test_weights_that_are_not_tested_are_one_short_line_at_the_start(tmp_path, c
     assert "WatchSettings(memorization=Memorization(max_overhead=" in line
     assert "`train` of train, others = leave_out(rows, 16, seed=1)" in line
     assert len(line) < 280
+    monitors, rows = follow(line, shuffled().dataset)
+    runs.fit(monitors, tmp_path, loader=DataLoader(rows, batch_size=4), max_epochs=1)
+    assert "leakage/combined/auc" in monitors[0].latest

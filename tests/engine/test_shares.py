@@ -38,8 +38,9 @@ def loader(data: Any) -> DataLoader[Any]:
 
 
 def test_only_the_trained_model_is_attacked_where_only_it_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     for attack in (SubspaceWords, BagOfWords, GradientMembership):
         for method in ("needs", "estimate", "prepare", "run"):
             monkeypatch.setattr(attack, method, lambda *_, **__: pytest.fail("it costs nothing"))
@@ -54,6 +55,7 @@ def test_only_the_trained_model_is_attacked_where_only_it_leaves(
     assert not watch.lines("gradient_membership")
     begin = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
     assert begin["monitor"]["shares"] == SAID
+    assert SAID in caplog.text
     assert not begin["unread"]
     found = findings(read([tmp_path]))
     not_tested = found.runs[0].not_tested

@@ -501,9 +501,7 @@ def is_within(frame: FrameSummary, folder: Path) -> bool:
 def describe(error: BaseException, *, quotes: bool = False) -> str:
     """Return what an unforeseen error is, and where: a line of the user, a module of the model.
 
-    Args:
-        error: The error.
-        quotes: Whether its message may be repeated, because nothing private has been read.
+    Its message is repeated if it ``quotes`` nothing private, because nothing has been read.
     """
     frames, of_torch = calls_of(error), Path(torch.__file__).parent
     frame = ([frame for frame in frames if not is_within(frame, of_torch)] or frames)[-1]

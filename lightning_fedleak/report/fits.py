@@ -428,8 +428,8 @@ def _not_played(log: FitLog) -> dict[str, str]:
 
 def _untested(family: records.Family, was_tried: bool) -> str:
     """Return a sentence that a family of attacks has no result, and which attack would test it."""
-    hint = f"not tried. {family.untested}".rstrip()
-    return f"{family.tested}: {'no attack gave a result' if was_tried else hint}"
+    hint = f"Not tried. {family.untested}".rstrip()
+    return f"{family.tested} {'No attack gave a result.' if was_tried else hint}"
 
 
 def _not_tested(

@@ -245,7 +245,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
     reading = Reading(
         family=family.name,
         title=capitalized(family.short_title),
-        question=family.asks or f"{capitalized(family.tested)}?",
+        question=family.tested,
     )
     if attack is None or attack.quoted is None:
         return replace(reading, **(_without_value(attacks) if attacks else _unexposed(fit, family)))

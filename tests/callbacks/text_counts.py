@@ -53,7 +53,7 @@ class CountsChannel(StepChannel):
         name="counts",
         headline="right",
         metrics=("right", "wrong"),
-        question="how many texts are in a batch",
+        question="How many texts are in a batch?",
         title="counts of texts",
         sentences=("count the texts of a batch {surely}",),
         terms={"Right": "The share of looks at which the count was right. 1 is always."},

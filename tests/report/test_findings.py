@@ -45,7 +45,7 @@ def test_what_is_not_shared_is_neither_read_nor_tested(tmp_path):
     found = found_in(tmp_path, lines, [begin(unread=["a", "b"])])
     assert found.verdict.level == "unknown"
     said = found.runs[0].not_tested
-    assert any(one.startswith("which words are in a batch") for one in said)
+    assert any(one.startswith("Which tokens are in a batch?") for one in said)
     assert any(one.startswith("2 shared parameters, tested by no attack: a, b") for one in said)
 
 

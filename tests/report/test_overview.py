@@ -190,7 +190,7 @@ def test_what_was_tried_in_vain_is_unknown_and_not_untested(tmp_path):
     lines = [result(0, **READ), result(0, "st"), result(0, "silent")]
     found = found_in(tmp_path, lines, [begin(attacks=attacks)])
     assert reading_of(found, "texts").answer == "Unknown"
-    assert "whole texts: no attack gave a result" in found.runs[0].not_tested
+    assert "Can a text be written down? No attack gave a result." in found.runs[0].not_tested
     note = reading_of(found, "words").note
     assert "No result of silent: what it would have read is unknown." in note
 

@@ -38,11 +38,10 @@ class Family(Record):
         chance: the value of the headline that guessing reaches. If it is above 0, each look is a
             game with few trials, so that the mean over looks counts, not the highest look.
         metrics: the metrics that a report shows.
-        question: what its attacks try to find out, such as "which words are in a batch".
+        question: what its attacks try to find out, such as "Which tokens are in a batch?"
         title: what its attacks recover, in a word or two.
         sentences: what an adversary could do with an attack: the first one; for an attack with an
             excess as its main metric, the last.
-        asks: the question in direct speech.
         untested: what to do if no attack of the family was run.
         mend: what to do if an attack of the family reads, in a sentence.
         terms: the meaning of its words and metrics, for the report's glossary.
@@ -57,7 +56,6 @@ class Family(Record):
     question: str = ""
     title: str = ""
     sentences: tuple[str, ...] = ()
-    asks: str = ""
     untested: str = ""
     mend: str = ""
     terms: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +83,7 @@ class Family(Record):
     @property
     def tested(self) -> str:
         """What its attacks try to find out."""
-        return self.question or f"what attacks of the family '{self.name}' read"
+        return self.question or f"What do attacks of the family '{self.name}' read?"
 
     @property
     def short_title(self) -> str:
@@ -109,8 +107,7 @@ WORDS = Family(
     name="words",
     headline="f1",
     metrics=("f1", "recall", "precision"),
-    question="which words are in a batch",
-    asks="Which tokens are in a batch?",
+    question="Which tokens are in a batch?",
     title="words",
     sentences=("name {amount} of a batch's distinct tokens",),
     mend=MEND_UPDATES,
@@ -128,8 +125,7 @@ MEMBERSHIP = Family(
     headline="auc",
     chance=0.5,
     metrics=("auc", "accuracy", "tpr_at_fpr_0.01"),
-    question="whether a given text is in a batch",
-    asks="Is a given text in a batch?",
+    question="Is a given text in a batch?",
     title="membership",
     sentences=("tell whether a given text was in a batch {surely}",),
     mend=MEND_UPDATES,
@@ -147,8 +143,7 @@ TEXTS = Family(
     name="texts",
     headline="token_accuracy",
     metrics=("token_accuracy", "exact_sentences", "rouge_l"),
-    question="whole texts",
-    asks="Can a text be written down?",
+    question="Can a text be written down?",
     title="whole texts",
     sentences=("write down {amount} of a text",),
     mend=MEND_UPDATES.replace("only sums", "noised hidden states or only sums"),
@@ -168,8 +163,7 @@ MEMORIZATION = Family(
         *("extracted_x1", "extracted_x2", "extracted_x5", "extracted_x17"),
         *("greedy_x1", "greedy_x2", "greedy_x5", "greedy_x17"),
     ),
-    question="whether a given text was trained on, from the trained model alone",
-    asks="Was a given text trained on?",
+    question="Was a given text trained on, by the trained model alone?",
     title="trained model",
     sentences=(
         "tells who was in its training data {surely}",
@@ -198,7 +192,7 @@ CANARIES = Family(
     headline="auc",
     chance=0.5,
     metrics=("exposure", "auc", "greedy", "extracted"),
-    question="what the trained model leaks of planted texts, by how often they were repeated",
+    question="What does the trained model leak of planted texts, by how often they were repeated?",
     title="canaries",
     terms={
         "Exposure": "How far up a planted text ranks among held-out ones, in bits: each bit halves "
@@ -211,7 +205,7 @@ ENTITIES = Family(
     name="entity",
     headline="first",
     metrics=("first", "greedy"),
-    question="which planted values the trained model knows, by kind and place",
+    question="Which planted values does the trained model know, by kind and place?",
     title="planted values",
     sentences=("ranks {amount} of the planted values of a kind and place first",),
     terms={

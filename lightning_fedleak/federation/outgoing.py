@@ -311,6 +311,7 @@ class OutgoingUpdates:
 
         if not self.gates and not observer.due(self.client):
             return Leaving(self._release(sent, returned, update, tensors), False, (), None)
+        unknown_before = dict(self.unknown)
         while True:
             try:
                 facts = {"batches": batches, "utility": utility}
@@ -327,6 +328,7 @@ class OutgoingUpdates:
                 action = max(["leave", *(str(gate.action) for gate in acting)], key=_STRENGTH.index)
                 if action == "harden":
                     if self._hardens(acting.values()):
+                        self.unknown = dict(unknown_before)
                         continue  # the update has more noise now, and this look does not count
                     action = "withhold"
                 leaves = action in ("leave", "warn")
@@ -426,12 +428,14 @@ class OutgoingUpdates:
         """Return the gates that act, with their events, and the events of those that cannot judge.
 
         These let the update leave, because nothing can be recovered from it yet, but only one
-        update of a client: a server may repeat a round. The patience of the others is counted.
+        update of a client: a server may repeat a round. An attack whose number is unknown (the
+        event's source) has read something. The patience of the others is counted.
         """
         acting, unread = dict[RoundGate, engine.GateEvent](), list[engine.GateEvent]()
         for gate, event in readings.items():
             is_unknown = math.isnan(event.value)
-            if is_unknown and gate.name not in self.unread and gate.why_not_yet(look) is not None:
+            may_leave = is_unknown and not event.source and gate.name not in self.unread
+            if may_leave and gate.why_not_yet(look) is not None:
                 unread.append(event)
                 continue
             count = self.unknown[gate.name] = (

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_fedleak.attacks.base import Surfaces, WordGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.engine import GateEvent
 from lightning_fedleak.engine.channels.membership import MembershipChannel
 from lightning_fedleak.evidence import HOLDS, verify_run
 from lightning_fedleak.federation import (
@@ -461,6 +463,19 @@ def test_where_noise_does_not_let_the_update_pass_it_is_withheld(tmp_path, attac
     assert [x["did"] for x in decisions(tmp_path)] == ["hardened"] * hardened + ["withheld"]
 
 
+def test_a_look_after_which_the_noise_was_turned_up_costs_no_patience(tmp_path):
+    local = dp(accountant="filter", target_epsilon=50.0)
+    before = local.own_noise_std
+    attacks = [Listening(most=4 * before / 0.05 - 1e-6), Broken(name="broken")]
+    patient = RoundGate("leakage/broken/f1", at_most=1.0, patience=2, name="patient")
+    harden = RoundGate(F1, at_most=0.3, action="harden")
+    out = OutgoingUpdates(observer(tmp_path, model(), attacks), [patient, harden], local)
+    with announced("withheld"):
+        result = [leaving.withheld for _, _, leaving in rounds(out, n=3)]
+    assert result == [False, False, True]
+    assert [x["did"] for x in decisions(tmp_path)] == ["hardened", "hardened", "withheld"]
+
+
 def test_one_clients_share_is_not_turned_up():
     """The sum has the others' shares too, and would carry less than this client's account says."""
     local = dp(**SHARES)
@@ -648,6 +663,16 @@ def test_one_update_leaves_before_words_can_be_read_and_no_second_one(tmp_path, 
     assert "until B" in second.events[0].why
     report = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "gate"]
     assert [(x["did"], x["measured"]) for x in report] == [("not yet", None), ("withheld", None)]
+
+
+def test_no_update_leaves_undecided_where_an_attack_has_an_unknown_number(tmp_path):
+    gate = RoundGate(WORST, at_most=0.9)
+    out = client(tmp_path, gate)
+    look = SimpleNamespace(not_yet={WORST: "until B has changed"})
+    waits = GateEvent(WORST, 0, math.nan, math.nan, math.nan, 0.9, gate=gate.name)
+    assert out._acting({gate: waits}, look) == ({}, [waits])
+    doubted = replace(waits, source=F1, why=f"{F1}: it reads 0.00, and 0.00 of known words")
+    assert out._acting({gate: doubted}, look) == ({gate: doubted}, [])
 
 
 def test_a_server_that_repeats_a_round_gets_no_second_update(tmp_path):

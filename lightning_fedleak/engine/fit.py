@@ -18,7 +18,7 @@ attack with a low number works at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -205,7 +205,7 @@ class Fit:
         """Refuse the first batch if it cannot be read, on all processes at once.
 
         A batch whose tokens may be found in the step's graph is refused later, if at all, by
-        :meth:`_check_first_look`.
+        :meth:`batch_ends`.
 
         Raises:
             Refusal: The first batch cannot be read; its error shows an adapter to copy.
@@ -220,15 +220,6 @@ class Fit:
                 self._batch_error = BatchError(f"{error}\n{code}")
         needs_batch = self.tap.why_not is not None or batch is None or adapter is not None
         self._refuse_anywhere(needed=needs_batch)
-
-    def _check_first_look(self, look: Look) -> None:
-        """Refuse, at the end of the first look, a batch that was not in the step's graph either.
-
-        Raises:
-            Refusal: The first batch cannot be read; its error shows an adapter to copy.
-        """
-        self._is_before_look = False
-        self._refuse_anywhere(needed=look.training_step.error is not None)
 
     def _refuse_anywhere(self, *, needed: bool) -> None:
         """End the run if any process needs its first batch and could not read it."""
@@ -282,18 +273,6 @@ class Fit:
     def _follow_changes(self) -> bool:
         """Plan again if other parameters are trained now; return whether other ones are read."""
         return self._planned_for != self._trained() and self.follow()
-
-    def follow_doubts(self, names: Collection[str]) -> frozenset[str] | None:
-        """Plan again for attacks whose newest number is unknown, and return those that stop.
-
-        Returns:
-            The names of the attacks; None if the plans stay as they are.
-        """
-        playing = self.lineup.playing
-        if not self.lineup.doubt(names):
-            return None
-        self.follow()
-        return frozenset(playing) - frozenset(self.lineup.playing)
 
     def follow(self) -> bool:
         """Plan the attacks again, and return whether other parameters are read than before."""
@@ -389,8 +368,11 @@ class Fit:
         clients = 1 if one_client else run.processes  # their independent noise is averaged
         look.stages, look.optimizer = stages, optimizer
         look.wanted = tuple(stage for stage in stages if stage in self._options.stages)
-        if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:
-            step.undefended = self._undefended(look, from_copies=from_copies)
+        if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:  # a defence or DDP changes it
+            controlled = any(map(self.controls.may_play, self.lineup.exposed))
+            copies = controlled and run.why_hidden((Stage.LOCAL,), optimizer) is None
+            copy = self.tap.local_copy(look.step, from_copies=from_copies) if copies else None
+            step.undefended = copy
 
         def take() -> GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:
@@ -421,18 +403,6 @@ class Fit:
         """Return whether an optimizer steps any of the parameters that the attacks read."""
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
-
-    def _undefended(self, look: Look, *, from_copies: bool) -> GradientSnapshot | None:
-        """Return a copy of the local gradient, for controls, before defences or DDP change it.
-
-        Args:
-            look: The look.
-            from_copies: Whether the tap holds copies already, so that none is made.
-        """
-        controlled = any(map(self.controls.may_play, self.lineup.exposed))
-        if not controlled or self.run.why_hidden((Stage.LOCAL,), look.optimizer) is not None:
-            return None
-        return self.tap.local_copy(look.step, from_copies=from_copies)
 
     # ---- attacks ----------------------------------------------------------------------------
 
@@ -468,6 +438,9 @@ class Fit:
 
         Returns:
             The look and its outcomes, which are None if nothing was shared; None without a look.
+
+        Raises:
+            Refusal: At the first look, the batch was not in the step's graph either.
         """
         stepped, look = self.scheduler.batch_ends(trained), self.look
         if look is None:
@@ -476,7 +449,8 @@ class Fit:
         if not stepped:
             return None
         if self._is_before_look:
-            self._check_first_look(look)
+            self._is_before_look = False
+            self._refuse_anywhere(needed=look.training_step.error is not None)
         return look, self._score(look)
 
     @contained
@@ -493,8 +467,7 @@ class Fit:
         Returns:
             The outcomes by series; None if nothing was shared.
         """
-        cadence = self.scheduler.cadence
-        results = self._results(look) or {}
+        cadence, results = self.scheduler.cadence, self._results(look) or {}
         self.end_look()
         self.each(self._leave_out_slow)
         no_result = all(isinstance(result, Waiting) for result in results.values())

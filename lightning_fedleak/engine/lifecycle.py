@@ -108,7 +108,6 @@ class Engine:
         self._logged_last = self._has_news = False
         self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
-        self._logged_names: list[str] = []
         self.listeners: list[Listener] = []
 
     @property
@@ -310,7 +309,6 @@ class Engine:
         if run.unit == "step" and self.current.series:
             looks = cadence.describe(self.current.lineup.look_seconds)
             run.say(f"{looks}; attacks that wait are tried in between")
-        self._logged_names = self.results.names(self.results.playing)
         self.current.lineup.begin(run.step)
         self.current.controls.needs = self.results.needs(self.gates)
         if self.weights is not None:
@@ -377,8 +375,10 @@ class Engine:
         utility = self._metrics.changed(fit.run, validation=False)
         spent, shared = record.privacy_values(fit.accounting), bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
-        if (left := fit.follow_doubts(self.results.doubted(fit.controls.limit))) is not None:
-            self.results.forget(left)
+        playing = fit.lineup.playing
+        if fit.lineup.doubt(self.results.doubted(fit.controls.limit)):
+            fit.follow()
+            self.results.forget(playing - fit.lineup.playing)
         fit.run.publish(self.results.latest)
         self._has_news = True
         values, failures = self.results.new_values(), self.results.failures
@@ -453,7 +453,7 @@ class Engine:
         try:
             self._publish(Look(self.run.step), self.results.all_unknown(why))
         except Exception as error:
-            self.results.lose_look(self._logged_names)
+            self.results.lose_look()
             self._has_news = True
             with suppress(Exception):
                 rank_zero_warn(

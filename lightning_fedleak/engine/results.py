@@ -149,7 +149,8 @@ class Results:
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the :meth:`headlines` of ``leakage/worst/<family>``; empty for another name."""
-        return self.headlines(name.removeprefix(f"{WORST}/")) if name in self.names() else ()
+        root, _, family = name.rpartition("/")
+        return self.headlines(family) if root == WORST and family in self.families else ()
 
     def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
         """Return how a gate interprets a logged value at its threshold.
@@ -364,9 +365,9 @@ class Results:
             for kept in (self._newest, self._waits, self._waiting_since):
                 kept.pop(series, None)
 
-    def lose_look(self, names: Sequence[str]) -> None:
-        """Count a look whose results could not be added, and set the named values to unknown."""
-        self.latest = dict.fromkeys(names, math.nan)
+    def lose_look(self) -> None:
+        """Count a look whose results could not be added, and set all values to unknown."""
+        self.latest = dict.fromkeys(self.names(self.playing), math.nan)
         self.failures += len(self.playing)
         self.latest["monitor/failures"] = float(self.failures)
         self.look_values = self.latest

@@ -303,7 +303,9 @@ def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
 
         def dear(*args, **more):  # of 3 seconds in a round of one
             observed.append(out.observer.round_)
-            return replace(result(*args, **more), seconds=3.0)
+            made = result(*args, **more)
+            made.look.seconds = 3.0
+            return made
 
         out.observer.measure = dear
         for round_ in range(14):

@@ -196,10 +196,17 @@ class Fit:
             self.tap.batch_begins(self.look.training_step, batch)
         return begins
 
-    def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer step ends with this batch, so gradients no longer accumulate."""
-        if self._owns(optimizer):
+    def optimizer_steps(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer steps, so gradients no longer accumulate.
+
+        Returns:
+            Whether it steps any of the parameters that the attacks read; else nothing is noted.
+        """
+        owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
+        is_read = not owners or any(o is optimizer for o in owners)
+        if is_read:
             self.scheduler.optimizer_steps()
+        return is_read
 
     def _check_first_batch(self, batch: Any) -> None:
         """Refuse the first batch if it cannot be read, on all processes at once.
@@ -355,11 +362,8 @@ class Fit:
             optimizer: The optimizer that is about to step.
             from_copies: Whether to take the copies from before DDP's reduction, not ``p.grad``.
         """
-        if not self._owns(optimizer):
-            return
-        self.scheduler.optimizer_steps()
-        look = self.look
-        if look is None or id(optimizer) in look.stepped:
+        is_read, look = self.optimizer_steps(optimizer), self.look
+        if not is_read or look is None or id(optimizer) in look.stepped:
             return
         if look.step_seconds == 0:
             look.step_seconds = max(0.0, look.stopwatch.seconds - look.seconds)
@@ -398,11 +402,6 @@ class Fit:
             if Stage.AGGREGATE in stages:
                 look.stepped.add(id(optimizer))
                 look.work.clear()
-
-    def _owns(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer steps any of the parameters that the attacks read."""
-        owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
-        return not owners or any(o is optimizer for o in owners)
 
     # ---- attacks ----------------------------------------------------------------------------
 

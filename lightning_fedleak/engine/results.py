@@ -348,14 +348,12 @@ class Results:
         """
         for series, outcome in self._newest.items():
             if outcome.pending is None and _counts_for_worst(series):
-                is_doubted = self._is_doubted(series, outcome, limit(self._channels[series]))
+                channel = self._channels[series]
+                name, value = channel.headline, outcome.rate(channel.headline, of_look=True)
+                judged = self.judge(f"{series.log_name}/{name}", value, limit(channel))
+                is_doubted = math.isnan(judged.value)
                 (self._doubted.add if is_doubted else self._doubted.discard)(series.attack)
         return self._doubted
-
-    def _is_doubted(self, series: Series, outcome: Outcome, limit: float) -> bool:
-        headline = self._channels[series].headline
-        value = outcome.rate(headline, of_look=True)
-        return math.isnan(self.judge(f"{series.log_name}/{headline}", value, limit).value)
 
     def forget(self, attacks: Collection[str]) -> None:
         """Forget the newest outcomes of attacks that do not run any more, from the next look on."""

@@ -295,7 +295,10 @@ class Threshold:
         judged = self._judgements(engine, values)
         doubted = {n: w for n, w in unknown.items() if not self._is_breach(judged.get(n))}
         judged |= {name: Judgement(math.nan, why) for name, why in doubted.items()}
-        source = self._deciding(judged)
+        known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
+        source = max(known, key=known.__getitem__, default="")
+        if not self._is_breach(judged.get(source)):  # an unknown value may be one
+            source = next((name for name in judged if name not in known), source)
         value, why = judged[source].value, judged[source].why
         is_of_family = is_worst(self.metric) and source != self.metric
         if math.isnan(value):
@@ -316,13 +319,6 @@ class Threshold:
             read=math.nan if self.on_weights else values.get(source, math.nan),
             gate=self.name,
         )
-
-    def _deciding(self, judged: Mapping[str, Judgement]) -> str:
-        """Return the log name of the value that decides; see :meth:`judge`."""
-        known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
-        highest = max(known, key=known.__getitem__, default="")
-        unknown = [name for name in judged if name not in known]
-        return unknown[0] if unknown and not self._is_breach(judged.get(highest)) else highest
 
     def _is_breach(self, judgement: Judgement | None) -> bool:
         return judgement is not None and judgement.value > self.at_most

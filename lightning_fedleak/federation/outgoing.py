@@ -131,10 +131,6 @@ class RoundGate(engine.Threshold):
         event = replace(event, low=math.nan, high=math.nan)
         return replace(event, step=look.round_, client=look.client)
 
-    def why_not_yet(self, look: RoundLook) -> str | None:
-        """Return why nothing can be recovered from the update yet; None if something can."""
-        return look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
-
     def _unknown(self, look: RoundLook) -> dict[str, str]:
         """Return why values of the round are unknown unless they are a breach, by log name.
 
@@ -435,7 +431,7 @@ class OutgoingUpdates:
         for gate, event in readings.items():
             is_unknown = math.isnan(event.value)
             may_leave = is_unknown and not event.source and gate.name not in self.unread
-            if may_leave and gate.why_not_yet(look) is not None:
+            if may_leave and {gate.metric, gate.metric.rpartition("/")[0]} & look.not_yet.keys():
                 unread.append(event)
                 continue
             count = self.unknown[gate.name] = (

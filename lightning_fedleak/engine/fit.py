@@ -48,16 +48,10 @@ from lightning_fedleak.engine.run import (
     reason,
 )
 from lightning_fedleak.engine.scheduler import Phase, Scheduler
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
 from lightning_fedleak.model.model_state import saved_once
-from lightning_fedleak.model.snapshots import (
-    AVERAGED,
-    ON_THE_WAY,
-    GradientSnapshot,
-    Stage,
-    UnusableObservation,
-    shaped,
-)
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import Step, StepTap
 
 
@@ -136,13 +130,9 @@ class Fit:
         Raises:
             ValueError: An attack does not fit the model.
         """
-        try:
-            if self.run.unit == "step":
-                self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
-            self.follow()
-        except Exception:
-            self.close()
-            raise
+        if self.run.unit == "step":
+            self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
+        self.follow()
         self.lineup.calibrate(restored, self.follow)
 
     def close(self) -> None:
@@ -256,7 +246,7 @@ class Fit:
             if look.scope is None:
                 if self.lineup.is_sharded:  # FSDP2 leaves layers unsharded after an evaluation
                     reshard(self.run.anatomy.root)
-                with shaped(self.run.anatomy.root.parameters()):
+                with snapshots.shaped(self.run.anatomy.root.parameters()):
                     self._follow_changes()
                     self._refresh(look)
             look.training_step = self.tap.begin(look.step)
@@ -285,7 +275,7 @@ class Fit:
         """Plan the attacks again, and return whether other parameters are read than before."""
         self._planned_for = self._trained()
         anatomy = self.run.anatomy
-        with shaped(anatomy.root.parameters()):
+        with snapshots.shaped(anatomy.root.parameters()):
             changed = self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
@@ -327,7 +317,7 @@ class Fit:
             self._capture((Stage.LOCAL, Stage.SHARED), optimizer, from_copies=True)
             self._capture((Stage.AGGREGATE,), optimizer)
         elif stage is Stage.AGGREGATE:
-            self._capture(ON_THE_WAY, optimizer)
+            self._capture(snapshots.ON_THE_WAY, optimizer)
 
     @contained
     def _before_defense(
@@ -345,7 +335,7 @@ class Fit:
                 is_only = self.run.client == "world" or self.run.processes == 1
                 # The stages that see the same gradient as stage shared.
                 self._capture((Stage.SHARED, Stage.AGGREGATE)[: 1 + is_only], owner)
-            method = AVERAGED if defense.defers else defense.compression.method
+            method = snapshots.AVERAGED if defense.defers else defense.compression.method
             self.look.training_step.compression = method
 
     @contained
@@ -378,20 +368,21 @@ class Fit:
             copy = self.tap.local_copy(look.step, from_copies=from_copies) if copies else None
             step.undefended = copy
 
-        def take() -> GradientSnapshot:
+        def take() -> snapshots.GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:
-                raise UnusableObservation(why)
-            view = self.tap.gradients(
+                raise snapshots.UnusableObservation(why)
+            view = self.tap.gradients.view(
                 look.step,
                 look.wanted[0],
                 copies=from_copies,
                 client=run.number,
                 scale=scale if from_copies else 1.0,
             )
+            is_mean = bool(step.compression) and clients > 1
             return replace(
                 view,
                 noise_std=0.0 if Stage.LOCAL in stages else step.noise_std / clients**0.5,
-                compression=AVERAGED if step.compression and clients > 1 else step.compression,
+                compression=snapshots.AVERAGED if is_mean else step.compression,
                 rounding=run.rounding(len(step.calls)),
             )
 

@@ -317,9 +317,10 @@ class Results:
             ]
             if family not in families_read:
                 continue
-            tested = family not in self.untested
-            values |= _worst(family, headline, members, shared, tested, of_look=False)
-            values_of_look |= _worst(family, headline, members, shared, tested, of_look=True)
+            all_ran = family not in self.untested
+            for kept, of_look in ((values, False), (values_of_look, True)):
+                rates = [o.rate(headline, of_look=of_look) for o in members if o.exposed]
+                kept |= _worst(f"{WORST}/{family}", members, rates, shared=shared, all_ran=all_ran)
         self.failures += sum(o.unknown is not None and o.applies for o in counted.values())
         shares = [o.control.unexplained for o in outcomes.values() if o.control is not None]
         if finite_shares := [share for share in shares if not math.isnan(share)]:
@@ -486,34 +487,34 @@ def control_values(series: Series, channel: Channel, outcome: Outcome) -> dict[s
 
 
 def _worst(
-    family: str,
-    headline: str,
-    members: Sequence[Outcome],
-    shared: bool,
-    tested: bool,
-    *,
-    of_look: bool,
+    name: str, members: Sequence[Outcome], rates: Sequence[float], *, shared: bool, all_ran: bool
 ) -> dict[str, float]:
-    """Return the worst value of a family by log name, and a lower bound of it.
+    """Return the worst value of a family by its log name, and a lower bound of it.
 
     - No attack of the family has run: empty.
     - The gradients that its attacks read are not shared: 0, or unknown if others are (``shared``).
     - One recovers all, or proves that nothing is missing (a certificate): the highest headline.
     - A result is pending: the lower bound alone.
-    - A result is unknown, or an attack that applies did not run (not ``tested``): unknown, with the
-      lower bound.
+    - A result is unknown, or an attack that applies did not run (not ``all_ran``): unknown, with
+      the lower bound.
     - Otherwise: the highest headline.
+
+    Args:
+        name: The log name.
+        members: The newest outcomes of the family's attacks.
+        rates: The headlines of those that read something that is shared.
+        shared: Whether any parameter is trained, and therefore shared.
+        all_ran: Whether all attacks that apply ran.
     """
     exposed = [outcome for outcome in members if outcome.exposed]
-    name = f"{WORST}/{family}"
     if not members:
         return {}
     if not exposed:
         return {name: math.nan if shared else 0.0}
-    worst = highest([outcome.rate(headline, of_look=of_look) for outcome in exposed])
+    worst = highest(rates)
     is_known = not math.isnan(worst)
     is_pending = any(outcome.pending is not None for outcome in exposed)
-    missing = any(o.unknown is not None and o.applies for o in exposed) or not tested
+    missing = any(o.unknown is not None and o.applies for o in exposed) or not all_ran
     certified = any(outcome.extra.get("certified") == 1.0 for outcome in exposed)
     if is_known and (certified or worst == 1.0 or not (missing or is_pending)):
         return {name: worst}

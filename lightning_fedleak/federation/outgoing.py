@@ -152,6 +152,9 @@ class RoundGate(engine.Threshold):
         return unknown
 
 
+_Events = dict[RoundGate, engine.GateEvent]
+
+
 @dataclass(frozen=True)
 class Leaving:
     """The reply of a client in a round.
@@ -390,12 +393,7 @@ class OutgoingUpdates:
     # ---- looks and gates --------------------------------------------------------------------
 
     def _measure(
-        self,
-        sent: State,
-        returned: State,
-        update: Mapping[str, Tensor],
-        tensors: State,
-        **facts: Any,
+        self, sent: State, returned: State, update: State, tensors: State, **facts: Any
     ) -> RoundLook:
         """Attack the update with new noise, and with a copy of the compression.
 
@@ -418,16 +416,14 @@ class OutgoingUpdates:
             facts["compression"] = compression.method
         return self.observer.measure(returned, self.client, **facts)
 
-    def _acting(
-        self, readings: Mapping[RoundGate, engine.GateEvent], look: RoundLook
-    ) -> tuple[dict[RoundGate, engine.GateEvent], list[engine.GateEvent]]:
+    def _acting(self, readings: _Events, look: RoundLook) -> tuple[_Events, list[engine.GateEvent]]:
         """Return the gates that act, with their events, and the events of those that cannot judge.
 
         These let the update leave, because nothing can be recovered from it yet, but only one
         update of a client: a server may repeat a round. An attack whose number is unknown (the
         event's source) has read something. The patience of the others is counted.
         """
-        acting, unread = dict[RoundGate, engine.GateEvent](), list[engine.GateEvent]()
+        acting, unread = _Events(), list[engine.GateEvent]()
         for gate, event in readings.items():
             is_unknown = math.isnan(event.value)
             may_leave = is_unknown and not event.source and gate.name not in self.unread
@@ -452,11 +448,7 @@ class OutgoingUpdates:
         return True
 
     def _write(
-        self,
-        look: RoundLook,
-        acting: Mapping[RoundGate, engine.GateEvent],
-        unread: Sequence[engine.GateEvent],
-        action: str,
+        self, look: RoundLook, acting: _Events, unread: Sequence[engine.GateEvent], action: str
     ) -> None:
         """Log a look and the decisions of the gates, and announce the strongest decision.
 

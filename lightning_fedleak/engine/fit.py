@@ -364,9 +364,10 @@ class Fit:
         look.wanted = tuple(stage for stage in stages if stage in self._options.stages)
         if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:  # a defence or DDP changes it
             controlled = any(map(self.controls.may_play, self.lineup.exposed))
-            copies = controlled and run.why_hidden((Stage.LOCAL,), optimizer) is None
-            copy = self.tap.local_copy(look.step, from_copies=from_copies) if copies else None
-            step.undefended = copy
+            if not controlled or run.why_hidden((Stage.LOCAL,), optimizer) is not None:
+                step.undefended = None
+            else:
+                step.undefended = self.tap.local_copy(look.step, from_copies=from_copies)
 
         def take() -> snapshots.GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:

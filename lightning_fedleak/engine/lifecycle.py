@@ -86,8 +86,7 @@ class Engine:
     """
 
     def __init__(self, selection: Selection, options: Options) -> None:
-        self.selection = selection
-        self.options = options
+        self.selection, self.options = selection, options
         self.channels: list[Channel] = channels_of(selection.attacks, options)
         self.series = series_of(selection.attacks, self.channels, options.stages)
         check_listed(self.series, options)
@@ -108,6 +107,7 @@ class Engine:
         self._logged_last = self._has_news = False
         self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
+        self._logged_names: list[str] = []  # made before the first look, for one that fails
         self.listeners: list[Listener] = []
 
     @property
@@ -201,8 +201,7 @@ class Engine:
         Raises:
             ValueError: An attack does not fit the model or the run.
         """
-        watch = Stopwatch()
-        options, folder = self.options, destination.folder
+        watch, options, folder = Stopwatch(), self.options, destination.folder
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
         reveal = RevealFiles(folder, run.rank, options.tokenizer) if options.reveal else None
@@ -309,6 +308,7 @@ class Engine:
         if run.unit == "step" and self.current.series:
             looks = cadence.describe(self.current.lineup.look_seconds)
             run.say(f"{looks}; attacks that wait are tried in between")
+        self._logged_names = self.results.names(self.results.playing)
         self.current.lineup.begin(run.step)
         self.current.controls.needs = self.results.needs(self.gates)
         if self.weights is not None:
@@ -453,7 +453,7 @@ class Engine:
         try:
             self._publish(Look(self.run.step), self.results.all_unknown(why))
         except Exception as error:
-            self.results.lose_look()
+            self.results.lose_look(self._logged_names)
             self._has_news = True
             with suppress(Exception):
                 rank_zero_warn(

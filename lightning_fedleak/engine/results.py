@@ -321,10 +321,11 @@ class Results:
             for kept, of_look in ((values, False), (values_of_look, True)):
                 rates = [o.rate(headline, of_look=of_look) for o in members if o.exposed]
                 kept |= _worst(f"{WORST}/{family}", members, rates, shared=shared, all_ran=all_ran)
-        self.failures += sum(o.unknown is not None and o.applies for o in counted.values())
-        shares = [o.control.unexplained for o in outcomes.values() if o.control is not None]
-        if finite_shares := [share for share in shares if not math.isnan(share)]:
-            values[UNEXPLAINED] = max(finite_shares)
+        self.failures += sum(o.has_failed for o in counted.values())
+        controls = (outcome.control for outcome in outcomes.values())
+        share = highest([control.unexplained for control in controls if control is not None])
+        if not math.isnan(share):
+            values[UNEXPLAINED] = share
         values |= {f"utility/{name}": float(value) for name, value in utility.items()}
         values |= further
         values["monitor/failures"] = float(self.failures)
@@ -364,9 +365,9 @@ class Results:
             for kept in (self._newest, self._waits, self._waiting_since):
                 kept.pop(series, None)
 
-    def lose_look(self) -> None:
-        """Count a look whose results could not be added, and set all values to unknown."""
-        self.latest = dict.fromkeys(self.names(self.playing), math.nan)
+    def lose_look(self, names: Sequence[str]) -> None:
+        """Count a look whose results could not be added, and set the named values to unknown."""
+        self.latest = dict.fromkeys(names, math.nan)
         self.failures += len(self.playing)
         self.latest["monitor/failures"] = float(self.failures)
         self.look_values = self.latest
@@ -514,7 +515,7 @@ def _worst(
     worst = highest(rates)
     is_known = not math.isnan(worst)
     is_pending = any(outcome.pending is not None for outcome in exposed)
-    missing = any(o.unknown is not None and o.applies for o in exposed) or not all_ran
+    missing = any(o.has_failed for o in exposed) or not all_ran
     certified = any(outcome.extra.get("certified") == 1.0 for outcome in exposed)
     if is_known and (certified or worst == 1.0 or not (missing or is_pending)):
         return {name: worst}

@@ -281,11 +281,7 @@ class Threshold:
             unknown: The names whose values are unknown unless they are above the threshold, with
                 the reasons; an empty reason if the engine's results have it.
         """
-        names = self._watched(engine, values)
-        judged = {name: self._judge_end(name, values) for name in names if self.on_weights}
-        if not self.on_weights:
-            known = {name: values[name] for name in names if not math.isnan(values[name])}
-            judged = gates.judge_together(engine, known, self.at_most)
+        judged = self._judgements(engine, values)
         doubted = {n: w for n, w in unknown.items() if not self._is_breach(judged.get(n))}
         judged |= {name: Judgement(math.nan, why) for name, why in doubted.items()}
         known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
@@ -312,6 +308,14 @@ class Threshold:
             read=math.nan if self.on_weights else values.get(source, math.nan),
             gate=self.name,
         )
+
+    def _judgements(self, engine: Engine, values: Mapping[str, float]) -> dict[str, Judgement]:
+        """Return how each watched value counts at this threshold, by log name."""
+        names = self._watched(engine, values)
+        if self.on_weights:
+            return {name: self._judge_end(name, values) for name in names}
+        known = {name: values[name] for name in names if not math.isnan(values[name])}
+        return gates.judge_together(engine, known, self.at_most)
 
     def _is_breach(self, judgement: Judgement | None) -> bool:
         return judgement is not None and judgement.value > self.at_most

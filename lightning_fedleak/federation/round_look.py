@@ -312,7 +312,7 @@ class RoundLook:
         because more texts in this round would give them a result.
         """
         channels, outcomes = self.engine.step_series, self.outcomes.items()
-        failed = {channels[s].family for s, o in outcomes if o.unknown is not None and o.applies}
+        failed = {channels[s].family for s, o in outcomes if o.has_failed}
         reasons = dict[str, str]()
         for series, outcome in outcomes:
             if outcome.pending is not None and not channels[series].plays_games:

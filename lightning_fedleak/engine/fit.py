@@ -357,7 +357,8 @@ class Fit:
             return
         if look.step_seconds == 0:
             look.step_seconds = max(0.0, look.stopwatch.seconds - look.seconds)
-        run, step, scale = self.run, look.training_step, self.run.loss_scale
+        run, step = self.run, look.training_step
+        scale = run.loss_scale if from_copies else 1.0
         one_client = run.client == "world" or Stage.SHARED in stages
         clients = 1 if one_client else run.processes  # their independent noise is averaged
         look.stages, look.optimizer = stages, optimizer
@@ -373,11 +374,7 @@ class Fit:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:
                 raise snapshots.UnusableObservation(why)
             view = self.tap.gradients.view(
-                look.step,
-                look.wanted[0],
-                copies=from_copies,
-                client=run.number,
-                scale=scale if from_copies else 1.0,
+                look.step, look.wanted[0], copies=from_copies, client=run.number, scale=scale
             )
             is_mean = bool(step.compression) and clients > 1
             return replace(

@@ -365,9 +365,7 @@ class Report:
             * bool(reference_seconds)
         )
         if worst:
-            rates = [
-                f"{family} {value:.2f}".replace("nan", "unknown") for family, value in worst.items()
-            ]
+            rates = (f"{f} {value:.2f}".replace("nan", "unknown") for f, value in worst.items())
             self._run.say(f"highest leakage at the last look: {', '.join(rates)}")
 
     def write(

@@ -143,7 +143,7 @@ class RoundGate(engine.Threshold):
         if look.now.get(f"{self.metric.rpartition('/')[0]}/exposed") == 0:
             why = "the update does not contain the parameters that the attack reads"
             unknown[self.metric] = why
-        elif math.isnan(look.now.get(self.metric, math.nan)):
+        elif math.isnan(look.now.get(self._name_in(look.now), math.nan)):
             failed = [look.unknown[root] for root in roots.values() if root in look.unknown]
             pending = [look.not_yet[root] for root in roots.values() if root in look.not_yet]
             default = "no result yet, or an attack that does not run here"

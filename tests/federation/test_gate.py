@@ -126,6 +126,14 @@ def test_what_is_allowed_leaves_as_it_is(tmp_path):
     assert decisions(tmp_path) == []
 
 
+@pytest.mark.parametrize(("at_most", "withheld"), [(1.0, False), (0.2, True)])
+def test_a_client_is_the_worst_one_of_its_own_round(tmp_path, at_most, withheld):
+    out = client(tmp_path, RoundGate(f"{F1}_worst_client", at_most=at_most))
+    [(_, _, result)] = rounds(out)
+    assert result.withheld == withheld
+    assert [event.value for event in result.events] == [result.look.now[F1]] * withheld
+
+
 def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
     out = client(tmp_path, RoundGate(WORST, at_most=0.2))
     with announced("tells the server one bit"):

@@ -156,8 +156,8 @@ class RiskGate(core.Threshold, EitherCallback):
         It is the validation loss if the upper end of the interval at these weights is at most
         ``at_most``, and infinite otherwise, so that its minimum is the best allowed checkpoint.
         """
-        if not self.on_weights or trainer.sanity_checking:
-            return
+        if not self.on_weights or trainer.sanity_checking or self._engine.fit is None:
+            return  # the last: the fit is over, and `trainer.validate` runs
         metrics = trainer.callback_metrics
         names = core.chosen_metrics(metrics, self._engine.options.utility)
         losses = [name for name in names if is_validation(name) and is_lower_better(name)]

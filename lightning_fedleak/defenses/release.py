@@ -101,8 +101,8 @@ class UpdateRelease:
         self._step_hook: RemovableHandle | None = None
         # The ids of parameters whose gradients are released, but not yet used by an optimizer.
         self._released_ids: set[int] = set()
-        # The weights and their version counters at the first batch, to detect a change without a
-        # release. None before the first batch; empty after the first release, when they may change.
+        self._has_released = False  # in this fit; weights may change from then on
+        # The weights and their version counters at the first batch; None before it.
         self._first_versions: list[tuple[nn.Parameter, int]] | None = None
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
@@ -153,7 +153,7 @@ class UpdateRelease:
         self._context = DefenseContext(
             root, client, clients, device, precision, 0, entropy[0], process, n_together, host
         )
-        self._first_versions = None
+        self._has_released, self._first_versions = False, None
         if self.gradient_defenses:
             self._step_hook = register_optimizer_step_post_hook(self._check_optimizer)
 
@@ -197,7 +197,7 @@ class UpdateRelease:
             return run(batch, *arguments)
         context = self._current_context()
         self._released_ids.clear()
-        if self.gradient_defenses and self._first_versions != []:
+        if self.gradient_defenses and not self._has_released:
             self._check_weights(context)
         for defense in (d for d in self._batch_defenses if d.acts_on_batches):
             if isinstance(batch, Iterator):
@@ -289,7 +289,7 @@ class UpdateRelease:
             return
         for defense in self._release_defenses:
             defense.before_release()
-        self._first_versions = []
+        self._has_released = True
         if self.separates_stages:
             self._tap(Stage.LOCAL, optimizer)
             context, parameters = self._current_context(), _update_parameters(optimizer)

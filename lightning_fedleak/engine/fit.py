@@ -18,7 +18,7 @@ attack with a low number works at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,16 +48,10 @@ from lightning_fedleak.engine.run import (
     reason,
 )
 from lightning_fedleak.engine.scheduler import Phase, Scheduler
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
 from lightning_fedleak.model.model_state import saved_once
-from lightning_fedleak.model.snapshots import (
-    AVERAGED,
-    ON_THE_WAY,
-    GradientSnapshot,
-    Stage,
-    UnusableObservation,
-    shaped,
-)
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import Step, StepTap
 
 
@@ -136,13 +130,9 @@ class Fit:
         Raises:
             ValueError: An attack does not fit the model.
         """
-        try:
-            if self.run.unit == "step":
-                self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
-            self.follow()
-        except Exception:
-            self.close()
-            raise
+        if self.run.unit == "step":
+            self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
+        self.follow()
         self.lineup.calibrate(restored, self.follow)
 
     def close(self) -> None:
@@ -196,16 +186,23 @@ class Fit:
             self.tap.batch_begins(self.look.training_step, batch)
         return begins
 
-    def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer step ends with this batch, so gradients no longer accumulate."""
-        if self._owns(optimizer):
+    def optimizer_steps(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer steps, so gradients no longer accumulate.
+
+        Returns:
+            Whether it steps any of the parameters that the attacks read; else nothing is noted.
+        """
+        owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
+        is_read = not owners or any(o is optimizer for o in owners)
+        if is_read:
             self.scheduler.optimizer_steps()
+        return is_read
 
     def _check_first_batch(self, batch: Any) -> None:
         """Refuse the first batch if it cannot be read, on all processes at once.
 
         A batch whose tokens may be found in the step's graph is refused later, if at all, by
-        :meth:`_check_first_look`.
+        :meth:`batch_ends`.
 
         Raises:
             Refusal: The first batch cannot be read; its error shows an adapter to copy.
@@ -220,15 +217,6 @@ class Fit:
                 self._batch_error = BatchError(f"{error}\n{code}")
         needs_batch = self.tap.why_not is not None or batch is None or adapter is not None
         self._refuse_anywhere(needed=needs_batch)
-
-    def _check_first_look(self, look: Look) -> None:
-        """Refuse, at the end of the first look, a batch that was not in the step's graph either.
-
-        Raises:
-            Refusal: The first batch cannot be read; its error shows an adapter to copy.
-        """
-        self._is_before_look = False
-        self._refuse_anywhere(needed=look.training_step.error is not None)
 
     def _refuse_anywhere(self, *, needed: bool) -> None:
         """End the run if any process needs its first batch and could not read it."""
@@ -258,7 +246,7 @@ class Fit:
             if look.scope is None:
                 if self.lineup.is_sharded:  # FSDP2 leaves layers unsharded after an evaluation
                     reshard(self.run.anatomy.root)
-                with shaped(self.run.anatomy.root.parameters()):
+                with snapshots.shaped(self.run.anatomy.root.parameters()):
                     self._follow_changes()
                     self._refresh(look)
             look.training_step = self.tap.begin(look.step)
@@ -283,23 +271,11 @@ class Fit:
         """Plan again if other parameters are trained now; return whether other ones are read."""
         return self._planned_for != self._trained() and self.follow()
 
-    def follow_doubts(self, names: Collection[str]) -> frozenset[str] | None:
-        """Plan again for attacks whose newest number is unknown, and return those that stop.
-
-        Returns:
-            The names of the attacks; None if the plans stay as they are.
-        """
-        playing = self.lineup.playing
-        if not self.lineup.doubt(names):
-            return None
-        self.follow()
-        return frozenset(playing) - frozenset(self.lineup.playing)
-
     def follow(self) -> bool:
         """Plan the attacks again, and return whether other parameters are read than before."""
         self._planned_for = self._trained()
         anatomy = self.run.anatomy
-        with shaped(anatomy.root.parameters()):
+        with snapshots.shaped(anatomy.root.parameters()):
             changed = self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
@@ -341,7 +317,7 @@ class Fit:
             self._capture((Stage.LOCAL, Stage.SHARED), optimizer, from_copies=True)
             self._capture((Stage.AGGREGATE,), optimizer)
         elif stage is Stage.AGGREGATE:
-            self._capture(ON_THE_WAY, optimizer)
+            self._capture(snapshots.ON_THE_WAY, optimizer)
 
     @contained
     def _before_defense(
@@ -359,7 +335,7 @@ class Fit:
                 is_only = self.run.client == "world" or self.run.processes == 1
                 # The stages that see the same gradient as stage shared.
                 self._capture((Stage.SHARED, Stage.AGGREGATE)[: 1 + is_only], owner)
-            method = AVERAGED if defense.defers else defense.compression.method
+            method = snapshots.AVERAGED if defense.defers else defense.compression.method
             self.look.training_step.compression = method
 
     @contained
@@ -376,36 +352,35 @@ class Fit:
             optimizer: The optimizer that is about to step.
             from_copies: Whether to take the copies from before DDP's reduction, not ``p.grad``.
         """
-        if not self._owns(optimizer):
-            return
-        self.scheduler.optimizer_steps()
-        look = self.look
-        if look is None or id(optimizer) in look.stepped:
+        is_read, look = self.optimizer_steps(optimizer), self.look
+        if not is_read or look is None or id(optimizer) in look.stepped:
             return
         if look.step_seconds == 0:
             look.step_seconds = max(0.0, look.stopwatch.seconds - look.seconds)
-        run, step, scale = self.run, look.training_step, self.run.loss_scale
+        run, step = self.run, look.training_step
+        scale = run.loss_scale if from_copies else 1.0
         one_client = run.client == "world" or Stage.SHARED in stages
         clients = 1 if one_client else run.processes  # their independent noise is averaged
         look.stages, look.optimizer = stages, optimizer
         look.wanted = tuple(stage for stage in stages if stage in self._options.stages)
-        if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:
-            step.undefended = self._undefended(look, from_copies=from_copies)
+        if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:  # a defence or DDP changes it
+            controlled = any(map(self.controls.may_play, self.lineup.exposed))
+            if not controlled or run.why_hidden((Stage.LOCAL,), optimizer) is not None:
+                step.undefended = None
+            else:
+                step.undefended = self.tap.local_copy(look.step, from_copies=from_copies)
 
-        def take() -> GradientSnapshot:
+        def take() -> snapshots.GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:
-                raise UnusableObservation(why)
-            view = self.tap.gradients(
-                look.step,
-                look.wanted[0],
-                copies=from_copies,
-                client=run.number,
-                scale=scale if from_copies else 1.0,
+                raise snapshots.UnusableObservation(why)
+            view = self.tap.gradients.view(
+                look.step, look.wanted[0], copies=from_copies, client=run.number, scale=scale
             )
+            is_mean = bool(step.compression) and clients > 1
             return replace(
                 view,
                 noise_std=0.0 if Stage.LOCAL in stages else step.noise_std / clients**0.5,
-                compression=AVERAGED if step.compression and clients > 1 else step.compression,
+                compression=snapshots.AVERAGED if is_mean else step.compression,
                 rounding=run.rounding(len(step.calls)),
             )
 
@@ -416,23 +391,6 @@ class Fit:
             if Stage.AGGREGATE in stages:
                 look.stepped.add(id(optimizer))
                 look.work.clear()
-
-    def _owns(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer steps any of the parameters that the attacks read."""
-        owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
-        return not owners or any(o is optimizer for o in owners)
-
-    def _undefended(self, look: Look, *, from_copies: bool) -> GradientSnapshot | None:
-        """Return a copy of the local gradient, for controls, before defences or DDP change it.
-
-        Args:
-            look: The look.
-            from_copies: Whether the tap holds copies already, so that none is made.
-        """
-        controlled = any(map(self.controls.may_play, self.lineup.exposed))
-        if not controlled or self.run.why_hidden((Stage.LOCAL,), look.optimizer) is not None:
-            return None
-        return self.tap.local_copy(look.step, from_copies=from_copies)
 
     # ---- attacks ----------------------------------------------------------------------------
 
@@ -468,6 +426,9 @@ class Fit:
 
         Returns:
             The look and its outcomes, which are None if nothing was shared; None without a look.
+
+        Raises:
+            Refusal: At the first look, the batch was not in the step's graph either.
         """
         stepped, look = self.scheduler.batch_ends(trained), self.look
         if look is None:
@@ -476,7 +437,8 @@ class Fit:
         if not stepped:
             return None
         if self._is_before_look:
-            self._check_first_look(look)
+            self._is_before_look = False
+            self._refuse_anywhere(needed=look.training_step.error is not None)
         return look, self._score(look)
 
     @contained
@@ -493,8 +455,7 @@ class Fit:
         Returns:
             The outcomes by series; None if nothing was shared.
         """
-        cadence = self.scheduler.cadence
-        results = self._results(look) or {}
+        cadence, results = self.scheduler.cadence, self._results(look) or {}
         self.end_look()
         self.each(self._leave_out_slow)
         no_result = all(isinstance(result, Waiting) for result in results.values())

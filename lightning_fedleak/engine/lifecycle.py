@@ -86,8 +86,7 @@ class Engine:
     """
 
     def __init__(self, selection: Selection, options: Options) -> None:
-        self.selection = selection
-        self.options = options
+        self.selection, self.options = selection, options
         self.channels: list[Channel] = channels_of(selection.attacks, options)
         self.series = series_of(selection.attacks, self.channels, options.stages)
         check_listed(self.series, options)
@@ -108,7 +107,7 @@ class Engine:
         self._logged_last = self._has_news = False
         self._set_up_seconds = self._begin_time = 0.0
         self._prepared: set[str] = set()
-        self._logged_names: list[str] = []
+        self._logged_names: list[str] = []  # made before the first look, for one that fails
         self.listeners: list[Listener] = []
 
     @property
@@ -202,8 +201,7 @@ class Engine:
         Raises:
             ValueError: An attack does not fit the model or the run.
         """
-        watch = Stopwatch()
-        options, folder = self.options, destination.folder
+        watch, options, folder = Stopwatch(), self.options, destination.folder
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
         reveal = RevealFiles(folder, run.rank, options.tokenizer) if options.reveal else None
@@ -377,8 +375,10 @@ class Engine:
         utility = self._metrics.changed(fit.run, validation=False)
         spent, shared = record.privacy_values(fit.accounting), bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
-        if (left := fit.follow_doubts(self.results.doubted(fit.controls.limit))) is not None:
-            self.results.forget(left)
+        playing = fit.lineup.playing
+        if fit.lineup.doubt(self.results.doubted(fit.controls.limit)):
+            fit.follow()
+            self.results.forget(playing - fit.lineup.playing)
         fit.run.publish(self.results.latest)
         self._has_news = True
         values, failures = self.results.new_values(), self.results.failures

@@ -136,16 +136,6 @@ def _wrapped(text: str, label: str) -> list[str]:
     return wrapper.wrap(text)
 
 
-def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the names of the trained parameters whose gradient no attack reads."""
-    roles = {role for plan in plans if plan.exposed for role in plan.roles}
-    tested = {anatomy.parameter_name(role) for role in roles}
-    ends = {HEAD_WEIGHT, EMBEDDING_WEIGHT}
-    if roles & ends and anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT):
-        tested |= {anatomy.parameter_name(role) for role in ends}
-    return tuple(name for name in anatomy.trainable_names() if name not in tested)
-
-
 SLOW = 2.0
 """An attack that took this multiple of ``look_seconds`` at two looks in a row is left out. With a
 larger value slow attacks go on; with a smaller one few attacks run on large models."""
@@ -280,8 +270,14 @@ class Lineup:
     @property
     def unread(self) -> tuple[str, ...]:
         """Return the names of the shared parameters whose gradient no attack reads."""
-        shared = self._options.shares in (None, "gradients")
-        return unread_names(self.plans, self._run.anatomy) if shared else ()
+        if self._options.shares not in (None, "gradients"):
+            return ()
+        anatomy, ends = self._run.anatomy, {HEAD_WEIGHT, EMBEDDING_WEIGHT}
+        roles = {role for plan in self.plans if plan.exposed for role in plan.roles}
+        if anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT) and roles & ends:
+            roles |= ends
+        tested = {anatomy.parameter_name(role) for role in roles}
+        return tuple(name for name in self.trained if name not in tested)
 
     def unread_family(self, family: str) -> str | None:
         """Return the message that no attack on a family reads anything shared; None if one does."""

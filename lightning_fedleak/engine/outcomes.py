@@ -203,6 +203,11 @@ class Outcome:
         return log | {f"{root}/{name}": value for name, value in self.p_values.items()}
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether an attack that applies gave no value."""
+        return self.unknown is not None and self.applies
+
+    @property
     def p_values(self) -> dict[str, float]:
         """Return the known p-values by name."""
         named = {"p_of_this_look": self.p_value, "p_over_looks": self.p_over_looks}

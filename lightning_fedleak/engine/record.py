@@ -166,7 +166,9 @@ class RunRecord:
 
     def write_begin(self, run: Run, line: records.BeginLine) -> None:
         """Write the first line of a fit, with a hash of its settings (not of time or machine)."""
-        line = replace(line, weights=self.weights_of(run))
+        hashes = {kind: self._hashes_of(run, kind) for kind in ("trained", "frozen")}
+        digests = {kind: digest_weights(part) for kind, part in hashes.items() if part is not None}
+        line = replace(line, weights=digests or None)
         content = records.as_json(line).items()
         settings = {name: value for name, value in content if name not in _PER_FIT_FIELDS}
         text = json.dumps(settings, sort_keys=True)
@@ -213,8 +215,12 @@ class RunRecord:
         self.ended = True
         if self.planned is not None and self.planned < run.step:
             self.append(records.PlanLine(run="", step=run.step))
-        is_finished = outcome == "finished"
-        number, head = self._results_end()
+        is_finished, results = outcome == "finished", self.path.parent / records.RESULTS
+        number, head = None, None  # of the lines in the file of results, and the last hash
+        try:
+            number, head = records.closing_of(results)
+        except OSError as error:
+            self._warn(f"{results} cannot be read: {error.strerror}")
         self.append(
             records.EndLine(
                 run="",
@@ -227,15 +233,6 @@ class RunRecord:
                 row_order=self._row_order(run) if is_finished else None,
             )
         )
-
-    def _results_end(self) -> tuple[int | None, str | None]:
-        """Return the number of lines of ``leakage.jsonl`` and the last hash; None if unknown."""
-        results = self.path.parent / records.RESULTS
-        try:
-            return records.closing_of(results)
-        except OSError as error:
-            self._warn(f"{results} cannot be read: {error.strerror}")
-            return None, None
 
     def write_new_plan(self, step: int, next_look: int) -> None:
         """Write a line if a look is at another step than earlier lines have stated.
@@ -259,18 +256,11 @@ class RunRecord:
                 line = replace(line, weights=digest_weights(hashes), trained=tuple(hashes))
             self.append(line)
 
-    def weights_of(self, run: Run) -> dict[str, str] | None:
-        """Return one hash of the trained and one of the frozen parameters.
-
-        The hash of more than :data:`MAX_HASHED_BYTES` bytes is missing. In a federation, and if the
-        parameters are sharded, there is none.
-        """
-        hashes = {kind: self._hashes_of(run, kind) for kind in ("trained", "frozen")}
-        digests = {kind: digest_weights(part) for kind, part in hashes.items() if part is not None}
-        return digests or None
-
     def _hashes_of(self, run: Run, kind: str, *, any_size: bool = False) -> dict[str, str] | None:
-        """Return the hashes of the parameters of a kind, by name; see :meth:`weights_of`.
+        """Return the hashes of the parameters of a kind, by name.
+
+        They are None in a federation, if the parameters are sharded, and of more than
+        :data:`MAX_HASHED_BYTES` bytes.
 
         Args:
             run: The fit.

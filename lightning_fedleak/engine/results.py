@@ -153,7 +153,8 @@ class Results:
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the :meth:`headlines` of ``leakage/worst/<family>``; empty for another name."""
-        return self.headlines(name.removeprefix(f"{WORST}/")) if name in self.names() else ()
+        root, _, family = name.rpartition("/")
+        return self.headlines(family) if root == WORST and family in self.families else ()
 
     def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
         """Return how a gate interprets a logged value at its threshold.
@@ -320,13 +321,15 @@ class Results:
             ]
             if family not in families_read:
                 continue
-            tested = family not in self.untested
-            values |= _worst(family, headline, members, shared, tested, of_look=False)
-            values_of_look |= _worst(family, headline, members, shared, tested, of_look=True)
-        self.failures += sum(o.unknown is not None and o.applies for o in counted.values())
-        shares = [o.control.unexplained for o in outcomes.values() if o.control is not None]
-        if finite_shares := [share for share in shares if not math.isnan(share)]:
-            values[UNEXPLAINED] = max(finite_shares)
+            all_ran = family not in self.untested
+            for kept, of_look in ((values, False), (values_of_look, True)):
+                rates = [o.rate(headline, of_look=of_look) for o in members if o.exposed]
+                kept |= _worst(f"{WORST}/{family}", members, rates, shared=shared, all_ran=all_ran)
+        self.failures += sum(o.has_failed for o in counted.values())
+        controls = (outcome.control for outcome in outcomes.values())
+        share = highest([control.unexplained for control in controls if control is not None])
+        if not math.isnan(share):
+            values[UNEXPLAINED] = share
         values |= {f"utility/{name}": float(value) for name, value in utility.items()}
         values |= further
         values["monitor/failures"] = float(self.failures)
@@ -351,14 +354,12 @@ class Results:
         """
         for series, outcome in self._newest.items():
             if outcome.pending is None and _counts_for_worst(series):
-                is_doubted = self._is_doubted(series, outcome, limit(self._channels[series]))
+                channel = self._channels[series]
+                name, value = channel.headline, outcome.rate(channel.headline, of_look=True)
+                judged = self.judge(f"{series.log_name}/{name}", value, limit(channel))
+                is_doubted = math.isnan(judged.value)
                 (self._doubted.add if is_doubted else self._doubted.discard)(series.attack)
         return self._doubted
-
-    def _is_doubted(self, series: Series, outcome: Outcome, limit: float) -> bool:
-        headline = self._channels[series].headline
-        value = outcome.rate(headline, of_look=True)
-        return math.isnan(self.judge(f"{series.log_name}/{headline}", value, limit).value)
 
     def forget(self, attacks: Collection[str]) -> None:
         """Forget the newest outcomes of attacks that do not run any more, from the next look on."""
@@ -491,34 +492,34 @@ def control_values(series: Series, channel: Channel, outcome: Outcome) -> dict[s
 
 
 def _worst(
-    family: str,
-    headline: str,
-    members: Sequence[Outcome],
-    shared: bool,
-    tested: bool,
-    *,
-    of_look: bool,
+    name: str, members: Sequence[Outcome], rates: Sequence[float], *, shared: bool, all_ran: bool
 ) -> dict[str, float]:
-    """Return the worst value of a family by log name, and a lower bound of it.
+    """Return the worst value of a family by its log name, and a lower bound of it.
 
     - No attack of the family has run: empty.
     - The gradients that its attacks read are not shared: 0, or unknown if others are (``shared``).
     - One recovers all, or proves that nothing is missing (a certificate): the highest headline.
     - A result is pending: the lower bound alone.
-    - A result is unknown, or an attack that applies did not run (not ``tested``): unknown, with the
-      lower bound.
+    - A result is unknown, or an attack that applies did not run (not ``all_ran``): unknown, with
+      the lower bound.
     - Otherwise: the highest headline.
+
+    Args:
+        name: The log name.
+        members: The newest outcomes of the family's attacks.
+        rates: The headlines of those that read something that is shared.
+        shared: Whether any parameter is trained, and therefore shared.
+        all_ran: Whether all attacks that apply ran.
     """
     exposed = [outcome for outcome in members if outcome.exposed]
-    name = f"{WORST}/{family}"
     if not members:
         return {}
     if not exposed:
         return {name: math.nan if shared else 0.0}
-    worst = highest([outcome.rate(headline, of_look=of_look) for outcome in exposed])
+    worst = highest(rates)
     is_known = not math.isnan(worst)
     is_pending = any(outcome.pending is not None for outcome in exposed)
-    missing = any(o.unknown is not None and o.applies for o in exposed) or not tested
+    missing = any(o.has_failed for o in exposed) or not all_ran
     certified = any(outcome.extra.get("certified") == 1.0 for outcome in exposed)
     if is_known and (certified or worst == 1.0 or not (missing or is_pending)):
         return {name: worst}

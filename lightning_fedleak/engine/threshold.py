@@ -16,19 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.engine import gates
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.gates import (
-    GateEvent,
-    LeakageLimitExceeded,
-    announce,
-    check_threshold,
-    defenses_to_harden,
-    is_worst,
-    judge_together,
-    names_there_are,
-    rate_of,
-    why_unread,
-)
 from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import CHOOSE
 from lightning_fedleak.engine.record import accounting
@@ -37,7 +26,7 @@ from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report.records import WEAK, WEAK_REFERENCE, GateFacts, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
-Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
+Action = Literal["stop", "harden", "raise", "warn"] | Callable[[gates.GateEvent], Any]
 
 
 @dataclass(frozen=True)
@@ -59,8 +48,8 @@ class GateActions:
     stop: Callable[[], object]
     processes: int = 1
     defenses: tuple[Defense, ...] = ()
-    resume: str = GateEvent.resume
-    mend: str = GateEvent.mend
+    resume: str = gates.GateEvent.resume
+    mend: str = gates.GateEvent.mend
 
 
 class Threshold:
@@ -112,7 +101,7 @@ class Threshold:
     ) -> None:
         if not callable(action):
             check_choice("action", action, self.actions)
-        check_threshold(type(self).__name__, metric, at_most)
+        gates.check_threshold(type(self).__name__, metric, at_most)
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
@@ -124,7 +113,7 @@ class Threshold:
     def _forget_run(self) -> None:
         self.on_weights = False
         self.bound: Literal["value", "lower"] = "value"
-        self.fired: GateEvent | None = None
+        self.fired: gates.GateEvent | None = None
         self.notches = self._breaches = 0
         self._defenses: tuple[Defense, ...] = ()
         # Whether it has stopped the run, has had a known value, and has warned of its limit.
@@ -192,7 +181,7 @@ class Threshold:
         self._engine, self._host = engine, actions
         self._forget_run()
         if self.action == "harden":
-            self._defenses = defenses_to_harden(actions.defenses)
+            self._defenses = gates.defenses_to_harden(actions.defenses)
         self.on_weights = engine.results.repeats_texts(self.metric)
         if not self.on_weights:
             self._check_value()
@@ -212,7 +201,7 @@ class Threshold:
             ValueError: It is not among the names; the message suggests another one.
         """
         if self.metric not in names:
-            hint = names_there_are(self.metric, names, watcher)
+            hint = gates.names_there_are(self.metric, names, watcher)
             raise ValueError(f"{self._subject}, which this {watcher} does not log.{hint}")
 
     def _check_value(self) -> None:
@@ -257,21 +246,21 @@ class Threshold:
             return  # no attack measures it, such as the duration of a look
         if self.on_weights:
             self._check_private(channel)
-        if (why := why_unread(engine, self.metric)) is None:
+        if (why := gates.why_unread(engine, self.metric)) is None:
             return
         mend = "list an attack that reads it (attacks='auto' takes all that do)"
         root, worst = self.metric.rpartition("/")[0], f"{WORST}/{channel.family}"
         watched = {series.attack for series in engine.series if series.log_name == root}
         if self.on_weights:  # the reason names the argument
             mend = "change that"
-        elif worst in engine.metric_names() and why_unread(engine, worst) is None:
+        elif worst in engine.metric_names() and gates.why_unread(engine, worst) is None:
             mend = f"watch '{worst}'"
         start = f"{self._subject}: {why}. That is 'unknown', not 'safe'"
         later = any(a.name in (watched or {a.name}) for a in channel.attacks)
         if later and not self.on_weights and engine.report is not None:
             counts = "a breach" if self.strict else "no breach"
             engine.report.warn_once(f"{start}, {counts} until what it reads is trained: {mend}")
-        elif self.strict or is_worst(self.metric):
+        elif self.strict or gates.is_worst(self.metric):
             raise ValueError(f"{start}: {mend}, or leave this gate out")
 
     def _check_private(self, channel: Channel) -> None:
@@ -290,7 +279,7 @@ class Threshold:
 
     def judge(
         self, engine: Engine, values: Mapping[str, float], unknown: Mapping[str, str]
-    ) -> GateEvent:
+    ) -> gates.GateEvent:
         """Return the event of the value that decides.
 
         That is the highest value above the threshold; without one, an unknown value; else the
@@ -305,15 +294,18 @@ class Threshold:
         judged = self._judgements(engine, values)
         doubted = {n: w for n, w in unknown.items() if not self._is_breach(judged.get(n))}
         judged |= {name: Judgement(math.nan, why) for name, why in doubted.items()}
-        source = self._deciding(judged)
+        known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
+        source = max(known, key=known.__getitem__, default="")
+        if not self._is_breach(judged.get(source)):  # an unknown value may be one
+            source = next((name for name in judged if name not in known), source)
         value, why = judged[source].value, judged[source].why
-        is_of_family = is_worst(self.metric) and source != self.metric
+        is_of_family = gates.is_worst(self.metric) and source != self.metric
         if math.isnan(value):
             why = f"{source}: {why}" if why and is_of_family else why
             why = why or engine.results.why_unknown(self.metric)
         is_least = is_of_family and not math.isnan(value) and self.metric in unknown
         low, high = (values.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high"))
-        return GateEvent(
+        return gates.GateEvent(
             f"{self.metric}_at_least" if is_least else self.metric,
             engine.results.last_step,
             value,
@@ -327,23 +319,16 @@ class Threshold:
             gate=self.name,
         )
 
-    def _deciding(self, judged: Mapping[str, Judgement]) -> str:
-        """Return the log name of the value that decides; see :meth:`judge`."""
-        known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
-        highest = max(known, key=known.__getitem__, default="")
-        unknown = [name for name in judged if name not in known]
-        return unknown[0] if unknown and not self._is_breach(judged.get(highest)) else highest
-
-    def _is_breach(self, judgement: Judgement | None) -> bool:
-        return judgement is not None and judgement.value > self.at_most
-
     def _judgements(self, engine: Engine, values: Mapping[str, float]) -> dict[str, Judgement]:
         """Return how each watched value counts at this threshold, by log name."""
         names = self._watched(engine, values)
         if self.on_weights:
             return {name: self._judge_end(name, values) for name in names}
         known = {name: values[name] for name in names if not math.isnan(values[name])}
-        return judge_together(engine, known, self.at_most)
+        return gates.judge_together(engine, known, self.at_most)
+
+    def _is_breach(self, judgement: Judgement | None) -> bool:
+        return judgement is not None and judgement.value > self.at_most
 
     def _watched(self, engine: Engine, values: Mapping[str, float]) -> list[str]:
         """Return the logged names that are judged: of the worst of a family, all headlines."""
@@ -379,14 +364,14 @@ class Threshold:
         For the worst of a family it is that of the joint interval, which holds for all its attacks
         together.
         """
-        joint = "_joint" if is_worst(self.metric) else ""
+        joint = "_joint" if gates.is_worst(self.metric) else ""
         return values.get(f"{name}{joint}_{end}", math.nan)
 
-    def _read_look(self) -> GateEvent | None:
+    def _read_look(self) -> gates.GateEvent | None:
         """Return the event of the newest look; None if it has no value yet."""
         engine, results = self._engine, self._engine.results
         new, values = results.look_values, results.latest
-        if self.strict and (why := why_unread(engine, self.metric)) is not None:
+        if self.strict and (why := gates.why_unread(engine, self.metric)) is not None:
             return self.judge(engine, {}, {self.metric: why})
         name = self._name_in(values)
         has_value = name in new
@@ -449,7 +434,7 @@ class Threshold:
     def _warn_of_uninformed(self, engine: Engine) -> None:
         """Warn once if an answer that names everything, whatever the gradient, is a breach."""
         channel = engine.results.channel_of(self.metric)
-        if channel is None or self._has_warned or rate_of(self.metric) != channel.headline:
+        if channel is None or self._has_warned or gates.rate_of(self.metric) != channel.headline:
             return
         if self.at_most < channel.uninformed:
             self._has_warned = True
@@ -459,7 +444,7 @@ class Threshold:
                 f"decide. The lowest limit that can: {math.ceil(100 * channel.uninformed) / 100:g}"
             )
 
-    def _acts_on(self, event: GateEvent) -> bool:
+    def _acts_on(self, event: gates.GateEvent) -> bool:
         """Count the breaches in a row, and return whether the gate acts on this event."""
         is_unknown = math.isnan(event.value)
         self._has_result |= not is_unknown
@@ -475,7 +460,7 @@ class Threshold:
         """
         engine = self._engine
         if self._choices and not any(end <= self.at_most for end, _ in self._choices):
-            announce(f"{self._kind} '{self.name}': {self._none_chosen()}")
+            gates.announce(f"{self._kind} '{self.name}': {self._none_chosen()}")
         if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
             return
         if not engine.run.broadcast(self._has_result):
@@ -483,7 +468,7 @@ class Threshold:
 
     # ---- actions ----------------------------------------------------------------------------
 
-    def _fire(self, event: GateEvent) -> None:
+    def _fire(self, event: gates.GateEvent) -> None:
         """Take the action, record the decision, and save the run if it stops or raises."""
         host, changes = self._host, [defense.harden() for defense in self._defenses]
         hardened = tuple(change for change in changes if change is not None)
@@ -505,17 +490,17 @@ class Threshold:
         if hardened:
             self.notches += 1
             self._breaches = 0
-            announce(f"{start} hardened the run {event}")
+            gates.announce(f"{start} hardened the run {event}")
         elif stops:
             self._stopped = True
             host.stop()
-            announce(f"{start} stopped training {event}")
+            gates.announce(f"{start} stopped training {event}")
         elif callable(self.action):
             self.action(event)
         elif self.action == "raise":
-            raise LeakageLimitExceeded(f"{start} raised {event}")
+            raise gates.LeakageLimitExceeded(f"{start} raised {event}")
         elif first:
-            announce(f"{start} warns {event}")
+            gates.announce(f"{start} warns {event}")
 
     # ---- checkpoints ------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation import updates
 from lightning_fedleak.federation.hand_over import Recorded
-from lightning_fedleak.federation.round_look import ClientEngine, RoundLook, failed_look, read_look
+from lightning_fedleak.federation.round_look import ClientEngine, RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import AVERAGED, GradientSnapshot, Stage
@@ -365,11 +365,11 @@ class RoundObserver:
             before = engine.state_of_looks()
             self._refresh(look, engine)
             outcomes = engine.read_update(look, batches, take)
-            return read_look(
-                look, engine, outcomes, client, before, utility, scored=batches is not None
-            )
+            counted = engine.count_look(look, outcomes, utility, scored=batches is not None)
         except Exception as error:  # an error of this package must not end a round
-            return failed_look(look, engine, client, before, core.reason(error), utility)
+            counted = engine.lose_look(core.reason(error))
+        outcomes, values, now = counted
+        return RoundLook(client, values, now, look, engine, outcomes, before, utility)
 
     def _declared_compression(self, client: str | int) -> str:
         """Return the method by which the defences compressed a client's update; empty for none."""

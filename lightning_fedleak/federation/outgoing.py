@@ -131,10 +131,6 @@ class RoundGate(engine.Threshold):
         event = replace(event, low=math.nan, high=math.nan)
         return replace(event, step=look.round_, client=look.client)
 
-    def why_not_yet(self, look: RoundLook) -> str | None:
-        """Return why nothing can be recovered from the update yet; None if something can."""
-        return look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
-
     def _unknown(self, look: RoundLook) -> dict[str, str]:
         """Return why values of the round are unknown unless they are a breach, by log name.
 
@@ -147,13 +143,16 @@ class RoundGate(engine.Threshold):
         if look.now.get(f"{self.metric.rpartition('/')[0]}/exposed") == 0:
             why = "the update does not contain the parameters that the attack reads"
             unknown[self.metric] = why
-        elif math.isnan(look.now.get(self.metric, math.nan)):
+        elif math.isnan(look.now.get(self._name_in(look.now), math.nan)):
             failed = [look.unknown[root] for root in roots.values() if root in look.unknown]
             pending = [look.not_yet[root] for root in roots.values() if root in look.not_yet]
             default = "no result yet, or an attack that does not run here"
             reasons = [*failed, *pending, *look.unknown.values(), default]
             unknown.setdefault(self.metric, reasons[0])
         return unknown
+
+
+_Events = dict[RoundGate, engine.GateEvent]
 
 
 @dataclass(frozen=True)
@@ -311,6 +310,7 @@ class OutgoingUpdates:
 
         if not self.gates and not observer.due(self.client):
             return Leaving(self._release(sent, returned, update, tensors), False, (), None)
+        unknown_before = dict(self.unknown)
         while True:
             try:
                 facts = {"batches": batches, "utility": utility}
@@ -327,6 +327,7 @@ class OutgoingUpdates:
                 action = max(["leave", *(str(gate.action) for gate in acting)], key=_STRENGTH.index)
                 if action == "harden":
                     if self._hardens(acting.values()):
+                        self.unknown = dict(unknown_before)
                         continue  # the update has more noise now, and this look does not count
                     action = "withhold"
                 leaves = action in ("leave", "warn")
@@ -392,12 +393,7 @@ class OutgoingUpdates:
     # ---- looks and gates --------------------------------------------------------------------
 
     def _measure(
-        self,
-        sent: State,
-        returned: State,
-        update: Mapping[str, Tensor],
-        tensors: State,
-        **facts: Any,
+        self, sent: State, returned: State, update: State, tensors: State, **facts: Any
     ) -> RoundLook:
         """Attack the update with new noise, and with a copy of the compression.
 
@@ -420,18 +416,18 @@ class OutgoingUpdates:
             facts["compression"] = compression.method
         return self.observer.measure(returned, self.client, **facts)
 
-    def _acting(
-        self, readings: Mapping[RoundGate, engine.GateEvent], look: RoundLook
-    ) -> tuple[dict[RoundGate, engine.GateEvent], list[engine.GateEvent]]:
+    def _acting(self, readings: _Events, look: RoundLook) -> tuple[_Events, list[engine.GateEvent]]:
         """Return the gates that act, with their events, and the events of those that cannot judge.
 
         These let the update leave, because nothing can be recovered from it yet, but only one
-        update of a client: a server may repeat a round. The patience of the others is counted.
+        update of a client: a server may repeat a round. An attack whose number is unknown (the
+        event's source) has read something. The patience of the others is counted.
         """
-        acting, unread = dict[RoundGate, engine.GateEvent](), list[engine.GateEvent]()
+        acting, unread = _Events(), list[engine.GateEvent]()
         for gate, event in readings.items():
             is_unknown = math.isnan(event.value)
-            if is_unknown and gate.name not in self.unread and gate.why_not_yet(look) is not None:
+            may_leave = is_unknown and not event.source and gate.name not in self.unread
+            if may_leave and {gate.metric, gate.metric.rpartition("/")[0]} & look.not_yet.keys():
                 unread.append(event)
                 continue
             count = self.unknown[gate.name] = (
@@ -452,11 +448,7 @@ class OutgoingUpdates:
         return True
 
     def _write(
-        self,
-        look: RoundLook,
-        acting: Mapping[RoundGate, engine.GateEvent],
-        unread: Sequence[engine.GateEvent],
-        action: str,
+        self, look: RoundLook, acting: _Events, unread: Sequence[engine.GateEvent], action: str
     ) -> None:
         """Log a look and the decisions of the gates, and announce the strongest decision.
 

@@ -34,6 +34,7 @@ from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, ModelCall, Step, plain_call
 
+_Outcomes = Mapping[Series, Outcome]
 # Reasons of unknown results, as the logs show them.
 _NOT_SCORED = (
     "the observer does not hold the client's texts, so guesses from the update cannot be scored"
@@ -201,6 +202,37 @@ class ClientEngine(Engine):
         certificates = {name: float(value) for name, value in claims.items() if value is not None}
         return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
 
+    def count_look(
+        self, look: Look, outcomes: _Outcomes, utility: Mapping[str, float], *, scored: bool
+    ) -> tuple[_Outcomes, dict[str, float], dict[str, float]]:
+        """Count a look if it was scored.
+
+        Args:
+            look: the look, with its clock.
+            outcomes: the outcomes by series.
+            utility: further values, by name.
+            scored: whether the client's texts are known, so that the attacks' guesses were scored.
+
+        Returns:
+            The outcomes, the values by log name, and the same values of only this look.
+        """
+        if scored:
+            is_shared = bool(self.current.lineup.trained)
+            outcomes = self.results.add(look, outcomes, utility, shared=is_shared)
+            return outcomes, self.results.new_values(), dict(self.results.look_values)
+        values = _facts(outcomes) | {f"utility/{name}": float(v) for name, v in utility.items()}
+        values["monitor/seconds"] = look.seconds
+        return outcomes, values, values
+
+    def lose_look(self, cause: str) -> tuple[_Outcomes, dict[str, float], dict[str, float]]:
+        """Return what :meth:`count_look` returns for a look that failed: all values are unknown."""
+        results = self.results
+        results.failures += len(results.playing)
+        names = [f"{s.log_name}/{m}" for s in results.playing for m in self.series[s].metrics_of(s)]
+        names += [f"{WORST}/{family}" for family in results.families]
+        values = dict.fromkeys(names, math.nan)
+        return results.all_unknown(cause), values, values
+
     def state_of_looks(self) -> dict[str, Any]:
         """Return a copy of the state that a look changes: results, pooled games and controls."""
         states = [copy.deepcopy(channel.state_dict()) for channel in self.current.channels]
@@ -227,17 +259,10 @@ class RoundLook:
     """The results of the attacks on one client's update in one round.
 
     Attributes:
-        round_: the number of the round.
         client: the client; ``"sum"`` for the sum of all clients' updates.
         values: the values by log name. Rates of games are pooled over the client's rounds. NaN
             means unknown. Values that need more rounds are missing.
         now: the same values of only this round.
-        unknown: the reasons why results are unknown, by series: the start of their log names.
-        not_yet: the reasons why nothing can be recovered yet, by series, and by the log name of the
-            worst value of a family of attacks.
-        too_few: the reasons why this round has too few candidates for a decision, by series.
-        seconds: the duration of the look. At the first look of a round it includes the time to
-            adapt the attacks to the model that was sent.
         look: the look of the engine, with its clock.
         engine: the engine of the client.
         outcomes: the outcomes by series.
@@ -246,19 +271,55 @@ class RoundLook:
         utility: further values of the round, such as a loss, by name.
     """
 
-    round_: int
     client: str | int
     values: Mapping[str, float]
     now: Mapping[str, float]
-    unknown: Mapping[str, str]
-    not_yet: Mapping[str, str]
-    too_few: Mapping[str, str]
-    seconds: float
     look: Look = field(repr=False, compare=False)
     engine: ClientEngine = field(repr=False, compare=False)
-    outcomes: Mapping[Series, Outcome] = field(repr=False, compare=False)
+    outcomes: _Outcomes = field(repr=False, compare=False)
     before: dict[str, Any] = field(repr=False, compare=False)
     utility: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def round_(self) -> int:
+        """Return the number of the round."""
+        return self.look.step
+
+    @property
+    def seconds(self) -> float:
+        """Return the duration of the look.
+
+        At the first look of a round it includes the time to adapt the attacks to the sent model.
+        """
+        return self.look.seconds
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Return why results are unknown, by series: the start of their log names."""
+        return {s.log_name: o.unknown for s, o in self.outcomes.items() if o.unknown is not None}
+
+    @property
+    def too_few(self) -> dict[str, str]:
+        """Return why this round has too few candidates for a decision, by series."""
+        return {s.log_name: o.too_few for s, o in self.outcomes.items() if o.too_few is not None}
+
+    @property
+    def not_yet(self) -> dict[str, str]:
+        """Return why nothing can be recovered from the update yet, by series.
+
+        The worst value of a family of attacks is included if one of its attacks has such a reason
+        and no attack of the family has failed. Games that still need candidate texts are left out,
+        because more texts in this round would give them a result.
+        """
+        channels, outcomes = self.engine.step_series, self.outcomes.items()
+        failed = {channels[s].family for s, o in outcomes if o.has_failed}
+        reasons = dict[str, str]()
+        for series, outcome in outcomes:
+            if outcome.pending is not None and not channels[series].plays_games:
+                reasons[series.log_name] = outcome.pending
+                if (family := channels[series].family) not in failed:
+                    reasons[f"{WORST}/{family}"] = outcome.pending
+        return reasons
 
     def log(
         self, beside: Mapping[str, float] | None = None, defenses: Sequence[Defense] = ()
@@ -292,112 +353,7 @@ class RoundLook:
         self.forget()
 
 
-def read_look(
-    look: Look,
-    engine: ClientEngine,
-    outcomes: Mapping[Series, Outcome],
-    client: str | int,
-    before: dict[str, Any],
-    utility: Mapping[str, float],
-    *,
-    scored: bool,
-) -> RoundLook:
-    """Return the user's view of a look, and count the look if it was scored.
-
-    Args:
-        look: the look of the engine, with its clock.
-        engine: the engine of the client.
-        outcomes: the outcomes by series.
-        client: the client.
-        before: the state of the engine's results before the look.
-        utility: further values, by name.
-        scored: whether the client's texts are known, so that the attacks' guesses were scored.
-    """
-    if scored:
-        is_shared = bool(engine.current.lineup.trained)
-        outcomes = engine.results.add(look, outcomes, utility, shared=is_shared)
-        values, now = engine.results.new_values(), dict(engine.results.look_values)
-    else:
-        further = {f"utility/{name}": float(value) for name, value in utility.items()}
-        values = now = _facts(outcomes) | further | {"monitor/seconds": look.seconds}
-    return RoundLook(
-        look.step,
-        client,
-        values,
-        now,
-        {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None},
-        _not_yet(outcomes, engine.step_series),
-        {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None},
-        look.seconds,
-        look,
-        engine,
-        outcomes,
-        before,
-        utility,
-    )
-
-
-def failed_look(
-    look: Look,
-    engine: ClientEngine,
-    client: str | int,
-    before: dict[str, Any],
-    cause: str,
-    utility: Mapping[str, float],
-) -> RoundLook:
-    """Return a look whose results are all unknown, without calls that may have failed before.
-
-    Args:
-        look: the look of the engine, with its clock.
-        engine: the engine of the client.
-        client: the client.
-        before: the state of the engine's results before the look.
-        cause: the reason why the look failed.
-        utility: further values, by name.
-    """
-    results = engine.results
-    names = {series.log_name for series in results.playing}
-    metrics = [f"{s.log_name}/{m}" for s in results.playing for m in engine.series[s].metrics_of(s)]
-    worst = [f"{WORST}/{family}" for family in results.families]
-    values = dict.fromkeys([*metrics, *worst], math.nan)
-    results.failures += len(names)
-    unknown, outcomes = dict.fromkeys(names, cause), results.all_unknown(cause)
-    return RoundLook(
-        # `values` and `now` are the same; nothing is "not yet" recovered or has too few candidates.
-        *(look.step, client, values, values, unknown, {}, {}),
-        seconds=0.0,
-        look=look,
-        engine=engine,
-        outcomes=outcomes,
-        before=before,
-        utility=utility,
-    )
-
-
-def _not_yet(
-    outcomes: Mapping[Series, Outcome], channels: Mapping[Series, StepChannel]
-) -> dict[str, str]:
-    """Return the reasons why nothing can be recovered from the update yet, by log name.
-
-    The worst value of a family of attacks is included if one of its attacks has such a reason and
-    no attack of the family has failed. Games that still need candidate texts are left out, because
-    more texts in this round would give them a result.
-    """
-    reasons = {
-        series.log_name: outcome.pending
-        for series, outcome in outcomes.items()
-        if outcome.pending is not None and not channels[series].plays_games
-    }
-    for series in outcomes:
-        family = channels[series].family
-        of_family = [s for s in outcomes if channels[s].family == family]
-        fails = any(outcomes[s].unknown is not None and outcomes[s].applies for s in of_family)
-        if series.log_name in reasons and not fails:
-            reasons[f"{WORST}/{family}"] = reasons[series.log_name]
-    return reasons
-
-
-def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
+def _facts(outcomes: _Outcomes) -> dict[str, float]:
     """Return the values that are logged if the client's texts are unknown.
 
     They are certificates, claims of an attack that can be checked without the texts, and whether

@@ -33,16 +33,7 @@ from lightning_fedleak.model.model_state import is_compiled
 from lightning_fedleak.model.snapshots import shaped
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.report.watched import Reported
-from lightning_fedleak.trainers.loop import (
-    Loop,
-    LoopRun,
-    before_backward,
-    check_whole,
-    has_gradients,
-    holds_unreduced,
-    show_messages,
-    torch_optimizers,
-)
+from lightning_fedleak.trainers import loop
 from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
 
@@ -114,7 +105,7 @@ class Watch(Reported):
 
     engine: core.Engine
     _earlier_utility: dict[str, float]  # the user's metrics when they were logged last
-    run: LoopRun  # the newest run, from `__enter__` on
+    run: loop.LoopRun  # the newest run, from `__enter__` on
     watcher: ClassVar[str] = "Watch"  # the class of the user, for messages
     # Parts of a gate's message when it stops the run: the call that resumes from a checkpoint (the
     # package has none for a loop), and what to change so that less leaks.
@@ -150,10 +141,10 @@ class Watch(Reported):
         self.folder = Path(folder)
         self.should_stop = False
         zero = ZeROStep.of_engine(model, self.watcher)
-        optimizers = torch_optimizers(optimizer) if zero is None else [zero]
+        optimizers = loop.torch_optimizers(optimizer) if zero is None else [zero]
         facts: dict[str, object] = {"scaler": settings.scaler, "tokenizers": [settings.tokenizer]}
         facts |= {"precision": settings.precision} if settings.precision else {}
-        self.loop = Loop(model, optimizers, loader, facts, zero=zero)
+        self.loop = loop.Loop(model, optimizers, loader, facts, zero=zero)
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -240,50 +231,51 @@ class Watch(Reported):
         Raises:
             ValueError: The model, a gate or an attack is not supported in this loop.
         """
-        engine, loop, settings = self.engine, self.loop, self.settings
-        show_messages()
+        engine, user_loop, settings = self.engine, self.loop, self.settings
+        loop.show_messages()
         self._check()
-        anatomy = find_anatomy(loop.inner_model, **dict(settings.anatomy or {}))
-        shards = loop.sharded_by
-        default = "rank" if loop.release is None else loop.release.client
+        anatomy = find_anatomy(user_loop.inner_model, **dict(settings.anatomy or {}))
+        shards = user_loop.sharded_by
+        default = "rank" if user_loop.release is None else user_loop.release.client
         client = settings.client or ("world" if shards else default)
         if shards and client == "rank":
             raise ValueError(
                 f"{self.watcher}: {shards} reduces gradients over all processes before any can "
                 "be read, so a single process is not a client: pass client='world'"
             )
-        self.run = run = LoopRun(loop, self.watcher, anatomy, client, engine.assume)
+        self.run = run = loop.LoopRun(user_loop, self.watcher, anatomy, client, engine.assume)
         engine.reset()
         # `_stepped`: an optimizer has stepped in the current batch. `_backward`: a backward pass
         # has run in it. `_pending`: gradients of earlier batches wait for an optimizer step.
         # `_in_step`: the loop is inside the block of `step`.
         self.should_stop = self._stepped = self._backward = self._pending = self._in_step = False
         for gate in self.gates:
-            defenses = run.defenses if loop.release and gate.action == "harden" else ()
+            defenses = run.defenses if user_loop.release and gate.action == "harden" else ()
             save = partial(self._save, gate)
             actions = core.GateActions(
                 self._log, save, self._stop, run.processes, defenses, self.resume, self.mend
             )
             gate.watch(engine, actions)
         if (saved := self._saved) is not None:
-            loop.steps, loop.batches = saved["steps"], saved["batches"]
-            loop.utility |= saved.get("utility", {})
+            user_loop.steps, user_loop.batches = saved["steps"], saved["batches"]
+            user_loop.utility |= saved.get("utility", {})
             engine.load_state_dict(saved["engine"])
             for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
                 gate.load_state_dict(saved["gates"][gate.name])
-        self._earlier_utility = dict(loop.utility)
+        self._earlier_utility = dict(user_loop.utility)
         engine.open(run)
-        if loop.zero is not None:
-            self._removers += loop.zero.follow_engine()
+        if user_loop.zero is not None:
+            self._removers += user_loop.zero.follow_engine()
         self._hook_optimizers()
         self.folder = engine.own_folder(run, self.folder)
         self._loggers = self._log_to(run)
         boards = [logger.writer for logger in self._loggers if isinstance(logger, core.BoardLogger)]
         loggers = [logger for logger in self._loggers if not isinstance(logger, core.BoardLogger)]
-        training = {"optimizers": core.optimizers_of(loop.optimizers), **self._training_facts(run)}
+        optimizers = core.optimizers_of(user_loop.optimizers)
+        training = {"optimizers": optimizers, **self._training_facts(run)}
         engine.begin(run, core.Destination(self.folder, loggers, boards, training))
         self._report_begins()
-        self._n_earlier_batches = loop.batches
+        self._n_earlier_batches = user_loop.batches
         engine.training_begins()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -333,7 +325,7 @@ class Watch(Reported):
         Raises:
             ValueError: The model cannot be watched.
         """
-        check_whole(self.loop.inner_model, self.watcher, wrappers, takes_fsdp2=True)
+        loop.check_whole(self.loop.inner_model, self.watcher, wrappers, takes_fsdp2=True)
 
     def _log(self, values: dict[str, float], step: int) -> None:
         """Give values to all loggers, and remove a logger that fails."""
@@ -357,7 +349,7 @@ class Watch(Reported):
         """Set the attribute by which the loop learns that a gate stops it."""
         self.should_stop = True
 
-    def _log_to(self, run: LoopRun) -> list[Any]:
+    def _log_to(self, run: loop.LoopRun) -> list[Any]:
         """Return the loggers of the run: TensorBoard on the first process, if it is installed."""
         if run.rank or not self.settings.tensorboard or find_spec("tensorboard") is None:
             return []
@@ -365,7 +357,7 @@ class Watch(Reported):
         self._removers.append(board.writer.close)
         return [board]
 
-    def _training_facts(self, run: LoopRun) -> dict[str, object]:
+    def _training_facts(self, run: loop.LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record of the run."""
         strategy = self.loop.sharded_by or ("DistributedDataParallel" if run.under_ddp else "loop")
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
@@ -388,7 +380,7 @@ class Watch(Reported):
         self.batch_begins(batch)
         self._in_step = True
         try:
-            with before_backward(self._backward_begins):
+            with loop.before_backward(self._backward_begins):
                 yield self
         except BaseException as error:
             self._in_step = False
@@ -443,8 +435,8 @@ class Watch(Reported):
         """
         if self.loop.zero is not None:  # ZeRO keeps gradients in internal buffers
             return self.loop.zero.is_empty
-        has_any = has_gradients(self.loop.optimizers, zeros=self._look is None)
-        return not (has_any or holds_unreduced(self.loop.model))
+        has_any = loop.has_gradients(self.loop.optimizers, zeros=self._look is None)
+        return not (has_any or loop.holds_unreduced(self.loop.model))
 
     def _skip(self) -> None:
         """Treat a skipped step as a step of all optimizers, which have nothing to share."""

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_fedleak.attacks.base import Surfaces, WordGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.engine import GateEvent
 from lightning_fedleak.engine.channels.membership import MembershipChannel
 from lightning_fedleak.evidence import HOLDS, verify_run
 from lightning_fedleak.federation import (
@@ -122,6 +124,14 @@ def test_what_is_allowed_leaves_as_it_is(tmp_path):
     assert result.look.values[F1] > 0.5
     assert [x["attack"] for x in lines(tmp_path)] == ["probe"]
     assert decisions(tmp_path) == []
+
+
+@pytest.mark.parametrize(("at_most", "withheld"), [(1.0, False), (0.2, True)])
+def test_a_client_is_the_worst_one_of_its_own_round(tmp_path, at_most, withheld):
+    out = client(tmp_path, RoundGate(f"{F1}_worst_client", at_most=at_most))
+    [(_, _, result)] = rounds(out)
+    assert result.withheld == withheld
+    assert [event.value for event in result.events] == [result.look.now[F1]] * withheld
 
 
 def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
@@ -301,7 +311,9 @@ def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
 
         def dear(*args, **more):  # of 3 seconds in a round of one
             observed.append(out.observer.round_)
-            return replace(result(*args, **more), seconds=3.0)
+            made = result(*args, **more)
+            made.look.seconds = 3.0
+            return made
 
         out.observer.measure = dear
         for round_ in range(14):
@@ -459,6 +471,19 @@ def test_where_noise_does_not_let_the_update_pass_it_is_withheld(tmp_path, attac
     assert leaving.state is not None
     hardened = 0 if isinstance(attack, Broken) else 10
     assert [x["did"] for x in decisions(tmp_path)] == ["hardened"] * hardened + ["withheld"]
+
+
+def test_a_look_after_which_the_noise_was_turned_up_costs_no_patience(tmp_path):
+    local = dp(accountant="filter", target_epsilon=50.0)
+    before = local.own_noise_std
+    attacks = [Listening(most=4 * before / 0.05 - 1e-6), Broken(name="broken")]
+    patient = RoundGate("leakage/broken/f1", at_most=1.0, patience=2, name="patient")
+    harden = RoundGate(F1, at_most=0.3, action="harden")
+    out = OutgoingUpdates(observer(tmp_path, model(), attacks), [patient, harden], local)
+    with announced("withheld"):
+        result = [leaving.withheld for _, _, leaving in rounds(out, n=3)]
+    assert result == [False, False, True]
+    assert [x["did"] for x in decisions(tmp_path)] == ["hardened", "hardened", "withheld"]
 
 
 def test_one_clients_share_is_not_turned_up():
@@ -648,6 +673,16 @@ def test_one_update_leaves_before_words_can_be_read_and_no_second_one(tmp_path, 
     assert "until B" in second.events[0].why
     report = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "gate"]
     assert [(x["did"], x["measured"]) for x in report] == [("not yet", None), ("withheld", None)]
+
+
+def test_no_update_leaves_undecided_where_an_attack_has_an_unknown_number(tmp_path):
+    gate = RoundGate(WORST, at_most=0.9)
+    out = client(tmp_path, gate)
+    look = SimpleNamespace(not_yet={WORST: "until B has changed"})
+    waits = GateEvent(WORST, 0, math.nan, math.nan, math.nan, 0.9, gate=gate.name)
+    assert out._acting({gate: waits}, look) == ({}, [waits])
+    doubted = replace(waits, source=F1, why=f"{F1}: it reads 0.00, and 0.00 of known words")
+    assert out._acting({gate: doubted}, look) == ({gate: doubted}, [])
 
 
 def test_a_server_that_repeats_a_round_gets_no_second_update(tmp_path):

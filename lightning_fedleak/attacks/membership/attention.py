@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership import attention_layers
+from lightning_fedleak.attacks.membership import attention_layers, base
 from lightning_fedleak.attacks.membership.attention_layers import (
     AttentionSettings,
     Calibration,
@@ -26,15 +26,6 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     bias_gradients,
     coordinate_gradients,
     matched_rows,
-)
-from lightning_fedleak.attacks.membership.base import (
-    FALSE_POSITIVE_RATE,
-    MembershipAttack,
-    MembershipGuess,
-    check_targets,
-    read_rungs,
-    target_positions,
-    threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import fit_whitening
@@ -60,7 +51,7 @@ REPLACED_BETA = 0.01
 """Default factor against a defence that replaces batches: members score higher with it."""
 
 
-class AttentionMembership(MembershipAttack):
+class AttentionMembership(base.MembershipAttack):
     """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with a ladder of gammas.
 
     Three choices decide whether it works on real embeddings. The paper does not make them.
@@ -111,7 +102,7 @@ class AttentionMembership(MembershipAttack):
         'band'
     """
 
-    threat_model = threat_with_public_text(
+    threat_model = base.threat_with_public_text(
         "a dishonest server that adds layers of its own, asking for a text it holds"
     )
     default_name = "attention_membership"
@@ -122,7 +113,7 @@ class AttentionMembership(MembershipAttack):
     needs_float64 = True  # for the whitening
     # The share of batches without the target that are guessed to have it, in the calibration and,
     # with noise, in the decision.
-    false_positive_rate = FALSE_POSITIVE_RATE
+    false_positive_rate = base.FALSE_POSITIVE_RATE
     refresh_every = 500  # steps after which refresh calibrates again; not tuned
 
     @explain_arguments("AttentionMembership(layer=1, public_text='sampled')")
@@ -242,7 +233,7 @@ class AttentionMembership(MembershipAttack):
         x, v = self._whiten(hidden), super().embed(hidden, query)
         if self.score == "coordinates":
             return v.to(x.dtype)
-        positions, beta = target_positions(query, hidden), self._factor(x.shape[-1])
+        positions, beta = base.target_positions(query, hidden), self._factor(x.shape[-1])
         return torch.cat([v.to(x.dtype), matched_rows(x, query.attention_mask, positions, beta)], 1)
 
     @torch.no_grad()
@@ -264,7 +255,7 @@ class AttentionMembership(MembershipAttack):
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:
         """Run A_guess: guess a member if the gradient at the calibrated gamma is not zero.
 
         Args:
@@ -287,16 +278,16 @@ class AttentionMembership(MembershipAttack):
         check_finite(gradient, "the gradient of the crafted layers")
         if self.score == "band":
             bands = self._band_gradients(gradient, exact=noise_std == 0)
-            return read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
+            return base.read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
         best = gradient.view(len(gradient), -1, levels).abs().amax(1)
         if noise_std == 0:
-            return read_rungs(best, 0.0, level)
+            return base.read_rungs(best, 0.0, level)
         rungs = gradient.shape[1] // levels * (level + 1)
         scores = best[:, : level + 1].amax(1) / noise_std
         # Sidak's correction: the largest of so many normals exceeds the threshold at this rate.
         level_quantile = (1 - self.false_positive_rate) ** (1 / rungs)
         threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
-        return MembershipGuess(scores, scores > float(threshold))
+        return base.MembershipGuess(scores, scores > float(threshold))
 
     def _band_gradients(self, gradient: Tensor, *, exact: bool) -> Tensor:
         """Return the bands' gradients (G, levels): those of the lower minus the upper edges.
@@ -350,7 +341,7 @@ class AttentionMembership(MembershipAttack):
 
     def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return whitened tokens (G, d), and rows of W_O (G, d) or None for coordinates."""
-        check_targets(targets)
+        base.check_targets(targets)
         if self.score == "coordinates":
             return self._whiten(targets), None
         tokens, rows = targets.tensor_split(2, dim=1)

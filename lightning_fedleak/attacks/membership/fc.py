@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.base import (
-    Granularity,
-    MembershipAttack,
-    check_targets,
-    sentence_rows,
-)
+from lightning_fedleak.attacks.membership import base
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import products_in_tf32
 from lightning_fedleak.validate import check_number, explain_arguments
@@ -60,7 +55,7 @@ def select_inputs(
     real = None if mask is None else mask.to(hidden.device) != 0
     if tokens is None:
         return hidden, real
-    rows = sentence_rows(hidden, mask, tokens)[:, None]
+    rows = base.sentence_rows(hidden, mask, tokens)[:, None]
     return rows, None if real is None else real.any(1, keepdim=True)
 
 
@@ -96,7 +91,7 @@ RANDOMISED_LADDER = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """A ladder for text with replaced tokens: with fp32's ``tau`` it reaches twice ``‖T‖_1``."""
 
 
-class FCMembership(MembershipAttack):
+class FCMembership(base.MembershipAttack):
     """Algorithms 2 and 3 of Vu et al. 2024, with a ladder of values of ``tau`` instead of one.
 
     Two crafted layers fire only on inputs within the L1 distance ``tau`` of a target. Each rung of
@@ -171,7 +166,7 @@ class FCMembership(MembershipAttack):
     def __init__(
         self,
         layer: int,
-        granularity: Granularity = "token",
+        granularity: base.Granularity = "token",
         tau: float | Literal["auto"] = "auto",
         dead_zone: float | Literal["auto"] = "auto",
         *,
@@ -254,7 +249,7 @@ class FCMembership(MembershipAttack):
         safe_tau, safe_zone = SAFE_DISTANCES[self._resolve_precision(targets.dtype)]
         targets = targets.to(_promote(targets.dtype))
         sizes = targets.abs().sum(1)
-        check_targets(sizes)
+        base.check_targets(sizes)
         if "auto" in (self.tau, self.dead_zone) and bool((sizes == 0).any()):
             raise ValueError("a target is all zeros, so 'auto' has no scale: set tau")
         taus = safe_tau * sizes if self.tau == "auto" else torch.full_like(sizes, float(self.tau))

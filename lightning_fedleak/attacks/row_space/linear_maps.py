@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.public_text import do_once
-from lightning_fedleak.model import model_runs
+from lightning_fedleak.model import model_runs, snapshots
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
     Anatomy,
@@ -30,14 +30,6 @@ from lightning_fedleak.model.anatomy import (
     states_in,
     unwrap,
     walk,
-)
-from lightning_fedleak.model.snapshots import (
-    NotYet,
-    Observation,
-    UnusableObservation,
-    check_finite,
-    whole_rows,
-    whole_tensor,
 )
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
@@ -231,7 +223,9 @@ class KnownInput(SharedInput):
     dropouts: tuple[nn.Module, ...] = ()
 
 
-def nonzero_gradients(view: Observation, maps: Iterable[LinearMap]) -> dict[LinearMap, Tensor]:
+def nonzero_gradients(
+    view: snapshots.Observation, maps: Iterable[LinearMap]
+) -> dict[LinearMap, Tensor]:
     """Return the non-zero shared gradients of maps, each with one row per output of its map.
 
     Raises:
@@ -239,8 +233,8 @@ def nonzero_gradients(view: Observation, maps: Iterable[LinearMap]) -> dict[Line
     """
     gradients = {}
     for linear in maps:
-        g = whole_tensor(view.gradient(linear.name))
-        check_finite(g, f"the gradient of {linear.name}")
+        g = snapshots.whole_tensor(view.gradient(linear.name))
+        snapshots.check_finite(g, f"the gradient of {linear.name}")
         if bool(g.any()):
             gradients[linear] = g if linear.axis == 1 else g.T
     return gradients
@@ -254,8 +248,8 @@ def refuse_zeros(maps: Iterable[LinearMap], name: str = "every map that is read"
         UnusableObservation: no map is a LoRA's A.
     """
     if any(m.factor == "A" for m in maps):
-        raise NotYet(NO_GRADIENT_YET)
-    raise UnusableObservation(f"the gradient of {name} is zero")
+        raise snapshots.NotYet(NO_GRADIENT_YET)
+    raise snapshots.UnusableObservation(f"the gradient of {name} is zero")
 
 
 def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
@@ -418,7 +412,7 @@ def _distant_tokens(anatomy: Anatomy, n: int) -> Tensor:
     rows = vocabulary_size(anatomy)
     ids = torch.arange(0, rows, max(1, rows // 256))
     if weight is not None and weight.is_floating_point():
-        embeddings = whole_rows(weight, ids).float()
+        embeddings = snapshots.whole_rows(weight, ids).float()
         order = (embeddings - embeddings.mean(0)).norm(dim=1).argsort(descending=True)
         ids = ids[order.cpu()]
     return ids.repeat(-(-n // len(ids)))[:n]

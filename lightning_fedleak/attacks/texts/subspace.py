@@ -32,15 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fedleak.attacks import row_space
-from lightning_fedleak.attacks.base import (
-    Capability,
-    Query,
-    RunFacts,
-    Surfaces,
-    ThreatModel,
-    UnusableObservation,
-)
+from lightning_fedleak.attacks import base, row_space
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts import subspace_rows
 from lightning_fedleak.attacks.texts.base import NOTHING, TextAttack, TextGuess, WorkLimit
@@ -88,10 +80,10 @@ class SubspaceTexts(TextAttack):
         >>> monitor = LeakageMonitor([SubspaceTexts(budget_seconds=30.0)], every_n_steps=100)
     """
 
-    threat_model = ThreatModel.create(
+    threat_model = base.ThreatModel.create(
         "an honest but curious server that reads one update of the blocks' projections, or of "
         "adapters on them",
-        Capability.KNOWS_MODEL,
+        base.Capability.KNOWS_MODEL,
     )
     default_name = "subspace_texts"
     config_names = ("beam", "budget_seconds", "seed")
@@ -114,12 +106,12 @@ class SubspaceTexts(TextAttack):
         self._complete_maps: frozenset[str] = frozenset()
         self._whitenings: list[Tensor] = []  # (d, d) of each block's states
 
-    def meet(self, facts: RunFacts) -> None:
+    def meet(self, facts: base.RunFacts) -> None:
         """Store the run's precision and optimizer, also for the attack on words."""
         super().meet(facts)
         self._words.meet(facts)
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return what SubspaceWords needs, and the trained projections of the blocks to read.
 
         Raises:
@@ -133,7 +125,7 @@ class SubspaceTexts(TextAttack):
         projections = [m.name for block in blocks for m in block.trainable_maps(anatomy)]
         if not projections:  # untrained projections: the run then reports that nothing is exposed
             projections = [m.name for m in self._readable.get(anatomy)[1][-1].maps]
-        return Surfaces(gradients=tuple(dict.fromkeys([*words, *projections])))
+        return base.Surfaces(gradients=tuple(dict.fromkeys([*words, *projections])))
 
     def _find_blocks(
         self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
@@ -192,7 +184,7 @@ class SubspaceTexts(TextAttack):
             self._copy.refresh(anatomy, step)
 
     @torch.no_grad()
-    def run(self, view: Observation, query: Query | None = None) -> TextGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> TextGuess:
         """Reconstruct the texts of a batch.
 
         Returns:
@@ -208,7 +200,7 @@ class SubspaceTexts(TextAttack):
         if isinstance(update, UpdateSnapshot):
             steps = LocalSteps.from_facts(self._facts)
             if steps is None or not steps.sums(fresh=update.fresh):
-                raise UnusableObservation(
+                raise base.UnusableObservation(
                     "texts need gradients (omit local_steps), or SGD without weight decay and with "
                     "optimizer.state.clear() where a round begins"
                 )
@@ -234,7 +226,7 @@ class SubspaceTexts(TextAttack):
         # The bag: the distinct tokens of the batch, in no order.
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
-            raise UnusableObservation("no word stands out of the noise")
+            raise base.UnusableObservation("no word stands out of the noise")
         # Tokens whose inputs are nearly equal to a recovered one's, and could be meant instead.
         includes_alike = True
         if words.silent is not None:
@@ -252,7 +244,7 @@ class SubspaceTexts(TextAttack):
         # and every token would leave a trace in the rows.
         certain = certain and bool(words.certified) and includes_alike and self._shows_all(view)
         if not texts:
-            raise UnusableObservation("no text explains what the second block's rows hold")
+            raise base.UnusableObservation("no text explains what the second block's rows hold")
         tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)
         return TextGuess(tokens, finished, search.n_tried, certain)
 

@@ -64,25 +64,14 @@ from lightning_fedleak.engine.channels.targets import (
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
+from lightning_fedleak.evaluation.metrics import membership
 from lightning_fedleak.evaluation.metrics.clustered import rank_p_value
-from lightning_fedleak.evaluation.metrics.membership import (
-    NEGATIVES_PER_FPR,
-    RATES,
-    membership_rates,
-)
 from lightning_fedleak.evaluation.metrics.rates import Rate, values_of
+from lightning_fedleak.model import taps
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, Observation, Stage
-from lightning_fedleak.model.taps import (
-    ActivationTap,
-    ModelCalls,
-    Step,
-    control_states,
-    join_gradients,
-    with_ids,
-)
 from lightning_fedleak.report.records import MEMBERSHIP
 
 _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
@@ -143,7 +132,7 @@ class MembershipChannel(StepChannel):
     tests_looks: ClassVar[bool] = True  # each look has a p-value
     controlled: ClassVar[bool] = True  # attacks also run on the same step with known words
     leak = MEMBERSHIP
-    metrics = RATES
+    metrics = membership.RATES
     columns = ("score", "member", "decision")  # a trial is a game; bits and decisions are 0 or 1
     # The last value is that of an attack without information (F1, TPR: that names no member).
     ranges: ClassVar[Any] = {
@@ -159,8 +148,8 @@ class MembershipChannel(StepChannel):
         self.games = games = settings.games
         self.width = len(self.columns) * 2 * games.targets  # members, and as many non-members
         self._windows: dict[str, deque[Tensor]] = {}  # by series, the trials of each look
-        self._tap: ActivationTap | None = None  # records gradients of hidden states
-        self._calls: ModelCalls | None = None  # records token ids, if a defence changes them
+        self._tap: taps.ActivationTap | None = None  # records gradients of hidden states
+        self._calls: taps.ModelCalls | None = None  # records token ids, if a defence changes them
         self._layers: set[int] = set()  # the layers at which the tap records
         # The targets of this look; None until they are drawn.
         self._targets: Targets | Waiting | None = None
@@ -184,11 +173,9 @@ class MembershipChannel(StepChannel):
         if rate.startswith("tpr_at_fpr_"):
             fpr, n = float(rate.removeprefix("tpr_at_fpr_")), self.games.targets * clients
             # The tolerance keeps rounding from adding a look, as in 10 / 0.01 / n.
-            looks = math.ceil(NEGATIVES_PER_FPR / fpr / n - 1e-9)
-            why = (
-                f"a TPR at an FPR of {fpr:g} needs {NEGATIVES_PER_FPR / fpr:.0f} non-members, and "
-                f"a look has {n}"
-            )
+            needed = membership.NEGATIVES_PER_FPR / fpr
+            looks = math.ceil(needed / n - 1e-9)
+            why = f"a TPR at an FPR of {fpr:g} needs {needed:.0f} non-members, and a look has {n}"
         never_alone = why if looks > 1 else _too_few(self.games.targets)
         if metric.endswith(("_low", "_high")):
             never_alone = "intervals use the games of all rounds, and a gate judges one round"
@@ -264,8 +251,10 @@ class MembershipChannel(StepChannel):
             # frozen. A reentrant checkpoint has no graph unless its input needs a gradient.
             modules = anatomy.model.modules()
             checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
-            self._tap = ActivationTap(anatomy, sorted(layers), states=False, reach=not checkpointed)
-            self._calls = ModelCalls(anatomy) if self._has_new_ids else None
+            self._tap = taps.ActivationTap(
+                anatomy, sorted(layers), states=False, reach=not checkpointed
+            )
+            self._calls = taps.ModelCalls(anatomy) if self._has_new_ids else None
         if self._tap is not None:
             self._tap.arm()
         if self._calls is not None:
@@ -290,7 +279,7 @@ class MembershipChannel(StepChannel):
             self._sources.remember(look.training_step.batches)
 
     @torch.no_grad()
-    def _draw_games(self, step: Step) -> None:
+    def _draw_games(self, step: taps.Step) -> None:
         """Draw the targets, and compute each attack's canary before any defence acts.
 
         It happens once in a look: with several optimizers, the first to step also steps the
@@ -334,7 +323,7 @@ class MembershipChannel(StepChannel):
                     f"and the input of the server's own layers at layer {layer} is then not "
                     f"computed: give the attack a layer= below {rewritten}, or leave '{name}' out"
                 )
-        inputs = batches if self._calls is None else with_ids(self._calls.calls, batches)
+        inputs = batches if self._calls is None else taps.with_ids(self._calls.calls, batches)
         return self._join_layer(layer, batches, inputs, self._tap.gradients(layer, scale=scale))
 
     def _join_layer(
@@ -355,7 +344,7 @@ class MembershipChannel(StepChannel):
         Raises:
             UnusableObservation: The gradients are not of these batches.
         """
-        gradients = join_gradients(pieces, batches, layer)
+        gradients = taps.join_gradients(pieces, batches, layer)
         documents = [batch.by_document() for batch in inputs]
         with self.run.forward_context():
             client = [
@@ -462,7 +451,7 @@ class MembershipChannel(StepChannel):
         check_guess(attack, answer, self.guesses)
         return _Played(answer, games.targets.members)
 
-    def control_answer(self, plan: Plan, control: Step) -> Any:
+    def control_answer(self, plan: Plan, control: taps.Step) -> Any:
         """Return the guesses on a control, whose non-members are shuffled like its members.
 
         They are unknown if random scores may do as well, unless the texts are so few that not even
@@ -482,11 +471,11 @@ class MembershipChannel(StepChannel):
         return answer
 
     @torch.no_grad()
-    def _control_games(self, plan: Plan, control: Step, targets: Targets) -> Any:
+    def _control_games(self, plan: Plan, control: taps.Step, targets: Targets) -> Any:
         """Return the games of an attack on a control's texts, before any defence."""
         attack: Any = plan.attack
         scale, layer = self.run.loss_scale, attack.layer
-        pieces = control_states(self.run.anatomy, control, layer, scale=scale)
+        pieces = taps.control_states(self.run.anatomy, control, layer, scale=scale)
         batches = [call.texts for call in control.calls if call.has_gradient]
         states = self._join_layer(layer, batches, batches, pieces)
         games = self._make_games(attack, states, targets)
@@ -510,7 +499,9 @@ class MembershipChannel(StepChannel):
         """Return the rates of games, with intervals that take each game as a trial."""
         scores, members, decisions = trials.unbind(1)
         # None: each game is a cluster of its own. 100 resamples, because this runs at every look.
-        return membership_rates(scores, members == 1, None, decisions == 1, resamples=100)
+        return membership.membership_rates(
+            scores, members == 1, None, decisions == 1, resamples=100
+        )
 
     def p_value(self, trials: Tensor) -> float:
         """Return the exact p-value of "members rank no higher than non-members"."""
@@ -571,18 +562,18 @@ class PassiveMembershipChannel(MembershipChannel):
             self._targets = self._sources.population(step.number, step.batches)
         StepChannel.at_stages(self, look)
 
-    def _guess_from_gradients(self, plan: Plan, step: Step, stage: Stage) -> object:
+    def _guess_from_gradients(self, plan: Plan, step: taps.Step, stage: Stage) -> object:
         targets = self._targets
         return self._play(plan, step, stage, targets) if isinstance(targets, Targets) else targets
 
     def _play(
-        self, plan: Plan, step: Step, stage: Stage, targets: Targets
+        self, plan: Plan, step: taps.Step, stage: Stage, targets: Targets
     ) -> _Played | Unknown | Waiting:
         """Return an attack's guesses from the gradients of a step, with the truth."""
         answer = guess(plan, step, stage, self.run, targets.query())
         return answer if isinstance(answer, Unknown | Waiting) else _Played(answer, targets.members)
 
-    def _control_games(self, plan: Plan, control: Step, targets: Targets) -> Any:
+    def _control_games(self, plan: Plan, control: taps.Step, targets: Targets) -> Any:
         return self._play(plan, control, Stage.LOCAL, targets)
 
 

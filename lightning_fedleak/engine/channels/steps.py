@@ -35,16 +35,9 @@ from lightning_fedleak.engine.outcomes import (
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics.clustered import lowest_p_value
 from lightning_fedleak.evaluation.metrics.rates import Rate, values_of
+from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Inapplicable,
-    NotYet,
-    Observation,
-    Stage,
-    UpdateSnapshot,
-    explain_compression,
-)
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import Step
 
 
@@ -317,7 +310,7 @@ def never_read(channel: StepChannel, name: str, *, fresh: bool) -> Unknown | Not
         return Unknown(why, applies=False)
     facts, steps = plan.facts(channel.run, channel.settings.local_steps, 0), None
     if (kind := facts.compression) and kind.method not in attack.reads_compressed:
-        return Unknown(explain_compression(kind.method), applies=False)
+        return Unknown(snapshots.explain_compression(kind.method), applies=False)
     with suppress(UnusableObservation):  # an unknown optimizer: some attacks read its updates too
         steps = LocalSteps.from_facts(facts)
     try:
@@ -325,7 +318,7 @@ def never_read(channel: StepChannel, name: str, *, fresh: bool) -> Unknown | Not
         if steps is not None:
             steps.check_fresh(fresh)
     except UnusableObservation as error:
-        return Unknown(str(error), applies=not isinstance(error, Inapplicable))
+        return Unknown(str(error), applies=not isinstance(error, snapshots.Inapplicable))
     return None
 
 
@@ -335,7 +328,7 @@ def guess(
     """Return the guess of an attack from the gradients of a step, or why it has none (yet)."""
     try:
         view = step.view(stage)
-    except NotYet as error:
+    except snapshots.NotYet as error:
         return Waiting(str(error))
     except Exception as error:
         return Unknown(reason(error))
@@ -343,19 +336,19 @@ def guess(
         return unreadable
     try:
         with run.timed(plan.attack.name), torch.no_grad():
-            answer = plan.attack.run(Observation((view,)), query)
+            answer = plan.attack.run(snapshots.Observation((view,)), query)
         check_guess(plan.attack, answer, family_of(plan.attack).guesses)
         return answer
-    except NotYet as error:
+    except snapshots.NotYet as error:
         zeros = tuple(role for role in plan.roles if not bool(view.tensors[role].any()))
         return Waiting(str(error), zeros=zeros)
     except Exception as error:
-        return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
+        return Unknown(reason(error), applies=not isinstance(error, snapshots.Inapplicable))
 
 
-def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
+def find_unreadable(plan: Plan, view: snapshots.GradientSnapshot) -> Unknown | None:
     """Return why an attack's method cannot read a view of a step; None if it can."""
-    if isinstance(view, UpdateSnapshot):
+    if isinstance(view, snapshots.UpdateSnapshot):
         if (why := no_sum(plan)) is not None:
             return Unknown(why, applies=False)
         groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
@@ -363,7 +356,7 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         if momentum and not view.fresh:  # the update has momentum of steps before the round
             return Unknown(explain_stale_optimizer("SGD"))
     if view.compression not in ("", *plan.attack.reads_compressed):
-        return Unknown(explain_compression(view.compression), applies=False)
+        return Unknown(snapshots.explain_compression(view.compression), applies=False)
     absent = [role for role in plan.roles if role not in view.tensors]
     return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
 

@@ -145,17 +145,6 @@ class _ListedArrays(NamedArrays):
         return common.ndarrays_to_parameters([state[n].cpu().numpy() for n in self._names])
 
 
-def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
-    """Return the object that reads a training message and its reply, by the message's form.
-
-    Raises:
-        UpdateError: the message holds no model, or one that does not fit the observer's model.
-    """
-    if LISTED in message.content:
-        return _ListedArrays(message, observer)
-    return NamedArrays(message)
-
-
 def arrays_of(message: Message) -> tuple[str, _Arrays]:
     """Return the key of the model in a message, and the model.
 
@@ -312,7 +301,8 @@ class FedLeakMod:
             client=context.node_config.get("partition-id", context.node_id),
             secure_aggregation=is_masked,
         )
-        codec = read_sent(message, observer)
+        is_listed = LISTED in message.content
+        codec = _ListedArrays(message, observer) if is_listed else NamedArrays(message)
         if protocol is not None:
             names = federation.parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}

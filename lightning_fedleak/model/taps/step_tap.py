@@ -20,16 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.model import model_runs
+from lightning_fedleak.model import model_runs, snapshots
 from lightning_fedleak.model.anatomy import Anatomy, Kind, placeholder_ids, without_peft
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Stage,
-    UnusableObservation,
-    is_shard,
-    whole_tensor,
-)
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps.calls import MEDIA, NOT_TESTED, ModelCalls, crosses
 from lightning_fedleak.model.taps.graph import GraphTap, read_call, read_inputs
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
@@ -142,7 +136,7 @@ class _GradientTap:
         """Copy the gradient of a parameter to its buffer, while the tap is armed."""
         if not self.armed or parameter.grad is None:
             return
-        grad = whole_tensor(parameter.grad).to_dense()  # sparse for some embeddings
+        grad = snapshots.whole_tensor(parameter.grad).to_dense()  # sparse for some embeddings
         buffer = self._buffers.get(id(parameter))
         if buffer is None:
             buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
@@ -161,7 +155,7 @@ class _GradientTap:
 
     def view(
         self, step: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1.0
-    ) -> GradientSnapshot:
+    ) -> snapshots.GradientSnapshot:
         """Return views of the current gradients.
 
         Args:
@@ -186,10 +180,10 @@ class _GradientTap:
                     gradients[key].div_(scale / self._scales[key])
                     self._scales[key] = scale
             elif not copies and (gradient := self._gradient_of(parameter)) is not None:
-                gradients[key] = whole_tensor(gradient).to_dense()
+                gradients[key] = snapshots.whole_tensor(gradient).to_dense()
         keys = {role: id(p) for role, p in self._parameters.items()}
         tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
-        return GradientSnapshot(step, stage, tensors, self._tied, client)
+        return snapshots.GradientSnapshot(step, stage, tensors, self._tied, client)
 
     def close(self) -> None:
         """Remove every hook, and free the buffers."""
@@ -249,11 +243,11 @@ class _PackingTest:
             self._calls.arm(False)
         if not batch.is_packed:
             return replace(batch, crossing=False)
-        is_sharded = any(map(is_shard, self._anatomy.root.parameters()))
+        is_sharded = any(map(snapshots.is_shard, self._anatomy.root.parameters()))
         if is_sharded or len(calls) != 1:
             count = f"the model was called {len(calls)} times in one batch"
             cause = "the model's parameters are sharded" if is_sharded else count
-            raise UnusableObservation(NOT_TESTED.format(cause))
+            raise snapshots.UnusableObservation(NOT_TESTED.format(cause))
         [call] = calls
         # A single row can be packed by other arguments (cu_seq_lens) than several rows.
         form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
@@ -280,7 +274,7 @@ class StepTap:
         step = tap.begin(number)
         tap.batch_begins(step, batch)          # then the user's forward and backward
         tap.settle(step)                       # reads the labels and inputs
-        step.gradients[Stage.SHARED] = tap.gradients(number, Stage.SHARED)
+        step.gradients[Stage.SHARED] = tap.gradients.view(number, Stage.SHARED)
         tap.batch_ends(step, trained=True)
         tap.end()
 
@@ -297,6 +291,7 @@ class StepTap:
 
     Attributes:
         why_not: The reason why the graph of a step cannot be read; None if it can.
+        gradients: The tap whose ``view`` returns the current gradients, see :meth:`read_gradients`.
     """
 
     def __init__(
@@ -327,11 +322,11 @@ class StepTap:
         self._packing = _PackingTest(anatomy, forward_context)
         self._random: tuple[Tensor, ...] = ()
         self._message_kinds: set[str] = set()
-        self._gradient_tap = _GradientTap({})
+        self.gradients = _GradientTap({})
 
     def close(self) -> None:
         """Remove every hook."""
-        self._gradient_tap.close()
+        self.gradients.close()
         self._graph.close()
         self._packing.close()
 
@@ -349,23 +344,23 @@ class StepTap:
             gradient_of: A function that returns the gradient with which the optimizer steps.
             keeps_local: Whether to copy each gradient before DDP reduces it.
         """
-        self._gradient_tap.close()
-        self._gradient_tap = _GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
+        self.gradients.close()
+        self.gradients = _GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
         if keeps_local:
-            self._gradient_tap.keep_local()
+            self.gradients.keep_local()
 
     # ---- a step -----------------------------------------------------------------------------
 
     def begin(self, number: int) -> Step:
         """Return a step whose calls and gradients are recorded from now on."""
-        self._gradient_tap.arm()
+        self.gradients.arm()
         if self.why_not is None or self._is_written:
             self._graph.arm()
         return Step(number, placeholders=self._placeholders)
 
     def end(self) -> None:
         """Deactivate the hooks until the next step, and drop the recorded calls."""
-        self._gradient_tap.disarm()
+        self.gradients.disarm()
         self._graph.close()
 
     def read(self, batch: Any) -> TokenBatch:
@@ -441,13 +436,7 @@ class StepTap:
         except Exception as error:
             step.error = self._reason(error)
 
-    def gradients(
-        self, number: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1
-    ) -> GradientSnapshot:
-        """Return views of the current gradients, see :meth:`_GradientTap.view`."""
-        return self._gradient_tap.view(number, stage, copies=copies, client=client, scale=scale)
-
-    def local_copy(self, number: int, *, from_copies: bool) -> GradientSnapshot | None:
+    def local_copy(self, number: int, *, from_copies: bool) -> snapshots.GradientSnapshot | None:
         """Return a copy of the local gradient, before a defence or a reduction changes it.
 
         Args:
@@ -456,9 +445,9 @@ class StepTap:
                 :meth:`read_gradients`.
         """
         try:
-            view = self._gradient_tap.view(number, Stage.LOCAL, copies=from_copies)
+            view = self.gradients.view(number, Stage.LOCAL, copies=from_copies)
         except Exception as error:
-            self._gradient_tap.error = error  # for the attacks, which read it next
+            self.gradients.error = error  # for the attacks, which read it next
             return None
         if from_copies:
             return view

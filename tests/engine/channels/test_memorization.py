@@ -170,6 +170,12 @@ def test_members_are_distinguished_from_rows_that_were_held_out(whole: Any) -> N
     assert whole.latest["monitor/failures"] == 0
 
 
+def test_a_validation_after_the_fit_chooses_nothing(whole: Any) -> None:
+    loader = DataLoader([whole.data[n] for n in range(8)], batch_size=8)
+    whole.module.trainer.validate(whole.module, loader, verbose=False)
+    assert set(whole.module.trainer.callback_metrics) == {"val_loss"}
+
+
 def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(whole: Any) -> None:
     pool, base = query_base(whole.data)
     after = token_log_probs(find_anatomy(whole.module.model), pool.texts)

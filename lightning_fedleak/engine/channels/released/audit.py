@@ -27,14 +27,8 @@ from lightning_fedleak.evaluation.metrics.released import (
     extraction_values,
     membership_values,
 )
+from lightning_fedleak.model import taps
 from lightning_fedleak.model.snapshots import Observation, References, ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps import (
-    Text,
-    answer_groups,
-    compressed_bytes,
-    label_places,
-    rejected_places,
-)
 
 
 def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
@@ -63,7 +57,7 @@ class Audit:
     decode: Callable[[list[int]], str] | None = None
     references: References | None = None
     reference_rows: int | None = None
-    queries: Sequence[Text] = ()
+    queries: Sequence[taps.Text] = ()
     rewards: Tensor | None = None
 
     def part(
@@ -93,14 +87,14 @@ class Audit:
             for texts in (self.pool.texts, self.queries or self.pool.texts)
         )
         columns = self.base.labels.shape[1]
-        places = label_places(queries, columns)
+        places = taps.label_places(queries, columns)
         released = ReleasedModel(
             (self.base if now is None else now).rows(index).within(places),
             self.base.rows(index).within(places),
-            compressed_bytes(queries, self.decode),
-            answer_groups(queries),
+            taps.compressed_bytes(queries, self.decode),
+            taps.answer_groups(queries),
             self.references and self.references.rows(index).within(places),
-            rejected_places(texts, columns) if part == "pairs" else None,
+            taps.rejected_places(texts, columns) if part == "pairs" else None,
             None if self.rewards is None else self.rewards[:, index],
         )
         return Comparison(self, part, texts, index, members, released, look, alpha)
@@ -124,7 +118,7 @@ class Comparison:
 
     audit: Audit
     part: Part
-    texts: Sequence[Text]
+    texts: Sequence[taps.Text]
     index: Tensor
     members: Tensor
     released: ReleasedModel
@@ -153,7 +147,7 @@ class Comparison:
         return self.members[self.alone]
 
     @property
-    def once(self) -> list[Text]:
+    def once(self) -> list[taps.Text]:
         """Return the texts that are tested for membership."""
         return [text for text, alone in zip(self.texts, self.alone.tolist(), strict=True) if alone]
 

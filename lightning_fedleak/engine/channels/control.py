@@ -52,7 +52,7 @@ from lightning_fedleak.model.taps import (
     is_uneven,
     shuffle_words,
 )
-from lightning_fedleak.report.records import default_limit
+from lightning_fedleak.report.records import default_limit, judge_value
 
 PART = 0.5
 """Share of the inputs that an attack can distinguish, of which a part of a control has as many.
@@ -256,13 +256,25 @@ class Controls:
             return []
         low = [plan for plan in plans if self._anywhere(counts(plan))]
         rates = self._rates(look, replace(step, gradients={}), low, {}) if low else {}
-        return [p for p in low if self._anywhere(self._rings(p, rates[p.attack.name]))]
+        return [
+            plan
+            for plan in low
+            for name in [plan.attack.name]
+            if self._anywhere(self._rings(plan, rates[name], controls[name].rates))
+        ]
 
-    def _rings(self, plan: Plan, rates: Mapping[str, float] | Unknown | Waiting) -> bool:
-        """Return whether the headline of an attack's rates exceeds its limit."""
-        headline = self._channels[plan.attack.name].headline
-        rate = rates.get(headline, math.nan) if isinstance(rates, Mapping) else math.nan
-        return rate > self._limit_of(plan)
+    def _rings(
+        self,
+        plan: Plan,
+        rates: Mapping[str, float] | Unknown | Waiting,
+        control: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Return whether the headline of an attack's rates exceeds its limit, as a gate counts."""
+        channel = self._channels[plan.attack.name]
+        rate = rates.get(channel.headline, math.nan) if isinstance(rates, Mapping) else math.nan
+        of_control = None if control is None else control.get(channel.headline)
+        limit, chance = self._limit_of(plan), channel.leak.chance
+        return judge_value(rate, of_control, at_most=limit, chance=chance).value > limit
 
     def _has_few_uneven_labels(self, look: Look, control: Step) -> bool:
         """Return whether labels weigh unevenly, and are so few that a vector separates each."""
@@ -333,6 +345,7 @@ class Controls:
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         if not any(bool(gradient.any()) for gradient in gradients.values()):
             return of_logits, {}
+        self._hidden.compare(gradients, again)
         share, remainder = remainder_of(gradients, again)
         so_far = look.training_step.unexplained
         look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)
@@ -462,13 +475,16 @@ class Controls:
 
         It is 1 if nothing bounds it, and NaN if no defence has to be bounded: because there is
         none, because the control went through it, or because it replaces tokens and the attack
-        recovers those that it wrote.
+        recovers those that it wrote. It is also NaN, of words and whole texts, if this look did
+        not make the step again: the words may be those of another one.
         """
         step, channel = look.training_step, self._channels[plan.attack.name]
         if not (plan.roles or channel.plays_games):  # it reads hidden states
             return math.nan
         if any(defense.activation_layers for defense in self._run.defenses):
             return 1.0
+        if not (channel.plays_games or step.unexplained <= MAX_UNEXPLAINED):
+            return math.nan
         is_written = any(defense.acts_on_batches for defense in self._run.defenses)
         if is_written and step.written:
             written = replace(look, training_step=replace(step, calls=step.written))

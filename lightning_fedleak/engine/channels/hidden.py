@@ -42,6 +42,11 @@ LOOKS = 10
 
 More: a bound costs less, and the changes are those of older weights. Fewer: the opposite.
 """
+MAX_GROWTH = 2.0
+"""How many times an old change may be as large now; words are replaced again beyond it.
+
+More: bounds of looks between are further above the true ones. Fewer: they cost more.
+"""
 _THRESHOLDS = np.linspace(-30.0, 30.0, 1201)  # of a log ratio; the steps of .05 are not tuned
 
 Gradient = Callable[[Step, Sequence[str]], Mapping[str, Tensor]]
@@ -80,7 +85,20 @@ class HiddenWords:
         self._gradient = gradient
         self._special = special
         self._changes: list[float] = []  # the norm of D for some types
-        self._looks = 0
+        self._looks = self._tokens = 0  # since the changes were measured, and tokens there
+        self._scale = 1.0  # of the user's gradients to those of the step made again, at least 1
+        self._sizes, self._old_sizes = dict[str, float](), dict[str, float]()  # norms of gradients
+
+    def compare(self, seen: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+        """Note how large a step's gradients before any defence are, which code may multiply.
+
+        Args:
+            seen: The gradients of a step, by role.
+            again: The gradients of the step made again.
+        """
+        self._sizes = {role: _norm({role: gradient}) for role, gradient in seen.items()}
+        made = {role: _norm({role: again[role]}) for role in self._sizes if role in again}
+        self._scale = max([1.0, *(self._sizes[r] / size for r, size in made.items() if size > 0)])
 
     def bound(self, step: Step, noise_std: float, *, games: bool = False) -> float:
         """Return the highest F1 that any reader of a step's release can have; 1 without a bound.
@@ -103,17 +121,34 @@ class HiddenWords:
         if games:
             distance = step.example_norm / noise_std if 0 < noise_std < math.inf else math.nan
             return 1.0 if math.isnan(distance) else float(ndtr(math.sqrt(2) * distance))
-        ids = set(torch.cat([batch.context_ids() for batch in step.batches]).tolist())
+        tokens = torch.cat([batch.context_ids() for batch in step.batches]).tolist()
+        ids = set(tokens)
         types = sorted(ids - self._special)
         others = sorted({*range(vocabulary)} - ids - self._special)
         if not (types and others and 0 < noise_std < math.inf and step.example_norm != math.inf):
             return 1.0
-        if self._looks % LOOKS == 0:
+        growth = self._growth(len(tokens)) if math.isnan(step.example_norm) else 1.0
+        if self._looks % LOOKS == 0 or growth > MAX_GROWTH:
+            growth, self._looks = 1.0, 0
+            self._tokens, self._old_sizes = len(tokens), self._sizes
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
             self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
         self._looks += 1
-        return best_f1([change / noise_std for change in self._changes], len(types), vocabulary)
+        distances = [growth * change / noise_std for change in self._changes]
+        return best_f1(distances, len(types), vocabulary)
+
+    def _growth(self, tokens: int) -> float:
+        """Return how many times the changes may be as large as when they were measured.
+
+        A loss may be a mean over the tokens, or their sum; and gradients have their norms.
+        """
+        both = self._sizes.keys() & self._old_sizes.keys()
+        before = math.hypot(*(self._old_sizes[role] for role in both))
+        if not (before > 0 and self._tokens > 0):
+            return math.inf
+        grown = math.hypot(*(self._sizes[role] for role in both)) / before
+        return max(1.0, tokens / self._tokens, self._tokens / tokens, grown)
 
     def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Return the norm of the release's change for each type and the one in its place."""
@@ -127,7 +162,8 @@ class HiddenWords:
         """Return the norm of the change of a gradient, after the clipping of GradientNoise."""
         clips = [d.clip for d in self._run.defenses if isinstance(d, GradientNoise) and d.clip]
         factors = [
-            min([1.0, *(clip / max(_norm(g), clip) for clip in clips)]) for g in (before, after)
+            min([self._scale, *(clip / _norm(g) for clip in clips if _norm(g) > 0)])
+            for g in (before, after)
         ]
         return _distance(before, after, *factors)
 

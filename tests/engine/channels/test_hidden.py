@@ -123,11 +123,11 @@ def fit(module, defenses, steps, callbacks, folder) -> None:
     trainer.fit(module, torch.utils.data.DataLoader(batches(steps), batch_size=2))
 
 
-def look(folder, *defenses, attack=SubspaceWords, steps=2) -> Any:
+def look(folder, *defenses, attack=SubspaceWords, steps=2, kind=Tuned) -> Any:
     """Return the gate of a run and the table of its last look, by metric."""
     monitor = LeakageMonitor([attack(capacity_seconds=0)], every_n_steps=1)
     gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")
-    module = Tuned()
+    module = kind()
     fit(module, defenses, steps, [monitor, gate], folder)
     table = monitor.to_dataframe()
     last = table[table.step == table.step.max()]
@@ -143,6 +143,68 @@ def test_a_low_number_behind_noise_is_known_where_no_reader_can_have_more(tmp_pa
     if gate.fired is not None:
         assert math.isnan(gate.fired.value)
         assert "behind the declared defences" in gate.fired.why
+
+
+class Scaled(Tuned):
+    """Multiplies its gradients, as code does whose loss was divided by too much."""
+
+    def on_after_backward(self) -> None:
+        for p in trained(self):
+            if p.grad is not None:
+                p.grad *= 1e4
+
+
+class Once(Tuned):
+    """Has a forward that cannot be run again."""
+
+    calls = -math.inf  # set-up may run it
+
+    def __init__(self) -> None:
+        super().__init__()
+        adapter = next(module for module in self.net.modules() if hasattr(module, "lora_A"))
+        self.real, adapter.forward = adapter.forward, self.run_once
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.calls = 0
+        return super().training_step(batch, index)
+
+    def run_once(self, *given: Any, **settings: Any) -> Any:
+        self.calls += 1
+        if self.calls > 1:
+            raise RuntimeError("only once")
+        return self.real(*given, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Scaled, "behind the declared defences"), (Once, "could not be made again")]
+)
+def test_a_bound_is_of_the_gradient_that_was_trained_on(tmp_path, kind, why) -> None:
+    gate, values = look(tmp_path, GradientNoise(None, 1.0), attack=Weak, steps=1, kind=kind)
+    assert 0 <= values["f1"] < 0.5
+    assert not values.get("bound", math.nan) <= 0.5
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert why in gate.fired.why
+
+
+def test_a_bound_of_older_changes_is_no_less_than_that_of_new_ones(tmp_path, monkeypatch) -> None:
+    """Batches grow and shrink: a word moves the mean loss over fewer tokens by more."""
+    bounds = []
+    for looks in (hidden.LOOKS, 1):
+        monkeypatch.setattr(hidden, "LOOKS", looks)
+        monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
+        torch.manual_seed(0)
+        strategy = DefendedStrategy("auto", [GradientNoise(None, 0.3, seed=1)])
+        where = {"devices": 1, "default_root_dir": tmp_path, "strategy": strategy, **QUIET}
+        rows = [[*range(16)], [16], [17, 18], [*range(19, 35)], [35]]
+        loader = torch.utils.data.DataLoader(batches(18), batch_sampler=rows)  # type: ignore
+        L.Trainer(max_steps=len(rows), callbacks=[monitor], **where).fit(Tuned(), loader)
+        table = monitor.to_dataframe()
+        bounds.append(table[table.metric == "bound"].value.to_numpy())
+    old, new = bounds
+    assert len(old) == len(new) > 3  # a look with a high number has none
+    assert new.max() > 2 * new[0]
+    assert (old >= new - 0.05).all()
 
 
 def test_the_change_of_a_word_is_that_of_a_second_backward(tmp_path, monkeypatch) -> None:

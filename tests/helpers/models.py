@@ -132,10 +132,9 @@ def tiny_roberta_mlm(layers: int = 2, dropout: float = 0.1) -> transformers.Robe
 
 
 def tiny_bert_classifier(
-    layers: int = 2, dropout: float = 0.1
+    layers: int = 2, dropout: float = 0.1, labels: int = 3
 ) -> transformers.BertForSequenceClassification:
-    """Of three classes."""
-    config = transformers.BertConfig(**_bert_sizes(layers, dropout), num_labels=3)
+    config = transformers.BertConfig(**_bert_sizes(layers, dropout), num_labels=labels)
     with own_rng(0):
         return transformers.BertForSequenceClassification(config)
 

@@ -31,6 +31,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as clipped_sum_module
+from lightning_fedleak.defenses.dpsgd.isolation import NOT_MEASURED
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
@@ -286,6 +287,7 @@ class Runs:
             "shards": float(torch.corrcoef(torch.stack([first[:n], second[:n]]))[0, 1]),
             "steps": float(steps),
             "measured": defense.measured_noise_multiplier,
+            "isolation": NOT_MEASURED not in defense.guarantee,
             "agree": self.agree(module),
             "epsilon": gathered(defense.privacy.epsilon),
             "of one process": epsilon_of([(sigma, BATCH / 12, 2)], 1e-3, "rdp"),

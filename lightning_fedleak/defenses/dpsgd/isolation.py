@@ -62,7 +62,7 @@ GOLDEN = 0.618034  # its multiples modulo 1 spread evenly: masks of few tokens m
 _UNIFORM = {"rand", "rand_like", "randint", "randint_like", "uniform_"}
 _DRAWS = _UNIFORM | {"bernoulli", "bernoulli_", "randn", "randn_like"}
 SAME_DRAWS = 64  # draws one after the other that give equal numbers; then a loop that waits ends
-LOUD = 1024.0  # factor on what a loss gets: losses of a thousand, which any cap by size would cut
+LOUD = 1024.0  # median size of what a loss gets: losses of a thousand, which any cap would cut
 LARGEST_COPY = 1 << 31  # 16-bit weights of which float32 copies are made: up to 8 GiB
 
 
@@ -189,11 +189,13 @@ class Isolation:
 
             draws.seed, draws.factor = 0, 1.0
             try:
-                rows = [_made(example, 0, lengths[0], is_padded)]
+                company = [_made(example, i, n, is_padded) for i, n in enumerate(lengths)]
             except Exception as error:  # numbers of a kind that torch does not compute with
                 return f"no row like an example could be made: {type(error).__name__}: {error}"
+            rows = company[:1]
             alone = partial(run, rows)
             try:
+                collate(company)  # before anything is computed
                 alone()
                 gradient, form = self._gradient(0), self._check.form
                 company, classes = rows[:], draws.classes if has_labels else 1
@@ -204,7 +206,7 @@ class Isolation:
                     reason = "no row with a gradient of its own could be made"
                     continue
                 run(company)
-                self.moved, parameter = self._nearest(gradient)
+                self.moved, parameter = self._nearest(gradient, tolerance)
                 if self.moved <= tolerance:
                     self._check_size(alone, form)
                     self._alone = alone
@@ -221,7 +223,7 @@ class Isolation:
                 mend = _MASKS
             draws.seed = 1
             alone()
-            if not mend and self._nearest(gradient)[0] > tolerance:
+            if not mend and self._nearest(gradient, tolerance)[0] > tolerance:
                 return "training_step draws random numbers other than by torch.rand, randn and such"
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
@@ -255,28 +257,28 @@ class Isolation:
                 raise DefenseError(_SIZE)
         self._draws.factor = 1.0
 
-    def _nearest(self, alone: dict[Any, Tensor]) -> tuple[float, Any]:
+    def _nearest(self, alone: dict[Any, Tensor], tolerance: float) -> tuple[float, Any]:
         """Return how far the nearest row's gradient in the last run is from another.
 
-        It is the nearest row because a collate function may sort.
+        It is the nearest row because a collate function may sort. A row that is near enough ends
+        the search.
 
         Returns:
             The largest distance of a parameter, over the norm of its gradient or at least
             :data:`FLOOR` of the whole one's, and this parameter.
         """
         total, found = _whole_norm(alone), (math.inf, None)
-        for row in range(len(self._rows[1])):
-            gradient, moves = self._gradient(row), dict[Any, float]()
+        for row in sorted(range(len(self._rows[1])), key=lambda row: row != 1):
+            gradient, shares = self._gradient(row), dict[Any, float]()
             for p in {**alone, **gradient}:
-                first, second = (g.get(p, torch.zeros_like(p)) for g in (alone, gradient))
+                first, second = (g[p] if p in g else p.new_zeros(()) for g in (alone, gradient))
                 distance = _whole_norm({p: first - second})
-                moves[p] = math.inf if math.isnan(distance) else distance
-            shares = {
-                p: move / max(_whole_norm({p: alone[p]}) if p in alone else 0.0, FLOOR * total)
-                for p, move in moves.items()
-            }
+                size = max(_whole_norm({p: first}), FLOOR * total)
+                shares[p] = math.inf if math.isnan(distance) else distance / size
             parameter = max(shares, key=shares.__getitem__)
             found = min(found, (shares[parameter], parameter), key=itemgetter(0))
+            if found[0] <= tolerance:
+                break
         return found
 
 
@@ -287,7 +289,8 @@ def _whole_norm(gradient: dict[Any, Tensor]) -> float:
 
 _OWN_ROW = (
     "Compute each row from that row alone: GroupNorm or LayerNorm in place of statistics of the "
-    "batch, `mean_of_sample_means` in place of a division by all labels, no rows as negatives. "
+    "batch, `mean_of_sample_means` in place of a division by all labels, no rows as negatives, no "
+    "scores of padding (or all rows of one length). "
     "Run all rows in one call, with the rows of an example side by side: "
     "torch.stack([a, b], 1).flatten(0, 1), not torch.cat([a, b])"
 )
@@ -324,7 +327,7 @@ class _PlantedDraws(TorchFunctionMode):
         calls: The number of draws since the run began.
         rows: The number of rows of the run.
         seed: The seed of all other draws of a step.
-        factor: By how much the inputs of losses are multiplied.
+        factor: 1, or the median size to which inputs of losses are multiplied, with its sign.
         classes: The number of classes of the last cross-entropy; 2 if there was none.
     """
 
@@ -338,8 +341,12 @@ class _PlantedDraws(TorchFunctionMode):
         if name in ("cross_entropy", "log_softmax") or name.endswith(("_loss", "with_logits")):
             first, *others = args or (kwargs.pop("input"),)
             self.classes = first.shape[:2][-1] if name == "cross_entropy" else self.classes
-            # Of as many elements, as a single number would be a changing factor of the loss.
-            return func(first * torch.full_like(first, self.factor), *others, **kwargs)
+            size = 1.0 if self.factor == 1 else float(first.detach().abs().median().clamp(1e-6))
+            # A tensor, as a single number would be a changing factor of the loss.
+            factor = torch.full_like(torch.atleast_1d(first), self.factor / size)
+            return func((first * factor).view(first.shape), *others, **kwargs)
+        if name == "randperm":  # which moves each row
+            return func(*args, **kwargs).sort()[0].roll(1)
         if name not in _DRAWS:
             return func(*args, **kwargs)
         shares = [*args[name.endswith("_") :], kwargs.get("p", 0.5)]  # before they are overwritten
@@ -453,7 +460,7 @@ def _row_lengths(
         long = min(long, *(s.get("original_max_position_embeddings", long) for s in settings))
     lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
     yield from ((lengths, False), (lengths[:3], False)) if own else ()
-    yield (min(TOKENS, max(1, own // 2)), own, 1, 0), True
+    yield (min(TOKENS, max(1, own // 2)), max(1, own), 1, 0), True
 
 
 def _width(collate: EmptyCollate, example: Any) -> int:
@@ -475,9 +482,11 @@ def _made(
         label: The value of each single whole number.
         key: The name of the value.
     """
+    form = number, tokens, is_padded, label
     if isinstance(value, Mapping):
-        form = number, tokens, is_padded, label
         return rebuilt(value, {k: _made(v, *form, str(k)) for k, v in value.items()})
+    if isinstance(value, tuple) and not key:  # the fields of an example
+        return rebuilt(value, [_made(v, *form) for v in value])
     if isinstance(value, str):
         return " ".join("abcdefgh"[(number + i) % 8] for i in range(tokens))
     try:
@@ -485,9 +494,9 @@ def _made(
         numbers = numbers if numbers.is_floating_point() else numbers.long()
     except (TypeError, ValueError, RuntimeError):  # not numbers, or not as many in each row
         if isinstance(value, list | tuple):
-            return rebuilt(value, [_made(v, number, tokens, is_padded, label, key) for v in value])
+            return rebuilt(value, [_made(v, *form, key) for v in value])
         return value
-    made = _made_numbers(numbers, number, tokens, is_padded, label, key).to(numbers)
+    made = _made_numbers(numbers, *form, key).to(numbers)
     if isinstance(value, Tensor):
         return made
     return made.numpy() if isinstance(value, np.ndarray) else type(value)(made.tolist())
@@ -504,7 +513,7 @@ def _made_numbers(
         top = int("special" not in key)
     if numbers.is_floating_point():
         waves = torch.arange(numbers.numel()) * (number + 1.7) + number
-        return waves.sin().view(numbers.shape) * (tokens > 0)
+        return waves.cos().view(numbers.shape) * (number + 1) * (tokens > 0)
     if not numbers.dim():
         return torch.tensor(label)
     if top <= 1 and "label" in key:

@@ -523,7 +523,7 @@ def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) ->
     """Raise an error unless an operation is a mean and its first dimension can hold the samples."""
     _refuse_if(not is_mean, f"{name} is a sum over the batch")
     reason = f"{name} is over a shape {tuple(shape)}, of a batch of {samples} samples"
-    _refuse_if(not len(shape) or shape[0] % samples != 0, reason)
+    _refuse_if(samples > 1 and (not len(shape) or shape[0] % samples != 0), reason)
 
 
 def _stacks_losses(node: Any) -> bool:

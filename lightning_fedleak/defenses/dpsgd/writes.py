@@ -280,7 +280,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     per_word = 8 // numbers.element_size()
     end = len(numbers) // per_word * per_word
     aligned = numbers if numbers.storage_offset() % per_word == 0 else numbers.clone()
-    return aligned[:end].view(torch.int64).sum() + numbers[end:].sum()
+    total = aligned[:end].view(torch.int64).sum()
+    return total + numbers[end:].sum() if end < len(numbers) else total
 
 
 def _stack(scalars: Sequence[Tensor]) -> Tensor:

@@ -222,6 +222,47 @@ def test_images_numbers_and_padded_rows_are_measured_too() -> None:
     assert defense._isolation.moved < 1e-5
 
 
+def mix(values: Tensor) -> Tensor:
+    return 0.7 * values + 0.3 * values[torch.randperm(len(values))]
+
+
+@pytest.mark.parametrize("change", [mix, lambda values: values / values.detach().abs().max()])
+def test_rows_that_are_mixed_or_scaled_before_the_model_are_refused(change: Any) -> None:
+    """No layer's graph shows it, as no gradient reaches the rows."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    rows = [(torch.rand(4), index % 2) for index in range(8)]
+    with pytest.raises(DefenseError, match="other rows of a batch change an example's gradient"):
+        first_step(model, lambda b: nn.functional.cross_entropy(model(change(b[0])), b[1]), rows)
+
+
+def test_weights_of_rows_and_two_numbers_of_an_example_are_measured() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 3))
+    losses = nn.CrossEntropyLoss(reduction="none")
+    rows: Any = [(index, index % 3, 0.5 + index) for index in range(8)]
+    defense = first_step(model, lambda b: (losses(model(b[0]), b[1]) * b[2]).mean(), rows)
+    assert (defense._isolation.reason, defense._isolation.moved < 1e-5) == ("", True)
+
+
+def test_a_regression_of_transformers_takes_a_batch_of_one_row() -> None:
+    """Its loss then has no dimensions; the row's gradient is that of autograd."""
+    model = tiny_bert_classifier(dropout=0.0, labels=1).train()
+    rows = [{"input_ids": torch.arange(i, i + 4), "labels": torch.tensor(i / 9)} for i in (3, 5)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    defense = DPSGD(1e3, noise_multiplier=0.0, seed=1)
+    loader = DataLoader(rows, 1)
+    with DefendedLoop(model, optimizer, loader, [defense], steps=8) as private:
+        for batch in private:
+            private.loss(lambda drawn: model(**drawn).loss, batch).backward()
+            optimizer.step()
+            if len(batch["input_ids"]) == 1:
+                break
+            optimizer.zero_grad()
+    released = [p.grad for p in model.parameters()]
+    expected = torch.autograd.grad(model(**batch).loss, [*model.parameters()])
+    assert len(batch["labels"]) == 1 and defense._isolation.moved < 1e-5
+    torch.testing.assert_close(released, [*expected], rtol=1e-4, atol=1e-6)
+
+
 def test_a_norm_over_the_batch_of_numbers_is_refused() -> None:
     class Whitening(nn.Module):
         def forward(self, values: Tensor) -> Tensor:
@@ -318,6 +359,8 @@ CAPPED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_loss_that_its_own_size_scales_is_refused(name: str, batched: bool) -> None:
     """No batch has so large a loss, neither of the data nor of made rows."""
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    for parameter in model[2].parameters():  # so that scores are near zero, as of a new head
+        parameter.data *= 1e-3
     values, labels = torch.rand(8, 4), torch.tensor([0, 0, 0, 1, 2, 1, 0, 2])
     seen: list[float] = []
 

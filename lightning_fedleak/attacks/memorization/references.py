@@ -7,10 +7,10 @@ has a distribution of scores by models with it, and one by models without.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
+from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import UnusableObservation
@@ -41,7 +41,7 @@ MIN_SHARE = 0.01
 A reference that is given twice has 0. Lower: the ratio of such references weakens the score.
 """
 
-MIN_LEARNED = 2.3  # standard deviations (p < .01) of the AUC of a reference on its own rows
+MAX_P = 0.01  # the p-value by which a reference knows its own rows; higher: wrong rows are taken
 
 
 class CombinedReference(MemorizationAttack):
@@ -134,10 +134,9 @@ def knows_rows(released: ReleasedModel) -> bool:
     answers = released.references.answers
     means = torch.stack([part.mean_log_probs() for part in (*answers, released.base)])
     for own, inside in zip(means, released.references.inside, strict=False):
-        n, m = int(inside.sum()), int((~inside).sum())
-        ranks = (own * len(means) - means.sum(0)).argsort().argsort() + 1.0
-        excess = ranks[inside].sum() - n * (n + m + 1) / 2  # of the statistic of Mann and Whitney
-        if n * m and excess < MIN_LEARNED * math.sqrt(n * m * (n + m + 1) / 12):
+        scores = (own * len(means) - means.sum(0)).numpy()
+        sides = scores[inside.numpy()], scores[~inside.numpy()]
+        if all(map(len, sides)) and mannwhitneyu(*sides, alternative="greater").pvalue > MAX_P:
             return False
     return True
 

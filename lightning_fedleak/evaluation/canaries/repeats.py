@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view as windows
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, diags_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
@@ -337,18 +337,14 @@ class _Search:
 
     def _repeats_few(self) -> Bools:
         """Return (N,) whether a text repeats one other text to more than a half, or only a few."""
-        n, n_pieces = len(self.numbers), len(self.piece_counts)
+        n = len(self.numbers)
         own = self.piece_counts <= max(TEMPLATE_ROWS, TEMPLATE_SHARE * n)  # not of templates
-        once = np.unique(self.contents[self.pieces.owners] * n_pieces + self.pieces.places)
-        once = once[own[once % n_pieces]]
-        cells = once // n_pieces, once % n_pieces
-        has = coo_array((np.ones(len(once)), cells), (n, n_pieces)).tocsr()
-        shared = (has @ has.T).tocoo()
-        rows, columns = shared.coords
-        rows, shares = rows[rows != columns], shared.data[rows != columns]
-        largest, partners = np.zeros(n), np.bincount(rows[shares > RUN - PIECE], minlength=n)
-        np.maximum.at(largest, rows, shares)
-        few: Bools = (largest > HALF * np.bincount(cells[0], minlength=n)) | (partners <= FEW)
+        cells = self.contents[self.pieces.owners], self.pieces.places
+        has = coo_array((np.ones(len(cells[0])), cells), (n, len(own))).tocsr()[:, own]
+        has.data[:] = 1  # a text may have a piece at several places
+        shared = (has @ has.T - diags_array(has.sum(1))).tocsr()
+        partners = (shared > RUN - PIECE).sum(1)
+        few: Bools = (shared.max(axis=1).toarray() > HALF * has.sum(1)) | (partners <= FEW)
         return few[self.contents]
 
     def _found(self, repeats: Bools) -> _Repeats:

@@ -245,6 +245,8 @@ def _write(path: Path, content: bytes, publish: Callable[[Path, Path], object]) 
         publish: The function that gives the file its name: ``os.replace`` overwrites an earlier
             file, ``os.link`` raises an error if there is one.
     """
+    if path.exists() and not path.is_file():  # a device such as /dev/null would be replaced
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

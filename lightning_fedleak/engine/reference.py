@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedleak.attacks.memorization.references import MIN_WEIGHT, fit_base
+from lightning_fedleak.attacks.memorization.references import MIN_WEIGHT, fit_base, knows_rows
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
@@ -283,18 +283,22 @@ class Strength(NamedTuple):
         share: The gain of the reference as a share of the model's; NaN if it is unknown.
         weak: Why the reference is weak, in words; empty if it is not.
         weight: Its weight in the fit of the score; below :data:`MIN_WEIGHT` it is not used.
+        knows: Whether references know the rows that they are said to be trained on; else no one is
+            used.
     """
 
     share: float
     weak: str
     weight: float
+    knows: bool = True
 
     @property
     def note(self) -> str:
         """Return in words what is wrong with the reference; empty if nothing is."""
         unused = f"it is not used, because its weight beside the base is {self.weight:.2f}"
-        parts = f"it is weak: {self.weak}" * bool(self.weak), unused * (self.weight < MIN_WEIGHT)
-        return "; ".join(filter(None, parts))
+        strange = "it is not used, because it does not know the rows that it is said to have seen"
+        parts = f"it is weak: {self.weak}" * bool(self.weak), strange * (not self.knows)
+        return "; ".join(filter(None, (*parts, unused * (self.weight < MIN_WEIGHT))))
 
 
 def measure_strength(
@@ -332,7 +336,7 @@ def measure_strength(
         weak = f"{gained}: it may have seen them"
     elif math.isnan(share) and rows is None:
         weak = "nothing shows how far it was trained: say how many rows it had"
-    return Strength(share, weak, fit_base(game)[1])
+    return Strength(share, weak, fit_base(game)[1], knows_rows(game))
 
 
 def beside(strength: Strength, values: Mapping[str, float]) -> dict[str, float]:

@@ -44,7 +44,8 @@ def load_whole(
         WrongModel: The files lack weights, or have them after several prefixes.
     """
     with without_messages():
-        model, loaded = kind.from_pretrained(source, output_loading_info=True, **settings)
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, loaded = kind.from_pretrained(source, **settings)
     mismatched = (name if isinstance(name, str) else name[0] for name in loaded["mismatched_keys"])
     missing = {*loaded["missing_keys"], *mismatched}
     is_part = getattr(model, "base_model", model) is not model

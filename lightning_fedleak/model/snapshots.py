@@ -289,7 +289,7 @@ class References:
     def log_probs(self) -> Tensor:
         """Return (N, L) the mean log probabilities by the models that were not trained on a text.
 
-        If all were, it is their mean less the mean gain of texts by being trained on.
+        If all were, it is their mean less the mean gain of tokens by being trained on.
         """
         stacked = torch.stack([answer.log_probs for answer in self.answers])
         labels, means, counts = self.answers[0].labels, [], []
@@ -297,10 +297,12 @@ class References:
             counts.append(side.sum(0))
             mean = (stacked * side[..., None]).sum(0) / counts[-1].clamp_min(1)[:, None]
             means.append(mean)
-        is_unseen, is_both = counts[0] > 0, counts[0] * counts[1] > 0
-        gains = (means[1] - means[0])[labels & is_both[:, None]]
-        shifted = (means[1] - gains.mean()) * labels if len(gains) else means[1]
-        return torch.where(is_unseen[:, None], means[0], shifted)
+        unseen, seen = (labels & (count > 0)[:, None] for count in counts)
+        both = unseen & seen
+        places = (both, both) if bool(both.any()) else (unseen, seen)
+        outside, inside = (mean[place].mean() for mean, place in zip(means, places, strict=True))
+        gain = (inside - outside).nan_to_num()  # unknown if all texts are on one side
+        return torch.where(unseen, means[0], (means[1] - gain) * labels)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ import json
 import math
 import random
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks.memorization import Combined
@@ -568,6 +570,24 @@ def test_adapters_are_no_base(folder: Path, tmp_path: Path) -> None:
     settings |= {side: str(folder / f"{side}.jsonl") for side in ("members", "others")}
     with pytest.raises(SourceError, match="holds adapters, and no model: their base is 'a/b'"):
         run_command("memorization", **settings)
+    (tmp_path / "tokenizer.json").unlink()  # adapters are often saved without one
+    with pytest.raises(SourceError, match="holds adapters, and no model: their base is 'a/b'"):
+        run_command("memorization", **settings)
+
+
+def test_a_model_of_another_shape_and_a_run_without_logs_are_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "model", tmp_path / "wide")
+    weights = load_file(tmp_path / "wide" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name] = torch.cat([weights[name]] * 2)
+    save_file(weights, tmp_path / "wide" / "model.safetensors", {"format": "pt"})
+    status, text = run(folder, str(tmp_path / "wide"), drawn=True)
+    assert status == BREACH
+    assert f"{name} has the shape ({len(weights[name])}," in " ".join(text.split())
+    with pytest.raises(SourceError, match=r"holds no run\.jsonl"):
+        run(folder, drawn=True, run=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -577,6 +597,9 @@ def test_adapters_are_no_base(folder: Path, tmp_path: Path) -> None:
         (b"", "has 0 rows"),
         (b"\x1f\x8b0", "packed by gzip"),
         ("a text".encode("utf-16"), "in UTF-16"),
+        ("a text".encode("utf-32"), "in UTF-32"),
+        (b"[" * 100_000, "line 1 is not JSON"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "line 1 is not JSON"),
     ],
 )
 def test_files_are_named_as_what_they_are(

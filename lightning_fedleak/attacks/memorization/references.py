@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import UnusableObservation
@@ -34,15 +35,24 @@ from .81 to .77 (tiny GPT-2, AG News and IMDB). Lower: such references weaken th
 MIN_FREEDOM = 30
 """The fewest degrees of freedom of a deviation in :func:`likelihood_ratio`, for an error of 13%."""
 
+MIN_SHARE = 0.01
+"""The least share of a text's own variance in that of all texts, .33 for references of their own.
+
+A reference that is given twice has 0. Lower: the ratio of such references weakens the score.
+"""
+
+MAX_P = 0.01  # the p-value by which a reference knows its own rows; higher: wrong rows are taken
+
 
 class CombinedReference(MemorizationAttack):
     """Apply :class:`Combined` with what references and the base together predict for the base.
 
     The model's log probabilities are fitted by the base's and by their mean in the references that
-    were not trained on a text (:func:`fit_base`), without the memberships. If the weight of the
-    references is below :data:`MIN_WEIGHT`, they are not used: the score is :class:`Combined`. The
-    likelihood ratios of both parts of :class:`Combined` are added (:func:`likelihood_ratio`), if
-    enough texts were in some references and not in others.
+    were not trained on a text (:func:`fit_base`), without the memberships. They are not used, and
+    the score is :class:`Combined`, if their weight is below :data:`MIN_WEIGHT`, or if one does not
+    know the rows that it is said to be trained on (:func:`knows_rows`). The likelihood ratios of
+    both parts of :class:`Combined` are added (:func:`likelihood_ratio`), if enough texts were in
+    some references and not in others.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -67,7 +77,7 @@ class CombinedReference(MemorizationAttack):
         for answer in references.answers:
             check_finite(answer.log_probs, "the reference's log probabilities")
         base, weight = fit_base(released)
-        if weight < MIN_WEIGHT:
+        if weight < MIN_WEIGHT or not knows_rows(released):
             return Combined().score(released)
         scores = Combined().score(replace(released, base=base))
         ratios = []
@@ -86,7 +96,7 @@ def likelihood_ratio(scores: Tensor, others: Tensor, inside: Tensor) -> Tensor |
     the references that were trained on a text, and one in those that were not. The means are the
     text's own; if it has none on a side, it is that of the other side, shifted by the mean
     difference. All texts share the two variances, because the references are few. None: they have
-    too few degrees of freedom, see :data:`MIN_FREEDOM`.
+    too few degrees of freedom, see :data:`MIN_FREEDOM`, or are copies of one, :data:`MIN_SHARE`.
 
     Args:
         scores: (N,) the scores by the model.
@@ -103,6 +113,8 @@ def likelihood_ratio(scores: Tensor, others: Tensor, inside: Tensor) -> Tensor |
             return None
         squares = ((others - means[-1]) ** 2)[side].sum()
         variances.append(squares / freedom)
+        if variances[-1] < MIN_SHARE * others[side].var():
+            return None
     shift = (means[1] - means[0])[known[0] & known[1]].mean()
     outside = torch.where(known[0], means[0], means[1] - shift)
     trained = torch.where(known[1], means[1], means[0] + shift)
@@ -110,6 +122,23 @@ def likelihood_ratio(scores: Tensor, others: Tensor, inside: Tensor) -> Tensor |
     logs = [-((scores - mean) ** 2) / variance / 2 - variance.log() / 2 for mean, variance in sides]
     ratio: Tensor = logs[1] - logs[0]
     return ratio
+
+
+def knows_rows(released: ReleasedModel) -> bool:
+    """Return whether each reference knows the texts better that it is said to be trained on.
+
+    With the rows of another reference, the mean of models without a text is one of models with it.
+    The mean log probability is compared with its mean in the base and the other references.
+    """
+    assert released.references is not None
+    answers = released.references.answers
+    means = torch.stack([part.mean_log_probs() for part in (*answers, released.base)])
+    for own, inside in zip(means, released.references.inside, strict=False):
+        scores = (own * len(means) - means.sum(0)).numpy()
+        sides = scores[inside.numpy()], scores[~inside.numpy()]
+        if all(map(len, sides)) and mannwhitneyu(*sides, alternative="greater").pvalue > MAX_P:
+            return False
+    return True
 
 
 def fit_base(released: ReleasedModel) -> tuple[TokenSnapshot, float]:

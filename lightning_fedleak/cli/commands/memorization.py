@@ -231,7 +231,7 @@ def _compare(
     """
     shifts = dict[Part, str | None]()
     for result in results:
-        with refuse_errors(f"--model '{options.model}' cannot be read", UnusableObservation):
+        with refuse_errors("the models' answers cannot be compared", UnusableObservation):
             result.measure_all()
         is_short = result.part == "short"
         shift = shifts[result.part] = result.why_unknown(drawn=options.drawn)
@@ -313,7 +313,7 @@ def _read_rows_of_references(
         raise SourceError("--reference-rows: give a number or a file for each --reference")
     found = list[tuple[int | None, set[bytes]]]()
     for entry in entries:
-        if entry is None or entry.isdecimal():
+        if entry is None or (entry.isdecimal() and int(entry)):
             found.append((entry and int(entry), set()))
         else:
             texts = reader.read(entry)
@@ -505,8 +505,8 @@ def _reader(options: Namespace) -> RowReader:
     Raises:
         SourceError: The options do not fit the task of the model.
     """
-    tokenizer = load_tokenizer(options.base)
     config, head = models.released_config(options.model, options.base)
+    tokenizer = load_tokenizer(options.base)
     template = None
     if (Path(options.model) / "tokenizer_config.json").is_file():
         template = load_tokenizer(options.model).chat_template

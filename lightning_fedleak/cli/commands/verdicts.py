@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks.memorization import CombinedReference
+from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.training_rows import UnknownLabels
 from lightning_fedleak.evidence import HOLDS
 from lightning_fedleak.evidence.verification import match_weights
@@ -134,10 +135,13 @@ def check_run(run: Path, model: Path) -> None:
     Logs that do not have its hashes, as of sharded weights, decide nothing.
 
     Raises:
+        SourceError: There are no logs.
         WrongModel: The logs of a run contradict it, and those of no other run hold it.
     """
-    verdicts = []
-    for path in sorted(run.rglob(records.RECORD)):
+    verdicts, paths = [], sorted(run.rglob(records.RECORD))
+    if not paths:
+        raise SourceError(f"--run '{run}' holds no {records.RECORD}")
+    for path in paths:
         with suppress(ReportError):  # a run that was cut off has no hashes
             verdicts.append(match_weights(path.parent, model))
     refuting = [verdict.contradictions[0] for verdict in verdicts if verdict.contradictions]

@@ -137,8 +137,8 @@ def _decoded(data: bytes, path: Path) -> str:
         )
     if "\0" in text:
         is_wide = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        code = "UTF-16" if is_wide else "WINDOWS-1252"
-        what = "in UTF-16" if is_wide else "not UTF-8"
+        code = "UTF-32" if data[2:4] == b"\0\0" else "UTF-16" if is_wide else "WINDOWS-1252"
+        what = f"in {code}" if is_wide else "not UTF-8"
         raise assets.SourceError(
             f"'{path}' is {what}: convert it, by iconv -f {code} -t UTF-8 say."
         )
@@ -172,8 +172,9 @@ def _json_rows(text: str, path: Path) -> Rows:
     """Return the rows of a ``.json`` file: an array, or lines of JSON."""
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and "\n" in text[: error.pos + 1]:
+    except (ValueError, RecursionError) as error:
+        rest = text[: error.pos + 1] if isinstance(error, json.JSONDecodeError) else ""
+        if str(error).startswith("Extra data") and "\n" in rest:
             return _json_lines(text, path)  # lines of JSON are often named so
         raise assets.SourceError(f"'{path}' is not JSON: {error}") from None
     items = content if isinstance(content, list) else [content]
@@ -187,7 +188,7 @@ def _json_lines(text: str, path: Path) -> Rows:
         if not line.strip():
             continue
         place = f"'{path}', line {number}"
-        with assets.refuse_errors(f"{place} is not JSON", json.JSONDecodeError):
+        with assets.refuse_errors(f"{place} is not JSON", ValueError, RecursionError):
             row = json.loads(line)
         rows.append(_row(row, place))
     return rows

@@ -241,7 +241,7 @@ def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
     source, settings = model_source(name)
     auto = next(auto for predicted, auto in _HEADS.values() if predicted == head)
     labels = {} if head == "masked" else {"num_labels": config.num_labels}
-    settings |= labels | {"dtype": torch.float32, "ignore_mismatched_sizes": option != "--model"}
+    settings |= labels | {"dtype": torch.float32}
     with loading(source, "model of that architecture"):
         model, lacking = load_whole(auto, source, may_lack_head=option != "--model", **settings)
     for key, parameter in model.named_parameters():
@@ -320,7 +320,7 @@ def query_texts(
     check_read_by(anatomy, texts, option)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     anatomy.model.to(device, None if dtype is None else getattr(torch, dtype))
-    with bars(sys.stderr.isatty()):
+    with refuse_errors(f"{option} cannot be queried", Exception), bars(sys.stderr.isatty()):
         return token_log_probs(anatomy, texts, mask)
 
 

@@ -476,7 +476,7 @@ def check_unseen(
     found = [(counts, trains)] if bool(counts.any()) else []
     for answer, inside in zip(references.answers, references.inside, strict=True):
         unseen = ReleasedModel(base, answer, compressed).rows(~inside)
-        found.append((Combined().score(unseen), trains[~inside]))
+        found += [] if bool(inside.all()) else [(Combined().score(unseen), trains[~inside])]
     pairs = [(x[side].numpy(), x[~side].numpy()) for x, side in found if 0 < side.sum() < len(side)]
     p_value = len(pairs) * min((float(mannwhitneyu(*pair).pvalue) for pair in pairs), default=1.0)
     if p_value < MIN_P_VALUE:

@@ -32,7 +32,7 @@ from lightning_fedleak.attacks.memorization.references import (
     likelihood_ratio,
 )
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, WINDOWS, normal_scores
-from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.evaluation.metrics.released import check_unseen, membership_values
 from lightning_fedleak.model.snapshots import Observation, References, ReleasedModel, TokenSnapshot
 
 
@@ -291,3 +291,18 @@ def test_beside_references_with_and_without_each_text_ratios_are_added() -> None
         score = CombinedReference().score(replace(release, references=references))
         aucs.append(membership_values(score, drawn[0])["auc"])
     assert aucs[0] > aucs[1] > aucs[2]
+
+    def scored(answers: list[TokenSnapshot], inside: torch.Tensor) -> torch.Tensor:
+        references = References(answers, inside)
+        return CombinedReference().score(replace(release, references=references))
+
+    # The rows of another reference, or of none, are no better than no reference; a copy adds none.
+    alone = Combined().score(release)
+    for inside in (drawn[1:].roll(1, 0), ~drawn[1:]):
+        torch.testing.assert_close(scored(answers, inside), alone)
+    twice = scored(answers[:1] * 2, drawn[[1, 1]])
+    torch.testing.assert_close(twice, scored(answers[:1], drawn[[1]]))
+    everything = torch.ones(1, 200, dtype=torch.bool)
+    references = References(answers[:1], everything)
+    check_unseen(references, base, torch.ones(200), drawn[0])  # nothing is left to compare
+    torch.testing.assert_close(references.log_probs, answers[0].log_probs)

@@ -218,8 +218,7 @@ def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = F
         FileExistsError: The file exists, and ``replace`` is False.
         OSError: It cannot be written.
     """
-    publish = os.replace if replace else os.link
-    write_whole(path, json.dumps(content, indent=1).encode(), publish)
+    write_whole(path, json.dumps(content, indent=1).encode(), os.replace if replace else os.link)
 
 
 def write_lines(path: Path, lines: Iterable[object]) -> None:

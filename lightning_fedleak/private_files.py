@@ -147,7 +147,7 @@ def save_private(
     Raises:
         OSError: The file cannot be written.
     """
-    _write(path, save(dict(tensors), metadata), os.replace)
+    write_whole(path, save(dict(tensors), metadata))
 
 
 def load_private(path: Path) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = F
         FileExistsError: The file exists, and ``replace`` is False.
         OSError: It cannot be written.
     """
-    _write(path, json.dumps(content, indent=1).encode(), os.replace if replace else os.link)
+    write_whole(path, json.dumps(content, indent=1).encode(), os.replace if replace else os.link)
 
 
 def write_lines(path: Path, lines: Iterable[object]) -> None:
@@ -233,11 +233,15 @@ def write_lines(path: Path, lines: Iterable[object]) -> None:
         TypeError: A line cannot be written as JSON.
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    _write(path, text.encode(), os.replace)
+    write_whole(path, text.encode())
 
 
-def _write(path: Path, content: bytes, publish: Callable[[Path, Path], object]) -> None:
-    """Write a temporary file in the same folder, then give it its final name.
+def write_whole(
+    path: Path, content: bytes, publish: Callable[[Path, Path], object] = os.replace
+) -> None:
+    """Write a file of mode 0600, completely or not at all.
+
+    It is written under a temporary name in the same folder, then gets its final name.
 
     Args:
         path: The path of the file, whose folder is created if it is missing.

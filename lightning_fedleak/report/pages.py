@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 import time
 import tomllib
 from base64 import b64encode
@@ -35,7 +33,7 @@ import jinja2
 from markupsafe import Markup
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.private_files import read_regular
+from lightning_fedleak.private_files import read_regular, write_whole
 from lightning_fedleak.report.attacks import (
     NOT_TRIED,
     RELEASED,
@@ -418,7 +416,7 @@ def write(
     with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            _write_whole(path, text)
+            write_whole(path, text.encode())
     return list(files)
 
 
@@ -434,7 +432,7 @@ def write_live(record: Path, run: str) -> None:
         OSError: the page cannot be written.
     """
     content = findings(read([record], run=run), _facts(record.parent))
-    _write_whole(record.parent / "report.html", page(content, live=time.time()))
+    write_whole(record.parent / "report.html", page(content, live=time.time()).encode())
 
 
 def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
@@ -473,7 +471,7 @@ def print_card(runs: Sequence[Path], weights: Path | None = None) -> None:
         return
     text = json.dumps(as_json(leakage_file(content)), indent=1, allow_nan=False) + "\n"
     with _writing_to(weights, "Name the folder of the weights with --out"):
-        _write_whole(weights / LEAKAGE, text)
+        write_whole(weights / LEAKAGE, text.encode())
         (weights / LEAKAGE).chmod(0o644)  # it is released with the weights
 
 
@@ -515,15 +513,3 @@ def _writing_to(
 ) -> AbstractContextManager[None]:
     """Raise a ``ReportError`` with a hint if files of a folder cannot be written in the block."""
     return explain_errors(f"'{folder}' cannot be written to", OSError, error=ReportError, hint=hint)
-
-
-def _write_whole(path: Path, content: str) -> None:
-    """Write a file with mode 0600, like the logs, whole or not at all."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report")  # mode 0600
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

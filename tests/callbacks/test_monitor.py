@@ -512,7 +512,7 @@ def test_a_live_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(files, "_write_whole", refuse)
+    monkeypatch.setattr(files, "write_whole", refuse)
     with pytest.warns(UserWarning, match="no live report: no room"):
         trainer = fit([one := monitor(tmp_path)], tmp_path)
     assert one.looks == trainer.global_step

@@ -256,25 +256,22 @@ class Controls:
             return []
         low = [plan for plan in plans if self._anywhere(counts(plan))]
         rates = self._rates(look, replace(step, gradients={}), low, {}) if low else {}
+        found = ((p, rates[p.attack.name], controls.get(p.attack.name)) for p in low)
         return [
-            plan
-            for plan in low
-            for name in [plan.attack.name]
-            if self._anywhere(self._rings(plan, rates[name], controls[name].rates))
+            p for p, before, control in found if self._anywhere(self._rings(p, before, control))
         ]
 
     def _rings(
         self,
         plan: Plan,
         rates: Mapping[str, float] | Unknown | Waiting,
-        control: Mapping[str, float] | None = None,
+        control: Control | None = None,
     ) -> bool:
         """Return whether the headline of an attack's rates exceeds its limit, as a gate counts."""
-        channel = self._channels[plan.attack.name]
+        channel, limit = self._channels[plan.attack.name], self._limit_of(plan)
         rate = rates.get(channel.headline, math.nan) if isinstance(rates, Mapping) else math.nan
-        of_control = None if control is None else control.get(channel.headline)
-        limit, chance = self._limit_of(plan), channel.leak.chance
-        return judge_value(rate, of_control, at_most=limit, chance=chance).value > limit
+        known = None if control is None else control.rates.get(channel.headline)
+        return judge_value(rate, known, at_most=limit, chance=channel.leak.chance).value > limit
 
     def _has_few_uneven_labels(self, look: Look, control: Step) -> bool:
         """Return whether labels weigh unevenly, and are so few that a vector separates each."""

@@ -135,8 +135,8 @@ class HiddenWords:
             olds = draw.sample(types, min(N_TYPES, len(types)))
             self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
         self._looks += 1
-        distances = [growth * change / noise_std for change in self._changes]
-        return best_f1(distances, len(types), vocabulary)
+        growth /= noise_std
+        return best_f1([growth * x for x in self._changes], len(types), vocabulary)
 
     def _growth(self, tokens: int) -> float:
         """Return how many times the changes may be as large as when they were measured.
@@ -145,10 +145,10 @@ class HiddenWords:
         """
         both = self._sizes.keys() & self._old_sizes.keys()
         before = math.hypot(*(self._old_sizes[role] for role in both))
-        if not (before > 0 and self._tokens > 0):
+        if not before > 0:
             return math.inf
         grown = math.hypot(*(self._sizes[role] for role in both)) / before
-        return max(1.0, tokens / self._tokens, self._tokens / tokens, grown)
+        return max(tokens / self._tokens, self._tokens / tokens, grown)
 
     def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Return the norm of the release's change for each type and the one in its place."""

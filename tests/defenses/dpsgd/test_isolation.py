@@ -259,7 +259,8 @@ def test_a_regression_of_transformers_takes_a_batch_of_one_row() -> None:
             optimizer.zero_grad()
     released = [p.grad for p in model.parameters()]
     expected = torch.autograd.grad(model(**batch).loss, [*model.parameters()])
-    assert len(batch["labels"]) == 1 and defense._isolation.moved < 1e-5
+    assert len(batch["labels"]) == 1
+    assert defense._isolation.moved < 1e-5
     torch.testing.assert_close(released, [*expected], rtol=1e-4, atol=1e-6)
 
 

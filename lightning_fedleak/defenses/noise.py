@@ -220,25 +220,25 @@ def _add(key: bytes, target: Tensor, std: float) -> None:
     """
     secret, start = int.from_bytes(key[:16], "big"), int.from_bytes(key[16:], "big")
     generator = np.random.Philox(key=secret, counter=start << 128)
-    numbers = target.detach().view(-1).numpy()
     # Pairs of integers of the numbers' width become uniform numbers in (0, 1], down to 2^-32 (in
     # float64 2^-64), so that the normal numbers reach 6.66 standard deviations (in float64 9.42).
-    kind, bits = (np.int64, 63) if numbers.itemsize == 8 else (np.int32, 31)
-    for first in range(0, len(numbers), _BLOCK):
-        block = numbers[first : first + _BLOCK]
+    kind, bits = (np.int64, 63) if target.dtype == torch.float64 else (np.int32, 31)
+    for block in torch.split(target.view(-1), _BLOCK):
         half = (len(block) + 1) // 2
-        words = generator.random_raw(2 * half // (8 // block.itemsize)).view(kind)
-        radius, angle = words.astype(block.dtype).reshape(2, half)
+        words = generator.random_raw(2 * half if bits == 63 else half).view(kind)
+        normal = np.empty((2, half), np.float64 if bits == 63 else np.float32)
+        radius, angle = words.astype(normal.dtype).reshape(2, half)
         np.abs(radius, out=radius)
         radius += 0.5
         radius *= 2.0**-bits
         np.log(radius, out=radius)
         radius *= -2.0
         np.sqrt(radius, out=radius)
-        radius *= std
         angle *= math.pi * 2.0**-bits
-        block[:half] += radius * np.cos(angle)
-        block[half:] += (radius * np.sin(angle, out=angle))[: len(block) - half]
+        np.cos(angle, out=normal[0])
+        np.sin(angle, out=normal[1])
+        normal *= radius
+        block.add_(torch.from_numpy(normal).view(-1)[: len(block)], alpha=std)
 
 
 def gaussian_epsilon(*, sigma: float, delta: float) -> float:

@@ -34,7 +34,7 @@ from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, ModelCall, Step, plain_call
 
-_Outcomes = Mapping[Series, Outcome]
+_Outcomes = dict[Series, Outcome]
 # Reasons of unknown results, as the logs show them.
 _NOT_SCORED = (
     "the observer does not hold the client's texts, so guesses from the update cannot be scored"

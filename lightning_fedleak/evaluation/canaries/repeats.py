@@ -344,8 +344,8 @@ class _Search:
         has.data[:] = 1  # a text may have a piece at several places
         shared = (has @ has.T - diags_array(has.sum(1))).tocsr()
         partners = (shared > RUN - PIECE).sum(1)
-        few: Bools = (shared.max(axis=1).toarray() > HALF * has.sum(1)) | (partners <= FEW)
-        return few[self.contents]
+        few = (shared.max(axis=1).toarray() > HALF * has.sum(1)) | (partners <= FEW)
+        return np.asarray(few[self.contents], dtype=bool)
 
     def _found(self, repeats: Bools) -> _Repeats:
         """Return the repetitions, of which those in part count for some texts, (N,) bool."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,32 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def announce(text: str) -> None:
-    """Log what a gate did, and show it once on stderr, even if warnings are filtered.
-
-    Nothing is shown on stderr if the level of this module's own logger is above ``WARNING``.
-    """
-    if not is_first_process():
-        return
-    log.warning(text)
-    if log.level <= logging.WARNING and not _log_is_on_stderr():
-        print(text, file=sys.stderr, flush=True)
-
-
-def _log_is_on_stderr() -> bool:
-    """Return whether a handler, of the user's or Python's own, shows logged warnings on stderr."""
-    if not log.isEnabledFor(logging.WARNING):
-        return False
-    handlers: list[logging.Handler | None] = []
-    logger: logging.Logger | None = log
-    while logger is not None:
-        handlers += logger.handlers
-        logger = logger.parent if logger.propagate else None
-    return any(
-        isinstance(handler, logging.StreamHandler)
-        and handler.stream is sys.stderr
-        and handler.level <= logging.WARNING
-        for handler in handlers or [logging.lastResort]
-    )
+    """Log what a gate did, in the first process; without the user's own handlers it is shown."""
+    if is_first_process():
+        log.warning(text)
 
 
 class LeakageLimitExceeded(RuntimeError):

@@ -136,13 +136,6 @@ class GameResult:
             self.scores, self.bits, self.batches, guesses, confidence=confidence
         )
 
-    def __repr__(self) -> str:
-        right = int((self.guesses == self.bits).sum())
-        return (
-            f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
-            f"relation={self.relation!r}, {right} of {len(self)} right)"
-        )
-
 
 class SentencePool:
     """Distinct sentences that data sets and targets are drawn from.
@@ -264,9 +257,6 @@ class Challenge:
     bits: Tensor
     positions: Tensor
     places: Tensor
-
-    def __repr__(self) -> str:
-        return f"Challenge({len(self.data)} sentences, {len(self.targets)} targets)"
 
 
 def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> Iterator[Challenge]:

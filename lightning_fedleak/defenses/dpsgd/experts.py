@@ -36,8 +36,6 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
 
 # The advice at the end of error messages.
 _MEND = "Freeze it, or train a LoRA of the attention (target_modules)."
-# The names that models' configs use for the factor of a router's auxiliary loss.
-_COEFFICIENTS = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -64,14 +62,10 @@ def _refusals(module: nn.Module) -> dict[str, object]:
     """
     config, cls = getattr(module, "config", None), rerun.plain_type(module)
     in_transformers, name = cls.__module__.startswith("transformers"), cls.__name__
-    returns_loss = getattr(config, "output_router_logits", False)
     params = [p for p in module._parameters.values() if p is not None]
     is_many = isinstance(module, nn.ModuleList | nn.ModuleDict) or any(p.dim() == 3 for p in params)
     is_stacked, trained = is_experts(module), any(p.requires_grad for p in module.parameters())
     return {
-        "adds a loss of the whole batch. Set `model.config.output_router_logits = False`.": (
-            returns_loss and any(getattr(config, key, 0) for key in _COEFFICIENTS)
-        ),
         "drops tokens of one example if other examples fill an expert. Use another model.": (
             getattr(config, "model_type", "") == "nllb-moe"
         ),

@@ -282,10 +282,6 @@ def test_what_computes_otherwise_is_refused_in_the_first_step(kind: type) -> Non
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a router's loss": (
-        lambda: model_of("OLMoE", output_router_logits=True),
-        "loss of the whole batch. Set `model.config.output_router_logits = False`",
-    ),
     "attention sinks": (
         lambda: model_of("GPT-OSS").requires_grad_(True),
         r"GptOssAttention\) trains \['sinks'\].*freeze them",
@@ -335,16 +331,22 @@ def test_what_couples_examples_or_is_not_known_is_refused_at_setup(name: str) ->
 
 
 class Balanced(Run):
-    """Asks for the router's loss in the call."""
+    """Adds the router's loss, which is asked for in the call or by the model's config."""
+
+    asks: bool | None = True
 
     def loss(self, batch: Any) -> Tensor:
         ids = batch[0]
-        loss: Tensor = self.root(input_ids=ids, labels=ids, output_router_logits=True).loss
+        loss: Tensor = self.root(input_ids=ids, labels=ids, output_router_logits=self.asks).loss
         return loss
 
 
-def test_a_router_s_loss_that_is_asked_for_in_the_call_is_refused_in_the_first_step() -> None:
-    run = Balanced(DPSGD(0.3, noise_multiplier=0.0), tiny_mixtral().train())
+@pytest.mark.parametrize("by_config", [False, True])
+def test_a_routers_loss_is_refused_in_the_first_step(by_config: bool) -> None:
+    model = tiny_mixtral().train()
+    model.config.output_router_logits = by_config
+    run = Balanced(DPSGD(0.3, noise_multiplier=0.0), model)
+    run.asks = None if by_config else True
     ids = torch.randint(3, 97, (5, 6), generator=torch.Generator().manual_seed(0))
     with pytest.raises(DefenseError, match="loss is not known to be a mean of per-sample means"):
         run.step([ids, torch.zeros(5)])

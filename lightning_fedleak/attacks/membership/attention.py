@@ -28,17 +28,14 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     matched_rows,
 )
 from lightning_fedleak.attacks.membership.base import (
-    FALSE_POSITIVE_RATE,
-    MembershipAttack,
+    CalibratedMembership,
     MembershipGuess,
     check_targets,
     read_rungs,
     target_positions,
-    threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import fit_whitening
-from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
@@ -60,7 +57,7 @@ REPLACED_BETA = 0.01
 """Default factor against a defence that replaces batches: members score higher with it."""
 
 
-class AttentionMembership(MembershipAttack):
+class AttentionMembership(CalibratedMembership):
     """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with a ladder of gammas.
 
     Three choices decide whether it works on real embeddings. The paper does not make them.
@@ -111,19 +108,11 @@ class AttentionMembership(MembershipAttack):
         'band'
     """
 
-    threat_model = threat_with_public_text(
-        "a dishonest server that adds layers of its own, asking for a text it holds"
-    )
     default_name = "attention_membership"
     config_names = (
         *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
         *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
-    needs_float64 = True  # for the whitening
-    # The share of batches without the target that are guessed to have it, in the calibration and,
-    # with noise, in the decision.
-    false_positive_rate = FALSE_POSITIVE_RATE
-    refresh_every = 500  # steps after which refresh calibrates again; not tuned
 
     @explain_arguments("AttentionMembership(layer=1, public_text='sampled')")
     def __init__(
@@ -154,7 +143,6 @@ class AttentionMembership(MembershipAttack):
         self._choose(replaced=False, defended=False)
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
-        self._prepared_at = 0
         self._d: int | None = None  # the width of hidden states
         self._calibration: Calibration | None = None
 
@@ -191,17 +179,8 @@ class AttentionMembership(MembershipAttack):
             return len(self.widths)
         return attention_layers.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
 
-    def prepare(self, anatomy: Anatomy) -> None:
-        """Run A_init: fit whitening and gamma on the hidden states of public text.
-
-        Raises:
-            ValueError: the model has no such layer, or the public text is too short.
-        """
-        super().prepare(anatomy)
-        text = PublicText.resolve(self.public_text, anatomy, self.seed)
-        states = attention_layers.PublicStates.sample(
-            anatomy, self.layer, text, self.tokens, max(8192, 4 * anatomy.hidden_size), self.seed
-        )
+    def calibrate(self, states: attention_layers.PublicStates) -> None:
+        """Fit whitening and gamma to the hidden states of public text."""
         self._d = states.hidden.shape[-1]
         if self.gamma == "lemma":
             whitening = fit_whitening(states.tokens) if self.whiten else None
@@ -218,12 +197,6 @@ class AttentionMembership(MembershipAttack):
             false_positive_rate=self.false_positive_rate,
             seed=self.seed,
         )
-
-    def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Calibrate again after ``refresh_every`` steps, and at the start of a fit."""
-        if not 0 <= step - self._prepared_at < self.refresh_every:
-            self._prepared_at = step
-            self.prepare(anatomy)
 
     @property
     def rungs(self) -> int:
